@@ -43,7 +43,9 @@ class StepResult:
     num_targets: int
     num_tokens: int
     grad_norm: float
-    skipped: bool = False  # fp16 only: the scaled gradient overflowed, the scale was lowered, weights are unchanged
+    skipped: bool = (
+        False  # fp16 only: the scaled gradient overflowed, the scale was lowered, weights are unchanged
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Engine(Protocol):
     def evaluate(self, microbatches: list[Batch]) -> tuple[float, int]:
         """(summed nll, number of targets), without gradients and without dropout."""
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], references=None) -> list[list[int]]: ...
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], references=None
+    ) -> list[list[int]]: ...
 
     def trainable_state(self) -> dict[str, np.ndarray]: ...
 

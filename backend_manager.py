@@ -1,0 +1,602 @@
+"""What this machine can do, probed, with a reason for each thing it cannot.
+
+`CAPABILITIES` is the documented baseline; `BackendManager(...).capabilities` is what was found here. Detection reads
+files, package metadata and drivers, so that constructing a manager costs milliseconds; probes run real work on the device,
+once, and are cached under the versions and the device they were run with.
+"""
+
+import ctypes
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+
+GIB = 2**30
+
+
+class Backend(str, Enum):
+    """Where training runs. `str(backend)` is its word on the command line."""
+
+    CUDA = "cuda"
+    MPS = "mps"
+    MLX = "mlx"
+    CPU = "cpu"
+    XPU = "xpu"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """What a backend offers. `reasons` says, by setting, why something is off or differs from the documented baseline."""
+
+    quantization_bits: tuple[int, ...]
+    quantization_backends: tuple[str, ...]
+    precisions: tuple[str, ...]
+    supports_distributed: bool
+    supports_fsdp: bool
+    supports_bfloat16: bool
+    supports_flash_attention: bool
+    max_model_size_b: float | None
+    distributed_backend: str | None
+    engine: str
+    notes: str
+    bfloat16_speed: float | None = None  # bf16 products per second over fp32 ones, measured here
+    probed: bool = False
+    reasons: dict = field(default_factory=dict)
+
+
+# The documented baseline: what each backend is known for, before anything was tried here.
+CAPABILITIES = {
+    Backend.CUDA: BackendCapabilities(
+        (4, 8, 16), ("nf4", "bnb", "hqq", "quanto"), ("fp32", "fp16", "bf16"), True, True, True, True, None, "nccl",
+        "torch", "NVIDIA GPUs, and AMD's through ROCm, which torch calls cuda too",
+    ),
+    Backend.MPS: BackendCapabilities(
+        (8, 16), ("mlx", "quanto"), ("fp32", "fp16"), True, True, False, False, 70, "gloo",
+        "torch", "Apple GPUs through torch; collectives are staged through host memory",
+    ),
+    Backend.MLX: BackendCapabilities(
+        (4, 8, 16), ("mlx",), ("fp32", "fp16"), False, False, True, False, 70, None,
+        "mlx", "Apple's own framework, unified memory",
+    ),
+    Backend.CPU: BackendCapabilities(
+        (8, 16), ("hqq",), ("fp32",), True, True, False, False, 7, "gloo",
+        "torch", "any processor; slow, right, and good for trying things",
+    ),
+    Backend.XPU: BackendCapabilities(
+        (4, 8, 16), ("nf4", "bnb"), ("fp32", "fp16", "bf16"), True, True, True, False, None, "xccl",
+        "torch", "Intel GPUs through torch",
+    ),
+}  # fmt: skip
+# Guide S1's tables as data: precisions and quantizers documented for each backend.
+PRECISION_MAP = {
+    str(b): list(CAPABILITIES[b].precisions) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)
+}
+QUANTIZATION_MAP = {
+    "cuda": ["bnb", "hqq", "quanto"],
+    "mps": ["mlx", "quanto"],
+    "mlx": ["mlx"],
+    "cpu": ["hqq"],
+}
+AUTO_ORDER = (Backend.CUDA, Backend.MLX, Backend.MPS, Backend.XPU, Backend.CPU)
+INSTALL = {
+    Backend.CUDA: "pip install torch --index-url https://download.pytorch.org/whl/cu128",
+    Backend.MPS: "pip install torch on an Apple silicon Mac",
+    Backend.MLX: "pip install mlx mlx-lm",
+    Backend.XPU: "pip install torch --index-url https://download.pytorch.org/whl/xpu",
+}
+
+
+def allowed(table: dict, backend, value: str) -> str:
+    """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend; ValueError listing those it has."""
+    if value not in table[str(backend)]:
+        raise ValueError(
+            f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}"
+        )
+    return value
+
+
+def package_version(name: str) -> str | None:
+    """Version from the package's metadata, without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_build() -> dict:
+    """{'version', 'cuda', 'hip', 'xpu'} of the installed torch, read from its version file: no import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return {"version": None, "cuda": None, "hip": None, "xpu": None}
+    file = Path(list(spec.submodule_search_locations)[0]) / "version.py"
+    text = file.read_text() if file.is_file() else ""
+    found = dict(re.findall(r"^(cuda|hip|xpu)(?:\s*:[^=]+)?\s*=\s*'([^']+)'", text, re.M))
+    return {"version": package_version("torch"), **{k: found.get(k) for k in ("cuda", "hip", "xpu")}}
+
+
+def _driver_device_count(library: str, init: str, count: str) -> int:
+    """Devices a GPU driver library reports, through its C interface."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return 0
+    number = ctypes.c_int(0)
+    if getattr(driver, init)(0) != 0 or getattr(driver, count)(ctypes.byref(number)) != 0:
+        return 0
+    return number.value
+
+
+def cpu_facts() -> dict:
+    """{'model', 'cores', 'flags'} of this processor; flags name its bf16 instructions, where the system tells."""
+    model, flags = platform.processor() or platform.machine(), set()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        model = (re.search(r"^model name\s*:\s*(.+)$", text, re.M) or [None, model])[1]
+        flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M) or [None, ""])[1].split())
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": model,
+        "cores": cores,
+        "flags": sorted(flags & {"avx512_bf16", "amx_bf16", "bf16", "avx512f", "avx2"}),
+    }
+
+
+def system_memory() -> tuple[int, int]:
+    """(total, available) bytes of host memory, the container's limit included."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total
+    try:
+        info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M))
+        available = int(info["MemAvailable"]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            total, available = min(total, int(limit)), min(available, int(limit) - used)
+    except (OSError, KeyError, ValueError):
+        pass
+    return total, available
+
+
+class BackendManager:
+    """Chooses a backend and answers for it. `backend`: a Backend, its name in any case, 'auto' or None (= auto).
+
+    Raises ValueError for an unknown name, and for a backend that is not available here, naming those that are.
+    """
+
+    def __init__(self, backend=None, verbose: bool = True):
+        self.available = self._detect_available_backends()
+        self.requested = self._named(backend)
+        self.backend = self._choose() if self.requested is None else self._checked(self.requested)
+        if verbose:
+            self.print_summary()
+
+    @classmethod
+    def from_env(cls, verbose: bool = True) -> "BackendManager":
+        """The backend that FSDP_BACKEND names; unset or 'auto': detected."""
+        return cls(os.environ.get("FSDP_BACKEND") or None, verbose=verbose)
+
+    @staticmethod
+    def _named(backend) -> Backend | None:
+        if backend is None or isinstance(backend, Backend):
+            return backend
+        word = str(backend).strip().lower()
+        if word == "auto":
+            return None
+        if word not in [b.value for b in Backend]:
+            names = ", ".join(["auto", *(b.value for b in Backend)])
+            raise ValueError(f"Backend '{backend}' is unknown. Use one of {names}.")
+        return Backend(word)
+
+    def _checked(self, backend: Backend) -> Backend:
+        if backend not in self.available:
+            have = ", ".join(b.value for b in self.available)
+            why = self.unavailable.get(backend, "")
+            raise ValueError(
+                f"Backend '{backend}' is not available{f' ({why})' if why else ''}. Available here: {have}. "
+                "Use --backend auto."
+            )
+        return backend
+
+    def _choose(self) -> Backend:
+        return next(
+            b
+            for b in AUTO_ORDER
+            if b in self.available and not (b is Backend.MLX and not self._mlx_has_gpu())
+        )
+
+    def _detect_available_backends(self) -> list[Backend]:
+        """The backends usable here, best first. Extend it to add one; `self.unavailable` holds the reason for the others."""
+        build, self.unavailable = torch_build(), {}
+        found = []
+        if build["version"] is None:
+            for backend in (Backend.CUDA, Backend.MPS, Backend.XPU):
+                self.unavailable[backend] = "torch is not installed: pip install torch"
+        else:
+            found += self._detect_torch_gpus(build)
+        if importlib.util.find_spec("mlx") is None:
+            self.unavailable[Backend.MLX] = f"mlx is not installed: {INSTALL[Backend.MLX]}"
+        else:
+            found.append(Backend.MLX)
+        return sorted(found, key=AUTO_ORDER.index) + [Backend.CPU]
+
+    def _detect_torch_gpus(self, build: dict) -> list[Backend]:
+        found, version = [], f"torch {build['version']}"
+        if not (build["cuda"] or build["hip"]):
+            self.unavailable[Backend.CUDA] = f"{version} was built without CUDA: {INSTALL[Backend.CUDA]}"
+        elif os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+            self.unavailable[Backend.CUDA] = "CUDA_VISIBLE_DEVICES hides every device"
+        elif build["hip"] and glob.glob("/dev/kfd"):
+            found.append(Backend.CUDA)
+        elif build["cuda"] and _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount") > 0:
+            found.append(Backend.CUDA)
+        else:
+            self.unavailable[Backend.CUDA] = f"{version} has CUDA, but the driver reports no device"
+        if sys.platform == "darwin" and platform.machine() == "arm64":
+            found.append(Backend.MPS)
+        else:
+            self.unavailable[Backend.MPS] = "it needs an Apple silicon Mac"
+        if build["xpu"] and glob.glob("/dev/dri/renderD*"):
+            found.append(Backend.XPU)
+        else:
+            why = "no Intel GPU was found" if build["xpu"] else f"{version} was built without XPU"
+            self.unavailable[Backend.XPU] = why
+        return found
+
+    @staticmethod
+    def _mlx_has_gpu() -> bool:
+        """MLX is chosen by itself only where its default device is a GPU: Metal, or the CUDA build of MLX."""
+        metal = sys.platform == "darwin" and platform.machine() == "arm64"
+        return metal or any(package_version(name) for name in ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13"))
+
+    # ---- what the chosen backend can do
+
+    @cached_property
+    def capabilities(self) -> BackendCapabilities:
+        """Probed on this machine (seconds the first time, then from the cache)."""
+        return self._with_probes(run=True)
+
+    def documented_or_cached(self) -> BackendCapabilities:
+        """The same without running anything: cached probes where there are some, else the baseline, `probed` False."""
+        return self.__dict__.get("capabilities") or self._with_probes(run=False)
+
+    def _with_probes(self, run: bool) -> BackendCapabilities:
+        base = CAPABILITIES[self.backend]
+        if base.engine != "torch":
+            return base
+        cache = ProbeCache(self.backend)
+        facts = cache.read()
+        if facts is None and run:
+            facts = probe_torch(str(self.backend))
+            cache.write(facts)
+        if facts is None:
+            return replace(base, reasons={"probes": "documented, not probed: a run probes first"})
+        return _merged(self.backend, base, facts)
+
+    def supports_quantization(self, bits: int) -> bool:
+        return bits in self.capabilities.quantization_bits
+
+    def supported_quantizers(self) -> tuple[str, ...]:
+        """Names of the quantizers that passed their probe here."""
+        return self.capabilities.quantization_backends
+
+    def get_device(self):
+        """The torch.device; for MLX, mlx's default device."""
+        if self.backend is Backend.MLX:
+            import mlx.core
+
+            return mlx.core.default_device()
+        import torch
+
+        return torch.device(str(self.backend))
+
+    def get_dtype(self, prefer_bfloat16: bool = True):
+        """The torch dtype products run in: bf16 where it is preferred and fast here, fp16 on other GPUs, fp32 on a CPU."""
+        import torch
+
+        if prefer_bfloat16 and self.capabilities.supports_bfloat16:
+            return torch.bfloat16
+        return torch.float32 if self.backend is Backend.CPU else torch.float16
+
+    def get_distributed_backend(self) -> str | None:
+        return CAPABILITIES[self.backend].distributed_backend
+
+    def get_memory_info(self) -> dict:
+        """Bytes: total and available of the device (of the system where memory is unified), allocated and reserved by us."""
+        total, available = system_memory()
+        info = {"total": total, "available": available, "allocated": 0, "reserved": 0, "unified": True}
+        if self.backend is Backend.CPU:
+            info["allocated"] = info["reserved"] = resident_bytes()
+        elif self.backend is Backend.MLX:
+            import mlx.core
+
+            info["allocated"] = mlx.core.get_active_memory()
+            info["reserved"] = info["allocated"] + mlx.core.get_cache_memory()
+        elif self.backend is Backend.MPS:
+            import torch
+
+            info["allocated"] = torch.mps.current_allocated_memory()
+            info["reserved"] = torch.mps.driver_allocated_memory()
+        else:
+            import torch
+
+            module = torch.get_device_module(str(self.backend))
+            free, total = module.mem_get_info()
+            info.update(total=total, available=free, unified=False)
+            info.update(allocated=module.memory_allocated(), reserved=module.memory_reserved())
+        return info
+
+    def get_optimal_batch_size(self, model_size_b: float = 7, context_length: int = 512) -> int:
+        """Rows of `context_length` tokens that fit beside a 4-bit base of `model_size_b` billion parameters; at least 1.
+
+        Activations of one token: 34 bytes x hidden size x layers without recomputation, for a Llama-shaped model whose
+        hidden size and depth follow from its parameter count (12 L h^2 = P, h = 128 L).
+        """
+        params = max(float(model_size_b), 1e-3) * 1e9
+        layers = (params / (12 * 128**2)) ** (1 / 3)
+        free = 0.85 * self.get_memory_info()["available"] - 0.65 * params
+        per_row = 34 * 128 * layers * layers * context_length
+        return max(1, int(free // per_row))
+
+    def validate_model_size(self, model_size_b: float) -> bool:
+        """Whether a 4-bit base of that many billion parameters with its adapters fits this machine's memory."""
+        return 0.65e9 * float(model_size_b) < self.get_memory_info()["total"]
+
+    # ---- print
+
+    def describe(self) -> dict:
+        """What print_summary prints, as data."""
+        caps = self.documented_or_cached()
+        memory = {k: v for k, v in zip(("total", "available"), system_memory(), strict=True)}
+        return {
+            "backend": str(self.backend),
+            "available": [str(b) for b in self.available],
+            "unavailable": {str(b): why for b, why in self.unavailable.items()},
+            "capabilities": asdict(caps),
+            "cpu": cpu_facts(),
+            "memory": memory,
+            "versions": versions(),
+            "environment": environment(),
+        }
+
+    def print_summary(self) -> None:
+        print("\n".join(self.summary_lines()))
+
+    def summary_lines(self) -> list[str]:
+        caps, facts = self.capabilities, self.describe()
+        memory = self.get_memory_info()
+        yes = {True: "yes", False: "no"}
+        lines = [
+            f"System: {platform.platform()}, Python {platform.python_version()}, {facts['cpu']['model']} x {facts['cpu']['cores']}",
+            "Versions: " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v),
+            f"Selected backend: {self.backend}" + ("" if self.requested else " (auto)"),
+            f"Available backends: {', '.join(facts['available'])}",
+            *(f"  not {name}: {why}" for name, why in facts["unavailable"].items()),
+            f"Device: {self.get_device()}",
+            f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} by {', '.join(caps.quantization_backends)}",
+            f"Distributed: {yes[caps.supports_distributed]} ({caps.distributed_backend})",
+            f"FSDP: {yes[caps.supports_fsdp]}",
+            f"bf16: {yes[caps.supports_bfloat16]}",
+            f"Flash attention: {yes[caps.supports_flash_attention]}",
+            *memory_lines(str(self.backend), memory),
+        ]
+        lines += [f"  {setting}: {why}" for setting, why in caps.reasons.items()]
+        return lines + [f"  {name}={value}" for name, value in facts["environment"].items()]
+
+
+def memory_lines(backend: str, memory: dict) -> list[str]:
+    """Memory as a person reads it, in GiB."""
+    if memory["unified"]:
+        lines = [
+            f"Total memory: {memory['total'] / GIB:.1f} GiB",
+            f"Available memory: {memory['available'] / GIB:.1f} GiB",
+        ]
+        return lines + (
+            [] if backend == "cpu" else [f"Allocated on the device: {memory['allocated'] / GIB:.1f} GiB"]
+        )
+    return [
+        f"Memory allocated: {memory['allocated'] / GIB:.1f} GiB",
+        f"Memory reserved: {memory['reserved'] / GIB:.1f} GiB",
+        f"Total memory: {memory['total'] / GIB:.1f} GiB",
+    ]
+
+
+def resident_bytes() -> int:
+    """Anonymous memory of this process; where the system does not tell, the peak resident size."""
+    try:
+        return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict:
+    names = (
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "hqq",
+        "optimum-quanto",
+        "mlx",
+        "mlx-lm",
+        "flash-attn",
+        "safetensors",
+        "numpy",
+    )
+    return {name: package_version(name) for name in names}
+
+
+def environment() -> dict:
+    """The variables that change what this machine does, as they are set."""
+    names = (
+        "FSDP_BACKEND", "CUDA_VISIBLE_DEVICES", "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO",
+        "PYTORCH_ENABLE_MPS_FALLBACK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_ENDPOINT", "HF_HUB_OFFLINE",
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "DISABLE_COMPILE",
+    )  # fmt: skip
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def environment_error() -> str | None:
+    """Why the environment cannot work, or None."""
+    low, high = (os.environ.get(f"PYTORCH_MPS_{end}_WATERMARK_RATIO") for end in ("LOW", "HIGH"))
+    try:
+        if low is not None and high is not None and float(high) > 0 and float(low) > float(high):
+            return (
+                f"PYTORCH_MPS_LOW_WATERMARK_RATIO={low}: is above PYTORCH_MPS_HIGH_WATERMARK_RATIO={high}. "
+                "Set the low one below the high one."
+            )
+    except ValueError:
+        return f"PYTORCH_MPS_*_WATERMARK_RATIO={low}, {high}: must be numbers, such as 0.5 and 0.7."
+    return None
+
+
+# ---- probes
+
+
+class ProbeCache:
+    """Probe results on disk, keyed by backend, library versions, processor and this file's own text."""
+
+    def __init__(self, backend):
+        key = [
+            str(backend),
+            versions(),
+            cpu_facts(),
+            environment().get("CUDA_VISIBLE_DEVICES"),
+            Path(__file__).read_text(),
+        ]
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
+
+    def read(self) -> dict | None:
+        try:
+            return json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def write(self, facts: dict) -> None:
+        """Keeps the facts where the cache can be written; a read-only home only costs the next start some time."""
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.file.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps(facts, indent=1))
+            beside.replace(self.file)
+        except OSError:
+            pass
+
+
+def probe_torch(device: str) -> dict:
+    """Runs each probe on `device`; {'bfloat16_speed', 'bfloat16_error', 'flash', 'quantizers': {name: None | reason}, ...}."""
+    import torch
+
+    from quantization_wrapper import METHODS, probe_methods
+
+    facts = {
+        "device_name": device,
+        "bfloat16_speed": None,
+        "bfloat16_error": None,
+        "flash": False,
+        "capability": None,
+    }
+    if device == "cuda":
+        facts["device_name"] = torch.cuda.get_device_name()
+        facts["capability"] = torch.cuda.get_device_capability()
+        facts["flash"] = torch.backends.cuda.is_flash_attention_available() and facts["capability"] >= (8, 0)
+    try:
+        facts["bfloat16_speed"] = _bfloat16_speed(device)
+    except (RuntimeError, TypeError) as error:
+        facts["bfloat16_error"] = str(error).splitlines()[0]
+    facts["quantizers"] = probe_methods(device)
+    facts["quantizer_bits"] = {name: method.bits for name, method in METHODS.items()}
+    return facts
+
+
+def _bfloat16_speed(device: str) -> float:
+    """Products per second in bf16 over fp32 (best of 5, 256x1024 times 1024x1024, the shape of a small microbatch)."""
+    import torch
+
+    accelerator = torch.get_device_module(device)
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = (torch.randn(n, 1024, device=device).to(dtype) for n in (256, 1024))
+        exact = (x.double().cpu() @ w.double().cpu().T).abs().max().item()
+        off = ((x @ w.T).double().cpu() - x.double().cpu() @ w.double().cpu().T).abs().max().item()
+        if off > 0.02 * exact:
+            raise RuntimeError(f"{dtype} products are wrong on {device}: off by {off / exact:.1%}")
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            x @ w.T
+            accelerator.synchronize()
+            times.append(time.perf_counter() - start)
+        best[dtype] = min(times[1:])
+    return round(best[torch.float32] / best[torch.bfloat16], 3)
+
+
+def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendCapabilities:
+    """The baseline with what was probed, and the reason for each difference."""
+    reasons = {}
+    speed = facts["bfloat16_speed"]
+    # A GPU wins by bf16's halved memory even at equal speed; a processor without such products emulates them.
+    bf16 = speed is not None and (backend is not Backend.CPU or speed >= 1.1)
+    if speed is None:
+        reasons["bf16"] = f"failed here: {facts['bfloat16_error']}"
+    elif not bf16:
+        reasons["bf16"] = f"this processor has no bf16 products: {speed:.2f} x the speed of fp32, measured"
+    elif bf16 and not base.supports_bfloat16:
+        reasons["bf16"] = f"works here at {speed:.2f} x the speed of fp32, measured"
+    passed = tuple(name for name, why in facts["quantizers"].items() if why is None)
+    for name, why in facts["quantizers"].items():
+        if why is not None:
+            reasons[f"quantization_backend {name}"] = why
+    bits = tuple(sorted({16}.union(*(facts["quantizer_bits"][name] for name in passed))))
+    if bits != base.quantization_bits:
+        reasons["quantization_bits"] = f"probed {bits}, documented {base.quantization_bits}"
+    if base.supports_flash_attention and not facts["flash"]:
+        reasons["flash_attention"] = f"not on {facts['device_name']}: needs CUDA capability 8.0"
+    if facts["capability"] and tuple(facts["capability"]) < (7, 0):
+        reasons["capability"] = (
+            f"{facts['device_name']} has CUDA capability {facts['capability']}, 7.0 is the documented minimum"
+        )
+    return replace(
+        base,
+        quantization_bits=bits,
+        quantization_backends=passed,
+        precisions=("fp32", "fp16", "bf16") if speed is not None else ("fp32", "fp16"),
+        supports_bfloat16=bf16,
+        supports_flash_attention=base.supports_flash_attention and bool(facts["flash"]),
+        bfloat16_speed=speed,
+        probed=True,
+        reasons=reasons,
+    )
+
+
+def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
+    """A manager for `backend`, or for what FSDP_BACKEND or detection gives."""
+    return (
+        BackendManager.from_env(verbose=verbose)
+        if backend is None
+        else BackendManager(backend, verbose=verbose)
+    )
+
+
+def detect_backend() -> Backend:
+    """The backend that auto would use."""
+    return BackendManager(verbose=False).backend

@@ -1,0 +1,207 @@
+"""Command lines and config files, read strictly: no abbreviations, unknown names answered with the nearest known one."""
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+
+from finetune.errors import PlanError
+from finetune.settings import FIELDS, GROUPS, NAMES
+
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are PlanErrors that name the nearest flag. Dashes and underscores are the same in a flag."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            first = unknown[0].split("=")[0]
+            if not first.startswith("-"):
+                raise PlanError(
+                    f"{first}: is not a flag, and this command takes no other arguments. See --help."
+                )
+            raise PlanError(
+                f"{first}: unknown flag.{_nearest(first, self._option_string_actions)} See --help."
+            )
+        return known
+
+    def error(self, message):
+        raise PlanError(message[0].upper() + message[1:] + ". See --help.")
+
+
+def _underscored(arg: str) -> str:
+    if not arg.startswith("--") or arg == "--":
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _nearest(word, known) -> str:
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" Nearest: {near[0]}." if near else ""
+
+
+def convert(name: str, value, where: str | None = None):
+    """The value of flag `name` in its own type, from a string or a YAML scalar. Raises PlanError."""
+    field, where = FIELDS[name], where or f"--{name}"
+    meta, kind = field.metadata, field.type
+    if value is None:
+        return None
+    if kind is bool or set(meta["choices"] or ()) >= {"true", "false"}:
+        word = str(value).lower()
+        word = "true" if word in TRUE else "false" if word in FALSE else word
+        if kind is bool:
+            if word not in ("true", "false"):
+                raise PlanError(f"{where} {value}: is no yes or no. Use true or false.")
+            return word == "true"
+        value = word
+    if kind in (int, float):
+        if isinstance(value, bool):
+            raise PlanError(f"{where} {value}: is no number. Give one, such as {field.default}.")
+        try:
+            number = kind(value) if not (kind is int and isinstance(value, float)) else _whole(value)
+        except (TypeError, ValueError):
+            what = "whole number" if kind is int else "number"
+            raise PlanError(f"{where} {value}: is no {what}. Give one, such as {field.default}.") from None
+        low, above = meta["minimum"], meta["above"]
+        if number != number or (low is not None and number < low) or (above is not None and number <= above):
+            raise PlanError(
+                f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
+            )
+        return number
+    if not isinstance(value, str):
+        raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be text.")
+    if meta["choices"]:
+        word = value if value in meta["choices"] else value.lower()
+        if word not in meta["choices"]:
+            raise PlanError(
+                f"{where} {value}: is none of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}"
+            )
+        return word
+    if "\0" in value:
+        raise PlanError(f"{where}: holds a NUL byte. Remove it.")
+    return value
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def add_flags(parser: Parser) -> None:
+    """Adds every field of Settings, grouped. Unset flags are absent from the parsed namespace."""
+    for key, title in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, field in FIELDS.items():
+            meta = field.metadata
+            if meta["group"] != key:
+                continue
+            bare = field.type is bool or set(meta["choices"] or ()) >= {"true", "false"}
+            options = dict(nargs="?", const="true") if bare else {}
+            group.add_argument(
+                *(f"--{n}" for n in (name, *meta["aliases"])), dest=name, default=argparse.SUPPRESS,
+                action=_OneValue, metavar=_metavar(name, field), help=help_text(field), **options,
+            )  # fmt: skip
+
+
+class _OneValue(argparse.Action):
+    """Converts, and refuses a flag given twice with different values (aliases included)."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        new, old = convert(self.dest, value, option_string), getattr(namespace, self.dest, None)
+        if old is not None and old != new:
+            raise PlanError(
+                f"{option_string} {value}: --{self.dest} was already given as {old}. Give it once."
+            )
+        setattr(namespace, self.dest, new)
+
+
+def _metavar(name, field) -> str:
+    meta = field.metadata
+    if meta["choices"]:
+        return "{" + ",".join(c for c in meta["choices"] if c) + "}"
+    return meta["metavar"] or {int: "N", float: "X", bool: "true|false"}.get(field.type, "TEXT")
+
+
+def help_text(field) -> str:
+    default = field.default
+    shown = (
+        "decided by the plan"
+        if default is None
+        else str(default).lower()
+        if isinstance(default, bool)
+        else default
+    )
+    if default is None and "default:" in field.metadata["help"]:
+        return field.metadata["help"]
+    return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
+
+
+def read_config(path: str) -> dict:
+    """The wishes in a YAML file of flags, or those of a run_plan.json. Raises PlanError naming file and key."""
+    file = Path(path)
+    if not file.is_file():
+        raise PlanError(f"--config {path}: no such file. Give a YAML file of flags or a run_plan.json.")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+    if file.suffix == ".json":
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{path}:{error.lineno}: {error.msg}. Mend the JSON.") from None
+        if isinstance(content, dict) and "requested" in content:
+            content = content["requested"]
+    else:
+        content = _read_yaml(path, text)
+    if not isinstance(content, dict):
+        raise PlanError(f"{path}: holds {type(content).__name__}, must hold `flag: value` lines.")
+    wishes = {}
+    for key, value in content.items():
+        name = NAMES.get(str(key).replace("-", "_"))
+        if name is None:
+            raise PlanError(f"{path}: unknown key '{key}'.{_nearest(key, NAMES)}")
+        if name == "config":
+            raise PlanError(f"{path}: 'config' inside a config file is not read. Remove it.")
+        new = convert(name, value, f"{path}: {key}")
+        if name in wishes and wishes[name] != new:
+            raise PlanError(f"{path}: '{key}' gives --{name} a second value. Give it once.")
+        wishes[name] = new
+    return {name: value for name, value in wishes.items() if value is not None}
+
+
+def _read_yaml(path: str, text: str):
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            keys = [self.construct_object(k) for k, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise PlanError(
+                        f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once."
+                    )
+            return super().construct_mapping(node, deep)
+
+    # YAML 1.1 reads 2e-4 as text; convert() turns it into the flag's own type.
+    try:
+        return yaml.load(text, Loader) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or error}. Mend the YAML.") from None
+
+
+def wishes_from(argv, parser: Parser) -> dict:
+    """{flag: value} of what the user set: the config file's, then the command line's."""
+    given = vars(parser.parse_args(argv))
+    return {**(read_config(given["config"]) if given.get("config") else {}), **given}

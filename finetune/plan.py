@@ -1,0 +1,485 @@
+"""Wishes and facts in, one frozen plan out, with a reason for every difference. No framework is imported here.
+
+`resolve_plan` runs before anything is loaded; `settle` runs once after loading, with what was proved on the loaded model.
+Nothing changes after that.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import quantization_wrapper
+from backend_manager import Backend, BackendCapabilities
+from finetune.errors import PlanError
+from finetune.settings import DEFAULTS, NOT_SAVED, OLDER_OPTIMIZERS, OLDER_TRAIN_TYPES, Settings
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "orders_test.jsonl")
+# What suits the demo's few short rows: reached the score soonest among the settings tried (dev/LOG.md).
+DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 64}
+DEFAULT_MICROBATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """A setting that was not used as it was asked for, or as it stands by default, and why."""
+
+    setting: str
+    requested: object
+    used: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {_word(self.requested)} -> {_word(self.used)} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model's config.json says of its size and limits; None where it does not say."""
+
+    model_type: str | None
+    vocab_size: int | None
+    context_limit: int | None
+    num_layers: int | None
+    hidden_size: int | None
+    num_experts: int | None
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ModelShape":
+        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config."""
+        text = {**config, **(config.get("text_config") or {})}
+
+        def first(*keys):
+            return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
+
+        return cls(
+            model_type=config.get("model_type"),
+            vocab_size=first("vocab_size"),
+            context_limit=first(
+                "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"
+            ),
+            num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
+            hidden_size=first("hidden_size", "n_embd", "d_model"),
+            num_experts=first("num_local_experts", "num_experts", "n_routed_experts"),
+        )
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will run. `settings` hold every setting's settled value, `requested` only what the user set."""
+
+    settings: Settings
+    requested: dict
+    adjustments: tuple[Adjustment, ...]
+    notices: tuple[str, ...]
+    backend: str
+    engine: str
+    data_ranks: int = 1
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.settings.batch_size * self.settings.gradient_accumulation_steps * self.data_ranks
+
+    @property
+    def adapter(self) -> bool:
+        return self.settings.train_type != "full"
+
+    def to_json(self) -> dict:
+        settled = {k: v for k, v in asdict(self.settings).items() if k not in NOT_SAVED}
+        return {
+            "requested": {k: v for k, v in self.requested.items() if k not in NOT_SAVED},
+            "settled": settled
+            | {"backend": self.backend, "backend_type": self.backend, "engine": self.engine},
+            "adjustments": [asdict(a) for a in self.adjustments],
+        }
+
+    def digest(self) -> str:
+        """sha256 of everything settled but where it is written to."""
+        settled = {k: v for k, v in self.to_json()["settled"].items() if k != "output_dir"}
+        return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class TrainState:
+    """Where a run is: the one thing that changes while it trains."""
+
+    step: int = 0
+    total_steps: int = 0
+    epoch: int = 0
+    index: int = 0  # rows of this epoch already used
+    num_tokens: int = 0
+    loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    status: str = "running"
+    output_dir: str | None = None
+    scores: dict | None = None
+
+
+def resolve_plan(
+    requested: dict,
+    backend: Backend,
+    capabilities: BackendCapabilities,
+    shape: ModelShape | None,
+    now: datetime | None = None,
+) -> RunPlan:
+    """Settles the wishes against what the machine can do and the model's config. Raises PlanError."""
+    return _Resolver(requested, backend, capabilities, shape).plan(now or datetime.now())
+
+
+def settle(plan: RunPlan, proofs: dict) -> RunPlan:
+    """The plan after loading: `proofs` maps a setting to (value used, reason)."""
+    changed = {k: v for k, (v, _) in proofs.items() if getattr(plan.settings, k) != v}
+    adjusted = tuple(Adjustment(k, getattr(plan.settings, k), v, proofs[k][1]) for k, v in changed.items())
+    return replace(plan, settings=replace(plan.settings, **changed), adjustments=plan.adjustments + adjusted)
+
+
+def demo_defaults(requested: dict) -> dict:
+    """What a run without --dataset takes: the demo's rows and the settings that suit them."""
+    if requested.get("dataset") is not None:
+        return {}
+    return {"dataset": DEMO_DATASET, "score_dataset": DEMO_TEST, **DEMO_SETTINGS}
+
+
+class _Resolver:
+    """One setting after another, in the order a reader would ask; each change is recorded with its reason."""
+
+    def __init__(self, requested, backend, capabilities, shape):
+        self.requested = {k: v for k, v in requested.items() if v is not None}
+        self.backend, self.caps, self.shape = backend, capabilities, shape
+        self.demo = demo_defaults(self.requested)
+        self.values = {**DEFAULTS, **self.demo, **self.requested}
+        self.adjustments, self.notices = [], []
+
+    def plan(self, now) -> RunPlan:
+        self.older_names()
+        self.contradictions()
+        self.not_in_this_version()
+        self.machine()
+        self.precision()
+        self.quantization()
+        self.memory()
+        self.steps()
+        self.model_limits()
+        self.output(now)
+        settings = Settings(**self.values)
+        return RunPlan(
+            settings,
+            self.requested,
+            tuple(self.adjustments),
+            tuple(self.notices),
+            str(self.backend),
+            self.caps.engine,
+        )
+
+    def set(self, setting, value, reason):
+        if self.values[setting] != value:
+            self.adjustments.append(Adjustment(setting, self.values[setting], value, reason))
+            self.values[setting] = value
+
+    def given(self, name) -> bool:
+        return name in self.requested
+
+    def older_names(self):
+        v = self.values
+        older = OLDER_TRAIN_TYPES.get(v["train_type"])
+        if older:
+            word = v["train_type"]
+            for name, value in older.items():
+                if value == "required":
+                    if not v[name]:
+                        raise PlanError(
+                            f"--train_type {word}: needs --{name}, the folder of the expanded model."
+                        )
+                elif name != "train_type" and self.given(name) and v[name] != value:
+                    raise PlanError(
+                        f"--train_type {word}: means --{name} {_word(value)}, and {_word(v[name])} is given."
+                    )
+                else:
+                    self.set(name, value, f"what --train_type {word} means")
+        if v["optimizer"] in OLDER_OPTIMIZERS:
+            word = v["optimizer"]
+            self.set(
+                "optimizer",
+                OLDER_OPTIMIZERS[word],
+                "torch's fused kernels are used wherever the device has them",
+            )
+
+    def contradictions(self):
+        v = self.values
+        for one, other in (
+            ("warmup_steps", "warmup_ratio"), ("validation_dataset", "validation_split"), ("resume", "overwrite"),
+        ):  # fmt: skip
+            if self.given(one) and self.given(other) and v[one] and v[other]:
+                raise PlanError(f"--{one} {v[one]}: contradicts --{other} {v[other]}. Give one of them.")
+        for name, limit in (
+            ("validation_split", 1),
+            ("warmup_ratio", 1),
+            ("lora_dropout", 1),
+            ("cosine_min_lr_ratio", 1.0001),
+        ):
+            if v[name] >= limit:
+                raise PlanError(f"--{name} {v[name]}: must be below 1.")
+        if v["train_type"] == "full":
+            for name in ("use_dora", "use_rslora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+                         "init_lora_weights", "loraplus_lr_ratio"):  # fmt: skip
+                if self.given(name) and v[name] != DEFAULTS[name]:
+                    raise PlanError(
+                        f"--{name} {_word(v[name])}: full fine-tuning has no adapter. Use --train_type lora."
+                    )
+        if v["train_type"] != "qlora":
+            for name in ("n_bits", "group_size", "quant_type", "double_quant"):
+                if self.given(name):
+                    raise PlanError(f"--{name} {_word(v[name])}: nothing is quantized with --train_type {v['train_type']}. "
+                                    "Use --train_type qlora.")  # fmt: skip
+            if v["quantization_backend"] not in ("auto", "none"):
+                raise PlanError(f"--quantization_backend {v['quantization_backend']}: --train_type {v['train_type']} keeps its "
+                                "weights unquantized. Use --train_type qlora.")  # fmt: skip
+        elif v["quantization_backend"] == "none":
+            raise PlanError("--quantization_backend none: qlora quantizes its base. Use --train_type lora.")
+        if v["reentrant_checkpointing"] and v["use_gradient_checkpointing"] == "false":
+            raise PlanError("--reentrant_checkpointing true: contradicts --use_gradient_checkpointing false.")
+        if v["max_steps"] == 0:
+            raise PlanError("--max_steps 0: trains nothing. Give a number of steps, or -1.")
+        if self.given("max_steps") and v["max_steps"] > 0 and self.given("num_epochs"):
+            self.notices.append(f"num_epochs {v['num_epochs']} is overridden by max_steps {v['max_steps']}")
+
+    def not_in_this_version(self):
+        v = self.values
+        one_process = "this version trains in one process"
+        for name, fine, why in (
+            ("world_size", (-1, 1), one_process), ("dp_degree", (1,), one_process), ("dp_shards", (-1, 1), one_process),
+            ("tp_degree", (1,), one_process), ("cp_degree", (1,), one_process), ("pp_degree", (1,), one_process),
+            ("parallel_backend", ("ptd",), one_process),
+            ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
+            ("llama_pro_path", (None,), "block expansion is not in this version"),
+            ("loading_workers", (-1,), "this version reads tensors one after another"),
+            ("init_lora_weights", ("default", "gaussian", "eva"), "it changes the base, which this version leaves as it is"),
+            ("mlx_config", (None,), "this version has no MLX engine"),
+            ("doctor", (False,), "this version probes what a run uses; --verbose prints it"),
+            ("recommend", (False,), "not in this version; --dry_run says what would be used"),
+            ("assume_memory", (None,), "this version plans for the machine it is on"),
+            ("assume_world_size", (None,), one_process),
+        ):  # fmt: skip
+            if name == "world_size" and self.backend is Backend.MLX and v[name] > 1:
+                raise PlanError(
+                    f"--world_size {v[name]}: MLX backend doesn't support distributed training. Use --world_size 1."
+                )
+            if v[name] not in fine:
+                use = " or ".join(_word(f) for f in fine if f is not None)
+                raise PlanError(
+                    f"--{name} {_word(v[name])}: {why}. " + (f"Use {use}." if use else "Leave it out.")
+                )
+        if self.caps.engine != "torch":
+            raise PlanError(
+                f"--backend {self.backend}: this version has no {self.caps.engine.upper()} engine. Use --backend cpu."
+            )
+        for name, why in (
+            ("no_sync", "one process exchanges nothing"),
+            ("sharding_strategy", "one process holds everything"),
+        ):
+            if v[name]:
+                self.set(name, DEFAULTS[name], why)
+
+    def machine(self):
+        if self.values["world_size"] != 1:
+            self.values["world_size"] = 1
+        self.values["dp_shards"] = 1
+        self.values["backend"] = str(self.backend)
+        self.notices += [
+            f"{setting}: {why}"
+            for setting, why in self.caps.reasons.items()
+            if setting in ("probes", "capability")
+        ]
+        if self.backend is Backend.CPU:
+            self.notices.append(
+                "training on a CPU: performance is limited; --backend auto takes a GPU where there is one"
+            )
+
+    def precision(self):
+        v, word = self.values, self.values["precision"]
+        why = self.caps.reasons.get("bf16", "")
+        speed = (
+            f"{self.caps.bfloat16_speed:.2f} x the speed of fp32, measured"
+            if self.caps.bfloat16_speed
+            else "documented"
+        )
+        if word == "auto":
+            if self.caps.supports_bfloat16:
+                self.set("precision", "bf16", f"bf16 products: {speed}")
+            elif self.backend is Backend.CPU:
+                self.set("precision", "fp32", why or "the documented choice for a CPU")
+            else:
+                self.set("precision", "fp16", why or "no bf16 here")
+        elif word.startswith("bf16") and not self.caps.supports_bfloat16:
+            if self.backend is Backend.CPU:
+                self.notices.append(
+                    f"precision {word}: {why or 'this processor may lack bf16 products'}; fp32 is faster"
+                )
+            else:
+                label = "MPS" if self.backend is Backend.MPS else str(self.backend)
+                used = "fp16" if word == "bf16" else "fp16_autocast"
+                self.set(
+                    "precision", used, f"{label} backend doesn't support bfloat16: {why or 'documented'}"
+                )
+        if v["train_type"] == "full" and v["precision"] in ("bf16", "fp16"):
+            self.set("precision", v["precision"] + "_autocast",
+                     "full fine-tuning trains every weight, and trainable weights are kept in fp32")  # fmt: skip
+
+    def quantization(self):
+        v = self.values
+        if v["train_type"] != "qlora":
+            self.values["quantization_backend"] = "none"
+            return
+        passed = self.caps.quantization_backends
+        if v["quantization_backend"] == "auto":
+            fits = [n for n in quantization_wrapper.AUTO_ORDER if n in (passed if self.caps.probed else quantization_wrapper.METHODS)
+                    and not quantization_wrapper.unsupported(n, v["n_bits"], v["quant_type"], v["group_size"])]  # fmt: skip
+            if not fits:
+                first = next(iter(quantization_wrapper.METHODS))
+                raise PlanError(
+                    quantization_wrapper.unsupported(first, v["n_bits"], v["quant_type"], v["group_size"])
+                    or f"--train_type qlora: no quantizer passed its probe on {self.backend}. Use --train_type lora."
+                )
+            self.set("quantization_backend", fits[0], "the first that passed its probe here" if self.caps.probed
+                     else "the first documented; not probed yet")  # fmt: skip
+        name = v["quantization_backend"]
+        problem = quantization_wrapper.unsupported(name, v["n_bits"], v["quant_type"], v["group_size"])
+        if problem:
+            raise PlanError(problem)
+        if self.caps.probed and name not in passed:
+            why = self.caps.reasons.get(f"quantization_backend {name}", "it did not pass its probe")
+            raise PlanError(
+                f"--quantization_backend {name}: {why}. On {self.backend} these work: {', '.join(passed) or 'none'}."
+            )
+        if v["quant_type"] is None:
+            self.values["quant_type"] = quantization_wrapper.METHODS[name].quant_types[0]
+        if self.backend is Backend.MPS:
+            self.notices.append(
+                "4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones"
+            )
+        if self.backend is Backend.CPU:
+            self.notices.append(
+                "quantization on a CPU saves memory, not time: weights are dequantized at each use"
+            )
+
+    def memory(self):
+        v = self.values
+        if v["use_gradient_checkpointing"] == "auto":
+            used = "true" if v["reentrant_checkpointing"] else "false"
+            self.set("use_gradient_checkpointing", used, "recomputation costs about a third of the speed; ask for it when "
+                     "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
+        if v["cache_dequantized"] == "auto":
+            self.set(
+                "cache_dequantized", "false", "dequantized weights would be as large as unquantized ones"
+            )
+        if v["cache_dequantized"] == "true" and v["train_type"] != "qlora":
+            raise PlanError(
+                f"--cache_dequantized true: --train_type {v['train_type']} has nothing quantized. Leave it out."
+            )
+        if v["use_activation_cpu_offload"] and self.backend in (Backend.CPU, Backend.MPS):
+            self.set(
+                "use_activation_cpu_offload",
+                False,
+                f"activations on {self.backend} already are in host memory",
+            )
+        if v["use_flash_attention"] and not self.caps.supports_flash_attention:
+            reason = self.caps.reasons.get("flash_attention", f"no flash attention kernels on {self.backend}")
+            self.set(
+                "use_flash_attention", False, f"{reason}; attention runs document by document through torch"
+            )
+
+    def steps(self):
+        v = self.values
+        if v["lr"] is None:
+            self.values["lr"] = 2e-5 if v["train_type"] == "full" else 2e-4
+        if v["microbatch_tokens"] is None:
+            self.values["microbatch_tokens"] = max(DEFAULT_MICROBATCH_TOKENS, v["context_length"])
+        if self.given("warmup_steps"):
+            self.values["warmup_ratio"] = 0.0
+
+    def model_limits(self):
+        shape, v = self.shape, self.values
+        if v["model_name"] is None:
+            self.values["model_name"] = DEMO_MODEL
+        if shape is None:
+            return
+        if shape.context_limit and v["context_length"] > shape.context_limit:
+            limit, length = shape.context_limit, v["context_length"]
+            if self.given("context_length"):
+                raise PlanError(
+                    f"--context_length {length}: is over this model's limit of {limit}. Use at most {limit}."
+                )
+            self.set("context_length", limit, "this model's limit")
+        if shape.num_experts and self.values["train_type"] != "full":
+            self.notices.append(
+                f"{shape.num_experts} experts a layer stay frozen and unquantized; attention gets adapters"
+            )
+
+    def output(self, now):
+        v = self.values
+        if v["output_dir"] is None:
+            model = Path(v["model_name"]).name
+            self.values["output_dir"] = f"outputs/{now:%Y%m%d-%H%M%S}-{model}"
+        if not v["save_model"] and (v["save_every"] or v["resume"]):
+            name = "save_every" if v["save_every"] else "resume"
+            raise PlanError(
+                f"--save_model false: contradicts --{name} {v[name]}, which needs what it would not write."
+            )
+
+
+# ---- resume: what may differ
+
+MAY_CHANGE = {
+    "max_steps", "num_epochs", "save_every", "keep_last", "save_model", "eval_every", "validation_dataset", "validation_split",
+    "score_dataset", "score_samples", "score_max_new_tokens", "log_to", "log_every_n_steps", "verbose", "project_name",
+    "name", "group", "entity", "output_dir", "backend", "world_size", "dp_degree", "dp_shards", "tp_degree", "cp_degree",
+    "pp_degree", "parallel_backend", "quantization_backend", "microbatch_tokens", "low_memory", "profile",
+    "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "profile_memory",
+    "wait_steps", "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency", "rank_timeout",
+    "master_addr", "master_port", "loading_workers", "cache_dequantized", "use_activation_cpu_offload",
+}  # fmt: skip
+
+
+def resumed_wishes(given: dict, saved: dict) -> dict:
+    """The wishes of a resumed run: the saved run's, under what is given now."""
+    return {**saved["requested"], **given}
+
+
+def check_resumed(plan: RunPlan, saved: dict) -> list[str]:
+    """Lines that say what changed since the saved run. Raises PlanError naming each change that is not allowed."""
+    new, old = plan.to_json()["settled"], saved["settled"]
+    changed = {
+        k: (old[k], new[k])
+        for k in new
+        if k in old and old[k] != new[k] and k not in ("backend_type", "engine")
+    }
+    rows = ("batch_size", "gradient_accumulation_steps")
+    old_rows, new_rows = (s["batch_size"] * s["gradient_accumulation_steps"] for s in (old, new))
+    if any(k in changed for k in rows):
+        if old_rows != new_rows:
+            raise PlanError(
+                f"--batch_size x --gradient_accumulation_steps: {old_rows} -> {new_rows} rows a step. Keep {old_rows}."
+            )
+        changed = {k: v for k, v in changed.items() if k not in rows}
+    refused = [f"--{k}: {_word(a)} -> {_word(b)}" for k, (a, b) in changed.items() if k not in MAY_CHANGE]
+    if refused:
+        raise PlanError(
+            "; ".join(refused)
+            + ". A resumed run keeps these. Leave them out, or start in another --output_dir."
+        )
+    lines = [
+        f"{k}: {_word(a)} -> {_word(b)} since the saved run"
+        for k, (a, b) in changed.items()
+        if k != "output_dir"
+    ]
+    if "quantization_backend" in changed:
+        lines.append("the base is quantized anew from its own weights, so the loss may step a little")
+    return lines
+
+
+def _word(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else "unset" if value is None else str(value)

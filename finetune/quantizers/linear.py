@@ -1,0 +1,63 @@
+"""The layer every quantizer fills: integer parameters cut by rows, and one autograd function that keeps only those.
+
+Scales are held as integer bits, so that no dtype policy or `model.to(dtype)` can change them.
+"""
+
+import torch
+from torch import nn
+
+
+class FrozenLinear(torch.autograd.Function):
+    """y = x W^T (+ b) with W frozen and made anew by `weight_of(tensors, dtype)` in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, bias, weight_of, *stored):
+        dtype = (
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        )
+        ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
+        ctx.save_for_backward(*stored)
+        return nn.functional.linear(
+            x.to(dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype)
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        stored = ctx.saved_tensors
+        grad_x = (
+            (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        )
+        return grad_x, None, None, *(None for _ in stored)
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear whose weight [O, I] lives in integer parameters of `method` (a row of quantization_wrapper.METHODS).
+
+    `tensors` are the method's; `dequantize(tensors, dtype)` gives the weight back.
+    """
+
+    def __init__(self, tensors: dict, shape: tuple, dequantize, bias=None):
+        super().__init__()
+        self.out_features, self.in_features = shape
+        self.names, self.dequantize, self.cached = tuple(tensors), dequantize, None
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def stored(self) -> tuple:
+        return tuple(getattr(self, name) for name in self.names)
+
+    def cache(self, dtype) -> None:
+        """Keeps the dequantized weight until `cached` is set to None: faster, and as large as unquantized."""
+        self.cached = self.weight_of(self.stored(), dtype)
+
+    def weight_of(self, stored, dtype) -> torch.Tensor:
+        if self.cached is not None:
+            return self.cached.to(dtype)
+        return self.dequantize(dict(zip(self.names, stored, strict=True)), dtype)
+
+    def forward(self, x):
+        return FrozenLinear.apply(x, self.bias, self.weight_of, *self.stored())
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, stored={self.names}"

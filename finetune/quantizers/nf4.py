@@ -1,0 +1,82 @@
+"""NF4 in plain torch, on any device: 4-bit codes with one scale for each block of a row.
+
+Dettmers et al. 2023 (QLoRA), appendix E: 16 levels at equal-mass quantiles of a normal distribution. A block never crosses
+a row, so rows can be cut apart; the same bytes dequantize to the same numbers on every device. Without double quantization
+and with in_features a multiple of the block, equal to bitsandbytes' NF4 bit for bit.
+
+O out_features, I in_features, P I padded to whole blocks, K blocks of a row (P / block), G groups of 256 blocks.
+"""
+
+import torch
+
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+SCALES_GROUP = 256
+
+
+def quantize(weight_OI: torch.Tensor, block: int, double_quant: bool) -> dict[str, torch.Tensor]:
+    """{'packed' uint8 [O, P/2], 'absmax' int32 bits of fp32 [O, K]}; with double_quant, 'absmax' uint8 [O, K] and
+    'absmax_range' int32 bits [O, 2G] instead. First of two codes in the high nibble. Frees its temporaries by rows.
+    """
+    rows, cols = weight_OI.shape
+    blocks = -(-cols // block)
+    packed = torch.empty(rows, blocks * block // 2, dtype=torch.uint8, device=weight_OI.device)
+    absmax = torch.empty(rows, blocks, dtype=torch.float32, device=weight_OI.device)
+    levels = torch.tensor(LEVELS, device=weight_OI.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    step = max(1, 2**22 // max(1, blocks * block))  # 16 MiB of fp32 at a time
+    for start in range(0, rows, step):
+        part = weight_OI[start : start + step].float()
+        part = torch.nn.functional.pad(part, (0, blocks * block - cols)).view(-1, blocks, block)
+        absmax[start : start + step] = part.abs().amax(-1)
+        scale = absmax[start : start + step].clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        codes = torch.bucketize((part / scale).flatten(1), middles, out_int32=True).to(torch.uint8)
+        packed[start : start + step] = (codes[:, 0::2] << 4) | codes[:, 1::2]
+    if not double_quant:
+        return {"packed": packed, "absmax": absmax.view(torch.int32)}
+    codes_OK, range_O2G = _quantize_absmax(absmax)
+    return {"packed": packed, "absmax": codes_OK, "absmax_range": range_O2G.view(torch.int32)}
+
+
+def _quantize_absmax(absmax_OK):
+    """8-bit codes of the scales between the least and largest of each 256 in a row, and those two numbers."""
+    rows, blocks = absmax_OK.shape
+    groups = -(-blocks // SCALES_GROUP)
+    pad = groups * SCALES_GROUP - blocks
+    grouped = torch.cat([absmax_OK, absmax_OK[:, -1:].expand(rows, pad)], 1).view(rows, groups, SCALES_GROUP)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    step = ((high - low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = ((grouped - low) / step).round().to(torch.uint8)
+    return codes.view(rows, -1)[:, :blocks].contiguous(), torch.cat([low, high], -1).view(rows, -1)
+
+
+def dequantize(tensors: dict, columns: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [O, I] in `dtype`: level[code] * absmax, in fp32, then cast."""
+    packed_OP, absmax_OK = tensors["packed"], _absmax(tensors)
+    rows = packed_OP.shape[0]
+    # One lookup gives both codes of a byte: a pair of fp32 levels travels as one 8-byte number.
+    pairs = _level_pairs(packed_OP.device)
+    weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)
+    weight = weight.view(rows, -1, block).mul_(absmax_OK.unsqueeze(-1)).view(rows, -1)
+    return weight[:, :columns].to(dtype)
+
+
+def _level_pairs(device) -> torch.Tensor:
+    levels = torch.tensor(LEVELS, device=device)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)
+    return pairs.view(torch.int64).reshape(-1)
+
+
+def _absmax(tensors) -> torch.Tensor:
+    if "absmax_range" not in tensors:
+        return tensors["absmax"].view(torch.float32)
+    codes_OK, range_O2G = tensors["absmax"], tensors["absmax_range"].view(torch.float32)
+    low, high = (
+        range_O2G.view(codes_OK.shape[0], -1, 2)
+        .repeat_interleave(SCALES_GROUP, 1)[:, : codes_OK.shape[1]]
+        .unbind(-1)
+    )
+    return low + codes_OK.float() * ((high - low) / 255)

@@ -1,0 +1,151 @@
+"""Attention inside each document of a flat microbatch, for any transformers model that asks for its attention by name.
+
+Documents of similar length are padded to one rectangle for the attention only: under a causal mask right padding is never
+seen by a real token, so no key mask is needed. The projections around it never meet padding.
+
+T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "documents"
+# Up to these lengths two matrix products and a softmax beat CPU SDPA (measured per dtype); 0: SDPA always.
+DENSE_UP_TO = {("cpu", torch.float32): 256, ("cpu", torch.bfloat16): 512, ("cpu", torch.float16): 512}
+GROUP_WASTE = 1.25  # a group's longest document over its shortest
+
+
+@dataclass(frozen=True)
+class Group:
+    """N documents padded to L. `gather_NL` picks tokens of the flat row (padding picks token 0), `real_NL` says which are real."""
+
+    length: int
+    gather_NL: torch.Tensor | None  # None: the flat row is this group, unpadded
+    real_NL: torch.Tensor | None
+    num_documents: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of one flat row are. `scatter_T` finds each token in the concatenated groups."""
+
+    groups: tuple[Group, ...]
+    scatter_T: torch.Tensor | None
+
+
+def documents_of(position_ids_T, device) -> Documents:
+    """The layout of a flat row from its positions (numpy or host tensor), which restart at 0 in each document."""
+    positions = torch.as_tensor(position_ids_T).reshape(-1)
+    starts = (positions == 0).nonzero().flatten().tolist()
+    lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
+    if len(set(lengths)) == 1:
+        return Documents((Group(lengths[0], None, None, len(lengths)),), None)
+    order = sorted(range(len(starts)), key=lambda i: -lengths[i])
+    groups, scatter, offset = [], torch.empty(len(positions), dtype=torch.int64), 0
+    while order:
+        longest = lengths[order[0]]
+        members = [i for i in order if lengths[i] * GROUP_WASTE >= longest]
+        order = order[len(members) :]
+        start_N1 = torch.tensor([starts[i] for i in members]).unsqueeze(1)
+        length_N1 = torch.tensor([lengths[i] for i in members]).unsqueeze(1)
+        column_L = torch.arange(longest)
+        real_NL = column_L < length_N1
+        gather_NL = torch.where(real_NL, start_N1 + column_L, 0)
+        scatter[gather_NL[real_NL]] = offset + real_NL.flatten().nonzero().flatten()
+        groups.append(
+            Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members))
+        )
+        offset += real_NL.numel()
+    return Documents(tuple(groups), scatter.to(device))
+
+
+class _ToGroup(torch.autograd.Function):
+    """[T, H, D] -> [N * L, H, D]. Each real token stands once in all groups together, so its gradient is read back."""
+
+    @staticmethod
+    def forward(ctx, x_THD, gather, real):
+        ctx.save_for_backward(gather, real)
+        ctx.num_tokens = x_THD.shape[0]
+        return x_THD.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gather, real = ctx.saved_tensors
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
+        out[gather[real]] = grad[real]
+        return out, None, None
+
+
+def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
+    """Causal attention of N documents of one padded length: [N, L, H, D]."""
+    length, dense = q_NHLD.shape[2], DENSE_UP_TO.get((q_NHLD.device.type, q_NHLD.dtype), 0)
+    windowed = window is not None and window < length
+    if softcap is None and sinks_H is None and length > dense:
+        mask = _causal(length, window, q_NHLD.device) if windowed else None
+        out = F.scaled_dot_product_attention(
+            q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+            enable_gqa=q_NHLD.shape[1] != k_NKLD.shape[1],
+        )  # fmt: skip
+        return out.transpose(1, 2)
+    n, heads, _, size = q_NHLD.shape
+    kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
+    q = q_NHLD.reshape(n * kv, per * length, size)
+    k, v = (t.reshape(n * kv, length, size) for t in (k_NKLD, v_NKLD))
+    allowed = _causal(length, window if windowed else None, q.device)
+    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))
+    bias = bias.repeat(per, 1)
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
+    else:
+        scores = torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scaling / softcap)) * softcap + bias
+    if sinks_H is None:
+        probs = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    else:
+        sinks = (
+            sinks_H.to(scores.dtype)
+            .view(1, kv, per, 1, 1)
+            .expand(n, -1, -1, length, 1)
+            .reshape(n * kv, -1, 1)
+        )
+        probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
+    out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
+    return out.view(n, heads, length, size).transpose(1, 2)
+
+
+def _causal(length, window, device) -> torch.Tensor:
+    """[L, L] bool: which key a query may see."""
+    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return allowed if window is None else allowed.triu(1 - window)
+
+
+def document_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
+    s_aux=None, documents=None, position_ids=None, **kwargs,
+):  # fmt: skip
+    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
+    if documents is None:  # a model that does not hand its keyword arguments down still hands positions
+        documents = documents_of(position_ids.cpu(), query.device)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs = []
+    for group in documents.groups:
+        parts = []
+        for x in (query, key, value):
+            x = x[0].transpose(0, 1)
+            if group.gather_NL is not None:
+                x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
+            parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
+        out = _group_attention(*parts, scaling, dropout, sliding_window, softcap, s_aux)
+        outputs.append(out.reshape(-1, *out.shape[2:]))
+    if documents.scatter_T is None:
+        return outputs[0].unsqueeze(0), None
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat[documents.scatter_T].unsqueeze(0), None
+
+
+def register() -> None:
+    """Makes `model.set_attn_implementation(NAME)` possible. The mask function gives none: documents bound themselves."""
+    AttentionInterface.register(NAME, document_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

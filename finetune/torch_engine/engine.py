@@ -1,0 +1,266 @@
+"""TorchEngine: one optimizer step on any torch device, for any transformers model. See finetune/engine.py for the seam."""
+
+import contextlib
+import ctypes
+import platform
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from backend_manager import resident_bytes
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
+from finetune.errors import NonFiniteError, PlanError
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine import adapters, attention, hf_model, loss, optim
+
+SCALE_START, SCALE_GROWS_EVERY = (
+    2.0**15,
+    2000,
+)  # fp16: torch.amp.GradScaler's own constants, growth 2, backoff 1/2
+
+
+class TorchEngine:
+    """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step."""
+
+    def __init__(self, model, settings, device, pad_id: int = 0):
+        self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
+        self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = optim.build(self.named, settings, device)
+        dtype = hf_model.AUTOCAST_DTYPES.get(settings.precision)
+        self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
+        self.scale = SCALE_START if settings.precision.startswith("fp16") else None
+        self.clean_steps = 0
+        self.head, self.layout = None, None
+        self.baseline = 0
+        self.seed(settings.seed)
+        if settings.use_gradient_checkpointing == "true":
+            self._checkpoint_activations()
+
+    # ---- before the first step
+
+    def settle_layout(self, wished: str) -> dict:
+        """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
+        proof = (
+            hf_model.Proof(False, "asked for")
+            if wished == "padded"
+            else hf_model.prove_flat(self.model, self.autocast)
+        )
+        if wished == "flat" and not proof.holds:
+            raise PlanError(f"--batch_layout flat: {proof.reason}. Use auto or padded.")
+        self.layout = "flat" if proof.holds else "padded"
+        self.model.set_attn_implementation(attention.NAME if proof.holds else self._own_attention())
+        head = hf_model.prove_head(self.model, self.layout, self.autocast)
+        self.head = loss.Head.of(self.model) if head.holds else None
+        return {"batch_layout": (self.layout, proof.reason)}
+
+    def _own_attention(self) -> str:
+        return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+
+    def _checkpoint_activations(self):
+        if not self.model.supports_gradient_checkpointing:
+            kind = type(self.model).__name__
+            raise PlanError(f"--use_gradient_checkpointing true: {kind} has none. Use false.")
+        reentrant = self.settings.reentrant_checkpointing
+        self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:  # the older kind needs an input that asks for a gradient
+            self.model.enable_input_require_grads()
+
+    # ---- the step
+
+    def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
+        """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments as they were."""
+        self.model.train()
+        num_targets = sum(b.num_targets for b in microbatches)
+        assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
+        total = torch.zeros(
+            (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
+        )
+        for batch in microbatches:
+            with self._offload():
+                nll = self.nll(batch)
+            (nll * ((self.scale or 1.0) / num_targets)).backward()
+            total += nll.detach().to(total.device, torch.float64)
+        parameters = list(self.named.values())
+        if self.scale:
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad /= self.scale
+        limit = self.settings.grad_norm if self.settings.apply_gradient_clipping else None
+        norm = optim.clip(parameters, limit)
+        nll = total.item()
+        result = partial(StepResult, nll, num_targets, sum(b.num_tokens for b in microbatches), norm)
+        if not np.isfinite(norm) or not np.isfinite(nll):
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.scale and np.isfinite(nll) and self.scale > 1:
+                self.scale, self.clean_steps = self.scale / 2, 0
+                return result(skipped=True)
+            what = "loss" if not np.isfinite(nll) else "gradient"
+            raise NonFiniteError(f"{what} is {nll if what == 'loss' else norm}")
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scale:
+            self.clean_steps += 1
+            if self.clean_steps % SCALE_GROWS_EVERY == 0:
+                self.scale *= 2
+        return result()
+
+    def nll(self, batch: Batch) -> torch.Tensor:
+        """Summed nll of one microbatch's targets, differentiable."""
+        labels = torch.from_numpy(batch.labels_BS).to(self.device)
+        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        inputs = {
+            "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
+            "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
+            "use_cache": False,
+        }
+        if self.layout == "flat":
+            inputs["documents"] = attention.documents_of(batch.position_ids_BS, self.device)
+        else:
+            inputs["attention_mask"] = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64)).to(
+                self.device
+            )
+        with self.autocast():
+            if self.head is None:
+                return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
+            hidden = hf_model.base_model(self.model)(**inputs).last_hidden_state
+            return self.head.nll(hidden[at], labels[at])
+
+    def _logits_at(self, inputs, at):
+        if self.layout == "flat":  # one row: an index tensor picks its target positions
+            return self.model(**inputs, logits_to_keep=at[1]).logits[0]
+        return self.model(**inputs).logits[at]
+
+    def _offload(self):
+        if self.settings.use_activation_cpu_offload:
+            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: list[Batch]) -> tuple[float, int]:
+        self.model.eval()
+        return sum(self.nll(b).item() for b in microbatches), sum(b.num_targets for b in microbatches)
+
+    @torch.no_grad()
+    def generate(self, prompts, max_new_tokens, eos_ids, hopeless=None, **sampling) -> list[list[int]]:
+        """New token ids for each prompt, greedy unless `sampling` says otherwise. `hopeless(row, ids)` ends a row early."""
+        from finetune.torch_engine.generate import generate
+
+        self.model.eval()
+        with dense_weights(self.model), self.autocast():
+            return generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
+
+    # ---- state
+
+    def trainable_state(self) -> dict[str, np.ndarray]:
+        return {self._disk(n): p.detach().float().cpu().numpy() for n, p in self.named.items()}
+
+    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
+        tensors, numbers = optim.state(self.optimizer, {self._disk(n): p for n, p in self.named.items()})
+        return tensors, {"counts": numbers, "scale": self.scale, "clean_steps": self.clean_steps}
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        state = {"cpu": torch.get_rng_state().numpy()}
+        if self.device.type != "cpu":
+            state[self.device.type] = torch.get_device_module(self.device).get_rng_state().numpy()
+        return state
+
+    def load_state(self, trainable, optimizer, values, rng) -> None:
+        """Takes up a checkpoint. Raises PlanError where its tensors are not the ones that train here."""
+        self.load_trainable(trainable)
+        named = {self._disk(n): p for n, p in self.named.items()}
+        optim.load_state(self.optimizer, named, optimizer, values["counts"])
+        self.scale, self.clean_steps = values["scale"], values["clean_steps"]
+        torch.set_rng_state(torch.from_numpy(np.array(rng["cpu"])))
+        if self.device.type in rng:
+            torch.get_device_module(self.device).set_rng_state(
+                torch.from_numpy(np.array(rng[self.device.type]))
+            )
+
+    @torch.no_grad()
+    def load_trainable(self, trainable) -> None:
+        named = {self._disk(n): p for n, p in self.named.items()}
+        if set(named) != set(trainable):
+            odd = sorted(set(named) ^ set(trainable))[0]
+            raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
+        for name, parameter in named.items():
+            if tuple(parameter.shape) != tuple(trainable[name].shape):
+                raise PlanError(
+                    f"--resume: {name} is {trainable[name].shape} on disk, {tuple(parameter.shape)} here."
+                )
+            parameter.copy_(torch.from_numpy(np.array(trainable[name])))
+
+    def _disk(self, name) -> str:
+        return name if self.settings.train_type == "full" else adapters.disk_name(name)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    # ---- memory
+
+    def memory(self) -> MemoryStats:
+        """Peak bytes since the last call above the process after its imports, and what torch can count of it by item."""
+        items = {
+            "base": sum(p.nbytes for p in self.model.parameters() if not p.requires_grad),
+            "trainable": sum(p.nbytes for p in self.named.values()),
+            "optimizer": sum(
+                t.nbytes for s in self.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+            ),
+            "buffers": sum(b.nbytes for b in self.model.buffers()),
+        }
+        if self.device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(self.device)
+            total = module.max_memory_allocated()
+            module.reset_peak_memory_stats()
+        elif self.device.type == "mps":
+            total = torch.mps.driver_allocated_memory()
+        else:
+            total = peak_resident_bytes() - self.baseline
+            reset_peak()
+        items["activations and workspace"] = max(0, total - sum(items.values()))
+        return MemoryStats(total, items)
+
+
+@contextlib.contextmanager
+def dense_weights(model):
+    """Keeps dequantized weights while many small forwards run, as in generation; gives the memory back after."""
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
+    try:
+        for layer in layers:
+            layer.cache(model.dtype)
+        yield
+    finally:
+        for layer in layers:
+            layer.cached = None
+
+
+def peak_resident_bytes() -> int:
+    """VmHWM of this process; where /proc is missing, the peak since its start."""
+    try:
+        return int(re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        return resident_bytes()
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def settle_heap(low_memory: bool) -> None:
+    """glibc gives each step's big blocks back and takes them anew, which costs up to a third of the time in page faults.
+
+    Keeps the heap instead, or with `low_memory` maps each block of 1 MiB by itself so that it returns at once.
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_max, mmap_threshold = -1, -4, -3  # M_* of malloc.h
+    if low_memory:
+        libc.mallopt(mmap_threshold, 2**20)
+    else:
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)

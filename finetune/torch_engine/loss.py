@@ -1,0 +1,103 @@
+"""Cross-entropy summed over target positions, with logits made in chunks and never kept.
+
+T target positions, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Head:
+    """The model's output layer, and what its config does to the logits: softcap * tanh(x * scale / softcap)."""
+
+    linear: torch.nn.Linear
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model) -> "Head | None":
+        """The head of a transformers model; None where it is no plain linear (an adapter on it, or none at all)."""
+        linear, config = model.get_output_embeddings(), model.config.get_text_config()
+        if not isinstance(linear, torch.nn.Linear):
+            return None
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # granite divides
+            scale /= config.logits_scaling
+        if getattr(config, "logit_scale", None):  # cohere multiplies
+            scale *= config.logit_scale
+        return cls(linear, scale, getattr(config, "final_logit_softcapping", None))
+
+    def logits(self, hidden_TH) -> torch.Tensor:
+        logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias) * self.scale
+        return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
+
+    def nll(self, hidden_TH, labels_T) -> torch.Tensor:
+        """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head."""
+        return _ChunkedNLL.apply(
+            hidden_TH, self.linear.weight, self.linear.bias, labels_T, self.scale, self.softcap
+        )
+
+
+class _ChunkedNLL(torch.autograd.Function):
+    """Gradients are made in forward, beside the logits they need, so no chunk of logits outlives its turn."""
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap):
+        device = hidden_TH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
+        with torch.autocast(device, enabled=False):
+            weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
+            need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+            grad_hidden = torch.empty_like(hidden) if need_hidden else None
+            grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
+            grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            rows = max(128, CHUNK_BYTES // (4 * weight.shape[0]))
+            for start in range(0, len(labels_T), rows):
+                part, labels = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
+                logits = F.linear(part, weight, None if bias_V is None else bias_V.to(dtype)).float()
+                if scale != 1.0:
+                    logits *= scale
+                if softcap is not None:
+                    bent = torch.tanh(logits / softcap)
+                    logits = bent * softcap
+                log_sum = torch.logsumexp(logits, -1, keepdim=True)
+                total += (log_sum - logits.gather(1, labels)).sum()
+                if not (need_hidden or need_weight):
+                    continue
+                grad = logits.sub_(log_sum).exp_()
+                grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
+                if softcap is not None:
+                    grad *= 1 - bent * bent
+                if scale != 1.0:
+                    grad *= scale
+                grad_low = grad.to(dtype)
+                if need_hidden:
+                    grad_hidden[start : start + rows] = grad_low @ weight
+                if need_weight:
+                    grad_weight += (grad_low.t() @ part).float()
+                if need_bias:
+                    grad_bias += grad.sum(0)
+        ctx.hidden_dtype, ctx.weight_dtype = hidden_TH.dtype, weight_VH.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        hidden, weight, bias = ctx.saved_tensors
+        return (
+            None if hidden is None else (hidden.float() * upstream).to(ctx.hidden_dtype),
+            None if weight is None else (weight * upstream).to(ctx.weight_dtype),
+            None if bias is None else (bias * upstream).to(ctx.weight_dtype),
+            None, None, None,
+        )  # fmt: skip
+
+
+def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:
+    """The same sum from logits that the model made."""
+    return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum")
