@@ -117,6 +117,7 @@ class TrainState:
     status: str = "running"
     output_dir: str | None = None
     scores: dict | None = None
+    exit_code: int = 0
 
 
 def resolve_plan(

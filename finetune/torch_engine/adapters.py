@@ -77,7 +77,7 @@ class LoRALinear(nn.Module):
         self.base = base
         self.in_features, self.out_features = features(base)
         device = next(base.parameters()).device
-        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
+        self.lora_A = nn.Parameter(torch.zeros(rank, self.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = alpha / math.sqrt(rank) if use_rslora else alpha / rank
         self.dropout = dropout
@@ -282,3 +282,54 @@ def merge(model) -> None:
         base.weight.copy_((merged if isinstance(base, nn.Linear) else merged.t()).to(base.weight.dtype))
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, base)
+
+
+def attach(model, folder) -> None:
+    """Puts a saved PEFT LoRA adapter (ours or anyone's) on a dense model. PlanError for what this version does not read."""
+    import json
+    from dataclasses import replace
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    file = Path(folder) / "adapter_config.json"
+    config = json.loads(file.read_text())
+    plain = {
+        "peft_type": ("LORA",), "bias": ("none", None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
+        "modules_to_save": (None, []), "layer_replication": (None,), "trainable_token_indices": (None,),
+        "target_parameters": (None, []),
+    }  # fmt: skip
+    for key, fine in plain.items():
+        if key in config and config[key] not in fine:
+            raise PlanError(
+                f"{file}: {key} {config[key]} is not read by this version. Merge it with peft first."
+            )
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    names = sorted(
+        {
+            re.sub(r"\.lora_(A|B)\.weight$", "", k.removeprefix(PREFIX))
+            for k in tensors
+            if k.endswith(".weight")
+        }
+    )
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise PlanError(
+                f"{file}: adapts {name}, which this base has not. Give the base it was trained on."
+            )
+    settings = replace(
+        Settings(), lora_rank=config["r"], lora_alpha=config["lora_alpha"], use_dora=bool(config.get("use_dora")),
+        use_rslora=bool(config.get("use_rslora")), lora_dropout=0.0,
+    )  # fmt: skip
+    add(model, names, settings)
+    ours = {disk_name(n): p for n, p in model.named_parameters() if "lora_" in n.rpartition(".")[2]}
+    if set(ours) != set(tensors):
+        raise PlanError(f"{file}: does not fit its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            parameter.copy_(tensors[name])
+    for layer in layers(model).values():
+        for parameter in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
+            if parameter is not None:
+                parameter.requires_grad_(False)

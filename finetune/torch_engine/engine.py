@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import platform
 import re
 from functools import partial
@@ -28,7 +29,7 @@ class TorchEngine:
     def __init__(self, model, settings, device, pad_id: int = 0):
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = optim.build(self.named, settings, device)
+        self.optimizer = optim.build(self.named, settings, device) if self.named else None
         dtype = hf_model.AUTOCAST_DTYPES.get(settings.precision)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
@@ -64,7 +65,11 @@ class TorchEngine:
             kind = type(self.model).__name__
             raise PlanError(f"--use_gradient_checkpointing true: {kind} has none. Use false.")
         reentrant = self.settings.reentrant_checkpointing
-        self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        # transformers 5.23 renamed it; the older name still works, with a warning.
+        enable = getattr(
+            self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": reentrant})
         if reentrant:  # the older kind needs an input that asks for a gradient
             self.model.enable_input_require_grads()
 
@@ -199,7 +204,38 @@ class TorchEngine:
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    # ---- what is saved
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(trainable, all) weights, packed ones counted as what they stand for."""
+        packed = [m for m in self.model.modules() if isinstance(m, QuantizedLinear)]
+        held = {id(p) for m in packed for p in m.stored()}
+        dense = sum(p.numel() for p in self.model.parameters() if id(p) not in held)
+        trainable = sum(p.numel() for p in self.named.values())
+        return trainable, dense + sum(m.out_features * m.in_features for m in packed)
+
+    def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
+        """{file: JSON} that stands beside the weights so that others can load them."""
+        if self.settings.train_type == "full":
+            return {"config.json": self.model.config.to_dict()}
+        config = adapters.peft_config(self.model, self.settings, base_name, base_digest)
+        return {"adapter_config.json": config}
+
+    def write_model(self, folder) -> None:
+        """A whole model folder in the dtype of its config, as transformers loads it."""
+        hf_model.write_folder(self.model, Path(folder))
+
+    def profiler(self):
+        from finetune.torch_engine import profiling
+
+        return profiling.profiler(self.settings, self.device)
+
     # ---- memory
+
+    def begin_memory(self, baseline: int) -> None:
+        """Counts from here on: `baseline` is the process after its imports."""
+        self.baseline = baseline
+        self.memory()
 
     def memory(self) -> MemoryStats:
         """Peak bytes since the last call above the process after its imports, and what torch can count of it by item."""
@@ -235,6 +271,24 @@ def dense_weights(model):
     finally:
         for layer in layers:
             layer.cached = None
+
+
+def device_of(backend: str) -> torch.device:
+    return torch.device(backend)
+
+
+def current_resident_bytes() -> int:
+    """Resident memory of this process now; 0 where the system does not tell."""
+    try:
+        return int(re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        return 0
+
+
+def settle_threads() -> None:
+    """As many compute threads as this process may use cores, where the user has not said otherwise."""
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def peak_resident_bytes() -> int:

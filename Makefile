@@ -1,0 +1,35 @@
+# make train: set up and run the demo.  make test: set up and run the default suite.
+PYTHON ?= python3
+BIN := .venv/bin
+.PHONY: train test test-all lint setup setup-test clean
+
+train: .venv/.installed
+	$(BIN)/python train.py --backend auto
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest
+
+test-all: .venv/.installed-test
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: .venv/.installed
+setup-test: .venv/.installed-test
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 " + "train")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: requirements.txt | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/.installed-test: requirements-test.txt .venv/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,290 @@
+"""The on-disk format: a checkpoint exists only if its manifest verifies, and the newest good one is never at risk.
+
+Written beside its place, fsynced, its manifest last, renamed when whole; then `latest` is replaced, then old ones go.
+Tensors are safetensors, everything else JSON; nothing here reads or writes a pickle. See docs/checkpoint_format.md.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, PlanError, StorageError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk that verified."""
+
+    folder: Path
+    step: int
+    manifest: dict
+
+    def json(self, name: str) -> dict:
+        return json.loads((self.folder / name).read_text())
+
+    def tensors(self, name: str) -> dict[str, np.ndarray]:
+        from safetensors.numpy import load_file
+
+        return load_file(self.folder / name)
+
+
+class Lock:
+    """Owns an output_dir while the process lives: flock, which the kernel frees however the process ends."""
+
+    def __init__(self, output_dir: Path):
+        self.file = output_dir / ".lock"
+        with storage(output_dir):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self.handle = open(self.file, "a+")  # noqa: SIM115  held open as long as the lock
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.handle.seek(0)
+            owner = self.handle.read().strip() or "another process"
+            self.handle.close()
+            raise OutputDirInUse(
+                f"--output_dir {output_dir}: is in use by {owner}. Wait for it, or give another."
+            ) from None
+        except OSError as error:
+            raise StorageError(
+                f"--output_dir {output_dir}: its file system has no locks ({error.strerror})."
+            ) from error
+        self.handle.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.handle.write(f"pid {os.getpid()} on {socket.gethostname()}, started {started}")
+        self.handle.flush()
+
+    def release(self) -> None:
+        self.handle.close()
+
+
+@contextlib.contextmanager
+def storage(path: Path):
+    """Turns a failing write under `path` into a StorageError that says what is missing."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        where, free = path, "unknown"
+        while not where.exists() and where != where.parent:
+            where = where.parent
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(where).free:,} bytes free"
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise PlanError(f"--output_dir {path}: is a file, or lies under one. Give a folder.") from error
+        raise StorageError(
+            f"{path}: {error.strerror or error} ({free}). The checkpoints before are intact."
+        ) from error
+
+
+def save(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int, run_id: str) -> Path:
+    """Commits checkpoints/step-N. `tensors`: {file: {name: array}}; `texts`: {file: str}. Raises NonFiniteError, StorageError.
+
+    The caller holds the Lock. A crash at any point leaves the newest valid checkpoint the old one or the new one.
+    """
+    for file, arrays in tensors.items():
+        for name, array in arrays.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonFiniteError(f"{file}: tensor {name} of step {step} is not finite; nothing was saved")
+    root = output_dir / "checkpoints"
+    target = root / f"step-{step}"
+    beside = root / f".tmp-step-{step}-{os.getpid()}"
+    with storage(target):
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        entries = {}
+        for file, arrays in tensors.items():
+            _write_tensors(beside / file, arrays)
+        for file, text in texts.items():
+            _write_text(beside / file, text)
+        for file in (*tensors, *texts):
+            path = beside / file
+            entries[file] = {"size": path.stat().st_size, "sha256": digest_of(path)}
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "run_id": run_id, "files": entries}
+        _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
+        _sync(beside)
+        if target.exists():
+            trash = root / f".trash-step-{step}-{os.getpid()}"
+            target.rename(trash)
+        beside.rename(target)
+        _sync(root)
+        replace_text(root / "latest", target.name)
+        rotate(output_dir, keep_last)
+    return target
+
+
+def _write_tensors(path: Path, arrays: dict) -> None:
+    from safetensors.numpy import save
+
+    _write_bytes(
+        path, save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"format": "pt"})
+    )
+
+
+def _write_text(path: Path, text: str) -> None:
+    _write_bytes(path, text.encode())
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes `path` so that a reader sees the old text or the new one, never a part."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    with storage(path):
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        _write_bytes(beside, data)
+        beside.replace(path)
+        _sync(path.parent)
+
+
+def replace_tensors(path: Path, arrays: dict) -> None:
+    """A safetensors file under its final name, whole or not at all."""
+    with storage(path):
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        _write_tensors(beside, arrays)
+        beside.replace(path)
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _sha256(file)
+        )
+
+
+def _sha256(file) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while chunk := file.read(2**20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def verify(folder: Path) -> Saved:
+    """The checkpoint in `folder`, every file read and its digest compared. CheckpointDamaged says which file and how."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version, step, entries = manifest["format_version"], manifest["step"], manifest["files"]
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{folder}: has no {MANIFEST}; it was not finished") from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointDamaged(f"{folder / MANIFEST}: cannot be read ({error})") from None
+    if version > FORMAT_VERSION:
+        raise CheckpointDamaged(
+            f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
+        )
+    if folder.name.startswith("step-") and folder.name != f"step-{step}":
+        raise CheckpointDamaged(f"{folder}: its manifest is of step {step}")
+    for name, entry in entries.items():
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointDamaged(f"{path}: is missing")
+        if path.stat().st_size != entry["size"]:
+            raise CheckpointDamaged(
+                f"{path}: holds {path.stat().st_size} bytes, {entry['size']} were written"
+            )
+        if digest_of(path) != entry["sha256"]:
+            raise CheckpointDamaged(f"{path}: its content is not what was written (sha256 differs)")
+    return Saved(folder, step, manifest)
+
+
+def steps_of(output_dir: Path) -> list[Path]:
+    """step-N folders, newest first, verified or not."""
+    root = output_dir / "checkpoints"
+    found = [p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=lambda p: -int(p.name[5:]))
+
+
+def newest(output_dir: Path) -> tuple[Saved | None, list[str]]:
+    """(the newest checkpoint that verifies or None, a line for each newer one that was skipped)."""
+    skipped = []
+    for folder in steps_of(output_dir):
+        try:
+            return verify(folder), skipped
+        except CheckpointDamaged as error:
+            skipped.append(str(error))
+    return None, skipped
+
+
+def rotate(output_dir: Path, keep_last: int) -> None:
+    """Deletes all but the newest `keep_last` checkpoints that verify by size; one that does not is no reason to delete another."""
+    kept = 0
+    for folder in steps_of(output_dir):
+        if kept >= keep_last:
+            trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
+            folder.rename(trash)
+        elif _whole(folder):
+            kept += 1
+    for trash in (output_dir / "checkpoints").glob(".trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return all((folder / n).stat().st_size == e["size"] for n, e in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def clean_leftovers(output_dir: Path) -> None:
+    """Removes what a crash left half-made. The caller holds the Lock."""
+    root = output_dir / "checkpoints"
+    for leftover in [*root.glob(".tmp-*"), *root.glob(".trash-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in output_dir.glob(".*.*[0-9]"):
+        if leftover.is_file():
+            leftover.unlink(missing_ok=True)
+
+
+def holds_a_run(output_dir: Path) -> bool:
+    return (output_dir / "run_plan.json").exists() or bool(steps_of(output_dir))
+
+
+def clear_run(output_dir: Path) -> None:
+    """--overwrite: removes what a run of ours wrote here, and nothing else."""
+    for folder in ("checkpoints", "best"):
+        shutil.rmtree(output_dir / folder, ignore_errors=True)
+    for name in (
+        "run_plan.json", "train_state.json", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json",
+        "model.safetensors",
+    ):  # fmt: skip
+        (output_dir / name).unlink(missing_ok=True)
+
+
+def newest_run(root: Path) -> Path | None:
+    """The most recent output_dir under `root`: what --resume auto takes when no --output_dir is given."""
+    runs = [p.parent for p in root.glob("*/run_plan.json")]
+    return max(runs, key=lambda p: (p / "run_plan.json").stat().st_mtime, default=None)

@@ -1,0 +1,146 @@
+"""One run's output_dir: who may write there, what a checkpoint of ours holds, how a run is found and taken up again."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from finetune import checkpoint
+from finetune.errors import CheckpointDamaged, PlanError
+from finetune.plan import RunPlan, TrainState
+
+ADAPTER, FULL = "adapter_model.safetensors", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run on disk that --resume named: its folder, its saved plan, and the step-N folder asked for, if one was."""
+
+    output_dir: Path
+    saved_plan: dict
+    step_folder: Path | None
+
+
+def find_run(resume: str | None, output_dir: str | None) -> Found | None:
+    """What --resume means. None: start anew (not asked for, or auto and nothing there). Raises PlanError."""
+    if resume is None:
+        return None
+    step_folder = None
+    if resume == "auto":
+        root = Path(output_dir) if output_dir else checkpoint.newest_run(Path("outputs"))
+        if root is None or not (root / "run_plan.json").is_file():
+            return None
+    else:
+        root = Path(resume)
+        if not root.exists():
+            raise PlanError(
+                f"--resume {resume}: no such folder. Give an output_dir or one of its checkpoints/step-N."
+            )
+        if root.name.startswith("step-"):
+            root, step_folder = root.resolve().parent.parent, root
+    try:
+        saved = json.loads((root / "run_plan.json").read_text())
+    except FileNotFoundError:
+        raise PlanError(
+            f"--resume {resume}: {root} holds no run_plan.json, so no run of ours. Give its output_dir."
+        ) from None
+    except (ValueError, OSError) as error:
+        raise CheckpointDamaged(f"{root / 'run_plan.json'}: cannot be read ({error})") from None
+    return Found(root, saved, step_folder)
+
+
+def finished_state(root: Path) -> TrainState | None:
+    """The state of a run that ended well, else None."""
+    try:
+        values = json.loads((root / "train_state.json").read_text())
+    except (OSError, ValueError):
+        return None
+    state = _state(values)
+    return state if state.status == "finished" else None
+
+
+def _state(values: dict) -> TrainState:
+    return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})
+
+
+class RunDir:
+    """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data."""
+
+    def __init__(self, plan: RunPlan, resumed: bool):
+        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.lock = checkpoint.Lock(self.root)
+        checkpoint.clean_leftovers(self.root)
+        if checkpoint.holds_a_run(self.root) and not resumed:
+            if not plan.settings.overwrite:
+                self.lock.release()
+                raise PlanError(
+                    f"--output_dir {self.root}: holds another run. Use --resume auto to go on, or --overwrite true to replace it."
+                )
+            checkpoint.clear_run(self.root)
+        self.weights_file = ADAPTER if plan.adapter else FULL
+        self.run_id = plan.digest()[:16]
+
+    def write_json(self, name: str, content: dict) -> None:
+        checkpoint.replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
+
+    def save_plan(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.write_json("run_plan.json", plan.to_json())
+
+    def save_step(
+        self, engine, state: TrainState, identity: dict, configs: dict, metrics_offset: int
+    ) -> Path:
+        """Commits checkpoints/step-N: weights, moments, random state, where the data stood, the plan."""
+        moments, values = engine.optimizer_state()
+        texts = {name: json.dumps(content, indent=1) for name, content in configs.items()}
+        texts["run_plan.json"] = json.dumps(self.plan.to_json(), indent=1)
+        texts["train_state.json"] = json.dumps(
+            {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": identity},
+            indent=1,
+        )
+        tensors = {
+            self.weights_file: engine.trainable_state(),
+            "optimizer.safetensors": moments,
+            "rng.safetensors": engine.rng_state(),
+        }
+        return checkpoint.save(
+            self.root, state.step, tensors, texts, self.plan.settings.keep_last, self.run_id
+        )
+
+    def find_checkpoint(self, step_folder: Path | None) -> tuple[checkpoint.Saved | None, list[str]]:
+        """(checkpoint to go on from or None, lines about skipped ones). CheckpointDamaged where all there are are damaged."""
+        if step_folder is not None:
+            return checkpoint.verify(step_folder), []
+        saved, skipped = checkpoint.newest(self.root)
+        if saved is None and skipped:
+            raise CheckpointDamaged(f"{self.root}: no checkpoint verifies. {skipped[0]}")
+        return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
+
+    def restore(self, engine, saved: checkpoint.Saved, identity: dict) -> tuple[TrainState, int]:
+        """Puts the checkpoint into the engine; (its state, where metrics.jsonl stood). PlanError where base or data differ."""
+        content = saved.json("train_state.json")
+        for what, value in content["identity"].items():
+            if identity.get(what) != value:
+                raise PlanError(
+                    f"--resume: the {what} is not the one the checkpoint {saved.folder} was made with. Restore it."
+                )
+        engine.load_state(
+            saved.tensors(self.weights_file),
+            saved.tensors("optimizer.safetensors"),
+            content["engine"],
+            saved.tensors("rng.safetensors"),
+        )
+        return _state(content), content["metrics_bytes"]
+
+    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
+        """Puts the present weights at the top level (or in `folder`), each file whole or not at all."""
+        folder = folder or self.root
+        folder.mkdir(exist_ok=True)
+        if self.plan.adapter:
+            checkpoint.replace_tensors(folder / ADAPTER, engine.trainable_state())
+        else:
+            engine.write_model(folder)
+        for name, content in configs.items():
+            checkpoint.replace_text(folder / name, json.dumps(content, indent=2) + "\n")
+
+    def finish(self, state: TrainState) -> None:
+        self.write_json("train_state.json", asdict(replace(state, output_dir=str(self.root))))

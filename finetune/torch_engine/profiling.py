@@ -1,0 +1,59 @@
+"""--profile: torch's profiler over a few steps of each cycle, as chrome traces in a folder."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+
+class _Off:
+    def step(self):
+        pass
+
+
+@contextlib.contextmanager
+def profiler(settings, device):
+    """Something with .step(), called once after each optimizer step."""
+    if not settings.profile:
+        yield _Off()
+        return
+    folder = Path(settings.profiling_output)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+
+    def on_trace_ready(prof):
+        number = prof.step_num
+        if settings.export_trace:
+            written.append(folder / f"trace-step-{number}.json")
+            prof.export_chrome_trace(str(written[-1]))
+        if settings.export_memory_timeline:
+            written.append(folder / f"memory-step-{number}.html")
+            prof.export_memory_timeline(str(written[-1]), device=str(device))
+
+    activities = [ProfilerActivity.CPU]
+    if device.type in ("cuda", "xpu"):
+        activities.append(getattr(ProfilerActivity, device.type.upper()))
+    memory = settings.profile_memory or settings.export_memory_timeline
+    with profile(
+        activities=activities, schedule=_phase(settings), on_trace_ready=on_trace_ready, profile_memory=memory,
+        record_shapes=settings.with_shapes or memory, with_stack=settings.with_stack or memory,
+    ) as prof:  # fmt: skip
+        yield prof
+    print(f"profile: {len(written)} files in {folder}")
+
+
+def _phase(settings):
+    """Cycles of --profiling_frequency steps: warm up, then record; the first starts after --wait_steps."""
+    warmup, active = settings.profiler_warmup_steps, settings.active_steps
+    cycle_steps = max(settings.profiling_frequency, warmup + active)
+
+    def phase(step: int):
+        cycle, position = divmod(step - settings.wait_steps, cycle_steps)
+        if cycle < 0 or (settings.repeat and cycle >= settings.repeat) or position >= warmup + active:
+            return ProfilerAction.NONE
+        if position < warmup:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD_AND_SAVE if position == warmup + active - 1 else ProfilerAction.RECORD
+
+    return phase

@@ -1,0 +1,81 @@
+"""A trained checkpoint, or any model, opened for use: what generate.py, score.py and export.py share."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from backend_manager import BackendManager
+from finetune import data, hf_files
+from finetune.errors import PlanError
+from finetune.settings import Settings
+
+
+def add_flags(parser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR|ID",
+        help="an output_dir, a step-N folder, any adapter or model",
+    )
+    parser.add_argument(
+        "--device", default=None, help="auto, cuda, mps, cpu or xpu (default: FSDP_BACKEND, else auto)"
+    )
+    parser.add_argument(
+        "--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)"
+    )
+
+
+def base_of(checkpoint: str) -> hf_files.ModelFiles:
+    """The model's files: the checkpoint itself, or the base its adapter names. Raises PlanError."""
+    folder = Path(checkpoint)
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise PlanError(
+                f"--checkpoint {checkpoint}: holds no config.json and no adapter_config.json. Give an output_dir."
+            )
+        return hf_files.find(checkpoint, None, flag="--checkpoint")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise PlanError(
+            f"--checkpoint {checkpoint}: holds an adapter_config.json but no adapter_model.safetensors."
+        )
+    try:
+        content = json.loads(config.read_text())
+        base = content["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        raise PlanError(f"{config}: names no base_model_name_or_path. Give a whole adapter.") from None
+    files = hf_files.find(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
+    wanted = content.get("base_model_digest")
+    if wanted and wanted != files.digest:
+        print(f"note: the base {base} is not byte for byte the one this adapter was trained on")
+    return files
+
+
+def open_engine(args):
+    """(engine for evaluation and generation, tokenizer)."""
+    files = base_of(args.checkpoint)
+    try:
+        manager = (
+            BackendManager(args.device, verbose=False)
+            if args.device
+            else BackendManager.from_env(verbose=False)
+        )
+    except ValueError as error:
+        raise PlanError(f"--device {args.device}: {error}") from None
+    precision = args.precision
+    if precision == "auto":
+        precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
+    from finetune.torch_engine import hf_model
+    from finetune.torch_engine.engine import TorchEngine, device_of, settle_heap, settle_threads
+
+    settle_heap(low_memory=False)
+    settle_threads()
+    device = device_of(str(manager.backend))
+    model = hf_model.load_trained(args.checkpoint, files, device, hf_model.WEIGHT_DTYPES[precision])
+    has_tokenizer = (Path(args.checkpoint) / "tokenizer_config.json").is_file()
+    tokenizer = data.load_tokenizer(Path(args.checkpoint) if has_tokenizer else files.folder)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    settings = replace(Settings(), train_type="lora", precision=precision)
+    engine = TorchEngine(model, settings, device, pad)
+    engine.settle_layout("auto")
+    return engine, tokenizer

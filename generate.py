@@ -1,0 +1,107 @@
+"""Text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
+
+python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
+"""
+
+import sys
+
+from finetune import launch
+from finetune.cli import Parser
+from finetune.errors import PlanError
+
+
+def build_parser() -> Parser:
+    from finetune import trained
+
+    parser = Parser(prog="generate.py", description=__doc__)
+    trained.add_flags(parser)
+    parser.add_argument("--prompt", help="what to answer")
+    parser.add_argument("--system", help="system message before it, for chat models")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it stands, without the chat template"
+    )
+    parser.add_argument(
+        "--interactive", action="store_true", help="one prompt a line, until an empty one or end of input"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=100, metavar="N", help="longest answer (default: 100)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default: 0)")
+    parser.add_argument(
+        "--top_k", type=int, default=50, metavar="N", help="sample from the N likeliest (default: 50)"
+    )
+    parser.add_argument(
+        "--top_p", type=float, default=0.9, metavar="X", help="and from this much probability (default: 0.9)"
+    )
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of sampling (default: 42)")
+    return parser
+
+
+def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[int]:
+    """Token ids of one prompt as training saw them: through the chat template where the tokenizer has one."""
+    if raw or not tokenizer.chat_template:
+        return tokenizer(prompt).input_ids
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def answer(engine, tokenizer, prompt: str, args) -> str:
+    """One answer; tokens appear as they come where output is a terminal."""
+    from finetune import data
+
+    ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
+    live, shown = sys.stdout.isatty(), [0]
+
+    def on_token(new):
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # half of a character: wait for the rest
+            print(text[shown[0] :], end="", flush=True)
+            shown[0] = len(text)
+
+    new = engine.generate(
+        [ids], args.max_new_tokens, data.end_ids(tokenizer), on_token=on_token if live else None,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+    )[0]  # fmt: skip
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    print(text[shown[0] :], flush=True)
+    return text
+
+
+def check(args) -> None:
+    if args.prompt is None and not args.interactive:
+        raise PlanError("--prompt: none given. Give one, or --interactive.")
+    for name, low, high in (
+        ("max_new_tokens", 1, 10**6),
+        ("temperature", 0, 100),
+        ("top_k", 0, 10**6),
+        ("top_p", 0, 1),
+    ):
+        if not low <= getattr(args, name) <= high:
+            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+
+
+def main(argv=None) -> int:
+    launch.prepare_environment()
+    args = build_parser().parse_args(argv)
+    check(args)
+    from finetune import trained
+
+    engine, tokenizer = trained.open_engine(args)
+    engine.seed(args.seed)
+    if args.prompt is not None:
+        answer(engine, tokenizer, args.prompt, args)
+    if args.interactive:
+        prompting = "> " if sys.stdin.isatty() else ""
+        print(prompting, end="", flush=True)
+        for line in sys.stdin:
+            if not line.strip():
+                break
+            answer(engine, tokenizer, line.rstrip("\n"), args)
+            print(prompting, end="", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    launch.exit_with(main)

@@ -1,0 +1,101 @@
+"""Loss, perplexity and exact match of a model or an adapter on a file of rows.
+
+python score.py --checkpoint outputs/my-run --dataset test.jsonl
+"""
+
+import json
+import math
+import time
+
+from finetune import launch
+from finetune.cli import Parser
+
+
+def build_parser() -> Parser:
+    from finetune import trained
+    from finetune.settings import DATASET_FORMATS
+
+    parser = Parser(prog="score.py", description=__doc__)
+    trained.add_flags(parser)
+    parser.add_argument("--dataset", required=True, metavar="FILE|NAME", help="rows with answers")
+    parser.add_argument(
+        "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)"
+    )
+    parser.add_argument(
+        "--context_length", type=int, default=512, metavar="N", help="longest row in tokens (default: 512)"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=32, metavar="N", help="answers generated at once (default: 32)"
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print the first N answers that are wrong"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    return parser
+
+
+def exact_match(
+    engine, tokenizer, questions, max_new_tokens: int, batch_size: int = 32
+) -> tuple[float, list[str]]:
+    """(part of the questions whose greedy answer is the wanted text, every answer as far as it was generated).
+
+    `questions` are data.prompts_and_answers'. White space around an answer does not count. A row ends as soon as its text
+    can no longer become the wanted one, which changes no score.
+    """
+    from finetune import data
+
+    answers = []
+    for start in range(0, len(questions), batch_size):
+        part = questions[start : start + batch_size]
+        wanted = [answer.strip() for _, answer, _ in part]
+
+        def hopeless(row, ids, wanted=wanted):
+            text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
+            return not (wanted[row].startswith(text) or text.strip() == wanted[row])
+
+        new = engine.generate([p for p, _, _ in part], max_new_tokens, data.end_ids(tokenizer), hopeless)
+        answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+    right = sum(a.strip() == wanted.strip() for a, (_, wanted, _) in zip(answers, questions, strict=True))
+    return right / len(questions), answers
+
+
+def main(argv=None) -> int:
+    launch.prepare_environment()
+    args = build_parser().parse_args(argv)
+    from finetune import data, prompts, trained
+
+    raw = data.read_rows(args.dataset, samples=args.samples)
+    form = prompts.detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
+    began = time.perf_counter()
+    engine, tokenizer = trained.open_engine(args)
+    prompts.ensure_chat_template(tokenizer) if form == "chat" else None
+    vocab = engine.model.get_input_embeddings().weight.shape[0]
+    rows = data.tokenize(raw, form, tokenizer, args.context_length, False, vocab_size=vocab)
+    batches = data.microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
+    nll, num_targets = engine.evaluate(batches)
+    questions = data.prompts_and_answers(raw, form, tokenizer)
+    match, answers = exact_match(engine, tokenizer, questions, args.max_new_tokens, args.batch_size)
+    loss = nll / num_targets
+    figures = {
+        "rows": len(rows), "num_targets": num_targets, "loss": loss, "perplexity": math.exp(min(loss, 700)),
+        "exact_match": match, "wall_s": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        print(f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
+              f"of {len(questions)} | {figures['wall_s']} s")  # fmt: skip
+    wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
+    for (_, wanted, source), got in wrong[: args.show]:
+        print(f"{source}\n  wanted {wanted}\n  got    {got}")
+    return 0
+
+
+if __name__ == "__main__":
+    launch.exit_with(main)

@@ -1,0 +1,39 @@
+"""Tiny random models of many architectures, built from configs: real transformers classes, no download."""
+
+import torch
+import transformers
+
+COMMON = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+OLD = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", {}),
+    "llama_tied": ("LlamaConfig", dict(tie_word_embeddings=True)),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    "mistral": ("MistralConfig", dict(sliding_window=8)),
+    "gemma2": ("Gemma2Config", dict(head_dim=16, sliding_window=8)),
+    "gemma3": ("Gemma3TextConfig", dict(head_dim=16, sliding_window=8)),
+    "phi3": ("Phi3Config", {}),
+    "gpt2": ("GPT2Config", OLD),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "gpt_oss": ("GptOssConfig", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", dict(logits_scaling=8.0)),
+    "cohere": ("CohereConfig", dict(logit_scale=0.25)),
+    "falcon": ("FalconConfig", dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)),
+}  # fmt: skip
+PADDED = ("falcon",)  # the architectures whose attention transformers does not let us register
+
+
+def build(architecture: str = "llama", seed: int = 0, **changes):
+    """A tiny random model in fp32 on the CPU, in evaluation mode."""
+    name, extra = ARCHITECTURES[architecture]
+    base = {} if architecture in ("gpt2", "falcon") else COMMON
+    config = getattr(transformers, name)(**{**base, **extra, **changes})
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()

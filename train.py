@@ -1,0 +1,459 @@
+"""Fine-tunes any Hugging Face causal LM on this machine: flags -> capabilities -> plan -> model -> loop -> adapter.
+
+python train.py                                   the demo: a real model, a small task, two minutes
+python train.py --dataset my.jsonl                your rows, on the demo's model
+python train.py --model_name ID --dataset FILE --train_type lora --output_dir out
+"""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from backend_manager import BackendManager, environment_error, package_version, versions
+from finetune import data, hf_files, launch, metrics, plan, prompts, rundir
+from finetune.cli import Parser, add_flags, convert, wishes_from
+from finetune.errors import NonFiniteError, PlanError
+from finetune.schedule import Schedule, warmup_steps
+from finetune.settings import NAMES
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="train.py", description=__doc__)
+    add_flags(parser)
+    return parser
+
+
+@dataclass
+class Run:
+    """What one run holds together: decided things, open things, and the clock of each phase."""
+
+    plan: plan.RunPlan
+    files: hf_files.ModelFiles
+    engine: object = None
+    tokenizer: object = None
+    directory: rundir.RunDir = None
+    metrics: metrics.Metrics = None
+    state: plan.TrainState = None
+    configs: dict = field(default_factory=dict)
+    identity: dict = field(default_factory=dict)
+    train_set: data.TokenizedDataset = None
+    validation: data.TokenizedDataset | None = None
+    questions: list = field(default_factory=list)
+    seconds: dict = field(default_factory=dict)
+    results: dict = field(default_factory=dict)
+
+
+def make_plan(
+    wishes: dict, prepare: bool = True
+) -> tuple[plan.RunPlan, hf_files.ModelFiles | None, rundir.Found | None]:
+    """(plan, the model's files, the run to resume). `prepare` False neither probes nor fetches. Raises PlanError."""
+    problem = environment_error()
+    if problem:
+        raise PlanError(problem)
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise PlanError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains in one process. Start it without a launcher."
+        )
+    if wishes.get("log_to") == "wandb" and package_version("wandb") is None:
+        raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
+    found = rundir.find_run(wishes.get("resume"), wishes.get("output_dir"))
+    if found:
+        wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
+        wishes["output_dir"] = str(found.output_dir)
+    try:
+        named = wishes.get("backend") or os.environ.get("FSDP_BACKEND") or None
+        manager = BackendManager(named, verbose=False)
+    except ValueError as error:
+        raise PlanError(f"--backend {named}: {error}") from None
+    known = manager.capabilities if prepare else manager.documented_or_cached()
+    files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
+    shape = plan.ModelShape.from_config(files.config) if files else None
+    settled = plan.resolve_plan(wishes, manager.backend, known, shape)
+    if settled.settings.verbose:
+        manager.print_summary()
+    return settled, files, found
+
+
+def print_plan(settled: plan.RunPlan) -> None:
+    s = settled.settings
+    print(f"{s.train_type} of {s.model_name} on {settled.backend} in {s.precision}"
+          + (f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""))  # fmt: skip
+    print(f"rows a step: {settled.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
+          f"x data ranks {settled.data_ranks}), at most {s.microbatch_tokens} tokens a forward")  # fmt: skip
+    for adjustment in settled.adjustments:
+        print(f"  {adjustment}")
+    for notice in settled.notices:
+        print(f"  note: {notice}")
+    print(f"output: {s.output_dir}")
+
+
+# ---- data and model
+
+
+def read_data(run: Run) -> dict:
+    """Raw rows of every dataset the plan names, with their format; every broken row is found here, before weights load."""
+    s, raws = run.plan.settings, {}
+    for use, name, samples in (
+        ("train", s.dataset, s.dataset_samples),
+        ("validation", s.validation_dataset, -1),
+        ("score", s.score_dataset, s.score_samples),
+    ):
+        if name:
+            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows)
+            wished = s.dataset_format if use == "train" else "auto"
+            raws[use] = (raw, prompts.detect_format(raw.columns) if wished == "auto" else wished)
+            for line in raw.skipped:
+                print(f"  skipped: {line}")
+    return raws
+
+
+def prepare_data(run: Run, raws: dict) -> None:
+    """Tokenizes what was read and says what it is, with one row shown as the model will see it."""
+    s = run.plan.settings
+
+    def tokenized(use):
+        raw, form = raws[use]
+        on_prompt = s.train_on_prompt and use == "train"
+        return data.tokenize(
+            raw, form, run.tokenizer, s.context_length, on_prompt, vocab_size=run.identity["vocab_size"]
+        )
+
+    run.train_set = tokenized("train")
+    if "validation" in raws:
+        run.validation = tokenized("validation")
+    elif s.validation_split:
+        train, held = data.split_validation(len(run.train_set), s.validation_split, s.seed)
+        run.train_set, run.validation = run.train_set.take(train), run.train_set.take(held)
+    if "score" in raws:
+        run.questions = data.prompts_and_answers(*raws["score"], run.tokenizer)
+        run.validation = run.validation or tokenized("score")
+    if len(run.train_set) < run.plan.rows_per_step:
+        raise PlanError(
+            f"--dataset {s.dataset}: {len(run.train_set)} rows are fewer than the {run.plan.rows_per_step} of one step. "
+            f"Use --batch_size {max(1, len(run.train_set) // s.gradient_accumulation_steps)} or more rows."
+        )
+    print(f"data: {raws['train'][1]} rows, {run.train_set.describe()}")
+    print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
+
+
+class Loading(threading.Thread):
+    """Weights load here while the main thread prepares data; `model()` waits, and raises what loading raised."""
+
+    def __init__(self, load):
+        super().__init__(daemon=True)
+        self.load, self.result, self.error = load, None, None
+
+    def run(self):
+        try:
+            self.result = self.load()
+        except BaseException as error:  # noqa: BLE001  raised again in the main thread
+            self.error = error
+
+    def model(self):
+        self.join()
+        if self.error:
+            raise self.error
+        return self.result
+
+
+def load_model(run: Run):
+    """Loads, quantizes and adapts the model as the plan says; a started Loading."""
+    from finetune.torch_engine import hf_model
+    from finetune.torch_engine.engine import device_of
+
+    loading = Loading(lambda: hf_model.load(run.files.folder, run.plan.settings, device_of(run.plan.backend)))
+    loading.start()
+    return loading
+
+
+def wrap_model(model, settled: plan.RunPlan):
+    """One process holds the whole model: nothing to wrap."""
+    return model
+
+
+def build_engine(run: Run, model) -> None:
+    """The engine on the loaded model, and the plan settled by what was proved on it."""
+    from finetune.torch_engine.engine import TorchEngine, device_of
+
+    pad = (
+        run.tokenizer.pad_token_id
+        if run.tokenizer.pad_token_id is not None
+        else run.tokenizer.eos_token_id or 0
+    )
+    run.engine = TorchEngine(wrap_model(model, run.plan), run.plan.settings, device_of(run.plan.backend), pad)
+    proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
+    run.plan = plan.settle(run.plan, proofs)
+    run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
+    for setting, (used, reason) in proofs.items():
+        print(f"{setting}: {used} ({reason})")
+    trainable, total = run.engine.parameter_counts()
+    print(f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})")
+
+
+# ---- the run
+
+
+def evaluate(run: Run) -> None:
+    """Loss on the validation rows, exact match on the scored ones, at the present step; keeps the best weights."""
+    if run.validation is None:
+        return
+    from score import exact_match
+
+    s, started = run.plan.settings, time.perf_counter()
+    batches = data.microbatches(
+        run.validation,
+        range(len(run.validation)),
+        s.batch_layout,
+        len(run.validation),
+        s.microbatch_tokens,
+        run.engine.pad_id,
+    )
+    nll, num_targets = run.engine.evaluate(batches)
+    values = {"loss": nll / num_targets, "num_targets": num_targets}
+    if run.questions:
+        values["exact_match"], _ = exact_match(
+            run.engine, run.tokenizer, run.questions, s.score_max_new_tokens
+        )
+    run.metrics.event("eval", step=run.state.step, **values)
+    shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
+    run.metrics.say(f"eval  step {run.state.step} | {shown}")
+    run.results.setdefault("before", values)
+    run.results["after"] = values
+    if run.state.step and (run.state.best_loss is None or values["loss"] < run.state.best_loss):
+        run.state.best_loss, run.state.best_step = values["loss"], run.state.step
+        if s.save_model:
+            run.directory.publish(run.engine, run.configs, run.directory.root / "best")
+    run.seconds["scoring"] = run.seconds.get("scoring", 0) + time.perf_counter() - started
+
+
+def train(run: Run, stop: launch.Stop) -> None:
+    """Steps until the plan's last, a signal, or a number that is not finite. Saves and evaluates where the plan says."""
+    s, state = run.plan.settings, run.state
+    warmup = warmup_steps(state.total_steps, s.warmup_steps, s.warmup_ratio)
+    schedule = Schedule(s.lr_scheduler, s.lr, state.total_steps, warmup, s.cosine_min_lr_ratio)
+    with run.engine.profiler() as profiler:
+        while state.step < state.total_steps and not stop.signal:
+            started = time.perf_counter()
+            cursor = data.Cursor(state.epoch, state.index)
+            rows, after = data.step_rows(len(run.train_set), run.plan.rows_per_step, s.seed, cursor)
+            batches = data.microbatches(
+                run.train_set, rows, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id
+            )
+            lr = schedule.lr_at(state.step + 1)
+            try:
+                result = run.engine.train_step(batches, lr)
+            except NonFiniteError as error:
+                raise NonFiniteError(_not_finite(run, error, rows)) from None
+            state.step, state.epoch, state.index = state.step + 1, after.epoch, after.index
+            state.num_tokens += result.num_tokens
+            state.loss = result.nll / result.num_targets
+            profiler.step()
+            seconds = time.perf_counter() - started
+            run.seconds["training"] = run.seconds.get("training", 0) + seconds
+            memory = run.engine.memory()
+            run.results["peak"] = max(
+                run.results.get("peak", {"total": 0}), asdict(memory), key=lambda m: m["total"]
+            )
+            run.metrics.step(
+                state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
+                seconds, asdict(memory), result.skipped,
+            )  # fmt: skip
+            last = state.step == state.total_steps
+            if s.eval_every and state.step % s.eval_every == 0 and not last:
+                evaluate(run)
+            if s.save_model and (last or stop.signal or (s.save_every and state.step % s.save_every == 0)):
+                save(run)
+    run.metrics.end_live()
+
+
+def _not_finite(run: Run, error, rows) -> str:
+    step, sources = run.state.step + 1, [run.train_set.sources[r] for r in rows]
+    shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+    good, _ = rundir.checkpoint.newest(run.directory.root)
+    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
+    return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {run.plan.settings.lr}, or look at these rows."
+
+
+def save(run: Run) -> None:
+    offset = run.metrics.offset()
+    path = run.directory.save_step(run.engine, run.state, run.identity, run.configs, offset)
+    run.metrics.event("save", step=run.state.step, path=str(path))
+
+
+def start(run: Run, found: rundir.Found | None, raws: dict) -> bool:
+    """Opens the output_dir, takes up its checkpoint if there is one, writes the plan. False: the run is already complete."""
+    s = run.plan.settings
+    steps = data.total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps)
+    run.state = plan.TrainState(total_steps=steps, output_dir=s.output_dir)
+    run.identity |= {"base model": run.files.digest, "dataset": run.train_set.digest()}
+    resumed = rundir.finished_state(run.directory.root) if found else None
+    if resumed and resumed.step >= steps and not found.step_folder:
+        return False
+    offset = None
+    if found:
+        for line in plan.check_resumed(run.plan, found.saved_plan):
+            print(f"  {line}")
+        saved, lines = run.directory.find_checkpoint(found.step_folder)
+        for line in lines:
+            print(f"  {line}")
+        if saved:
+            run.state, offset = run.directory.restore(run.engine, saved, run.identity)
+            print(f"resumed from {saved.folder} at step {run.state.step} of {steps}")
+            if run.state.total_steps != steps:
+                print(
+                    f"  total steps: {run.state.total_steps} -> {steps}; the schedule is that of the new total"
+                )
+            run.state.total_steps, run.state.status = steps, "running"
+    run.directory.save_plan(run.plan)
+    run.tokenizer.save_pretrained(s.output_dir)
+    (run.directory.root / "train_state.json").unlink(missing_ok=True)
+    run.metrics = metrics.Metrics(
+        run.directory.root,
+        s.log_to,
+        s.log_every_n_steps,
+        offset,
+        tracker=metrics.tracker(s, run.plan.to_json()),
+    )
+    if offset is not None:
+        run.metrics.event("save", step=run.state.step, path=str(saved.folder))
+    run.metrics.event(
+        "start", plan=run.plan.digest(), step=run.state.step, versions=versions(), machine=BackendManager(run.plan.backend, False)
+        .describe()["cpu"], predicted_memory_bytes=None, data=run.train_set.counts,
+    )  # fmt: skip
+    return True
+
+
+def run_plan(
+    settled: plan.RunPlan, files: hf_files.ModelFiles, found: rundir.Found | None
+) -> plan.TrainState:
+    """The whole run in this process. Its TrainState says how it ended; status `stopped` names a signal in exit_code."""
+    run, began = Run(settled, files), time.perf_counter()
+    run.directory = rundir.RunDir(settled, resumed=found is not None)
+    stop = launch.Stop()
+    code, status = 1, "failed"
+    with stop.listening():
+        try:
+            raws = read_data(run)
+            run.tokenizer = data.load_tokenizer(files.folder)
+            notice = prompts.ensure_chat_template(run.tokenizer) if raws["train"][1] == "chat" else None
+            if notice:
+                print(f"  note: {notice}")
+            baseline = _import_framework(settled)
+            loading = load_model(run)
+            run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
+            prepare_data(run, raws)
+            build_engine(run, loading.model())
+            run.engine.begin_memory(baseline)
+            run.seconds["loading"] = time.perf_counter() - began
+            if not start(run, found, raws):
+                print(f"already complete: {run.directory.root} holds all {run.state.total_steps} steps")
+                return rundir.finished_state(run.directory.root)
+            if run.state.step == 0 and not stop.signal:
+                evaluate(run)
+                show_sample(run, "before")
+            train(run, stop)
+            if stop.signal:
+                code, status = stop.exit_code, "stopped"
+            else:
+                if settled.settings.save_model:
+                    run.directory.publish(run.engine, run.configs)
+                evaluate(run)
+                show_sample(run, "after")
+                code, status = 0, "finished"
+            run.state.status, run.state.exit_code = status, code
+            run.state.scores = {k: run.results.get(k) for k in ("before", "after")}
+            if status == "finished":
+                run.directory.finish(run.state)
+        except launch.EXPECTED as error:
+            code = error.exit_code
+            raise
+        finally:
+            if run.metrics:
+                peak = run.results.get("peak", {"total": 0, "items": {}})
+                run.metrics.event(
+                    "end", status=status, exit_code=code, step=run.state.step, wall_s=time.perf_counter() - began,
+                    peak_memory_bytes=peak,
+                )  # fmt: skip
+                run.metrics.end_live()
+                run.metrics.close()
+            run.directory.lock.release()
+    run.state.output_dir = str(run.directory.root)
+    run.seconds["whole run"] = time.perf_counter() - began
+    print_summary(run, code)
+    return run.state
+
+
+def _import_framework(settled) -> int:
+    """Imports what trains, and returns this process's memory after that: what memory figures are counted above."""
+    from finetune.torch_engine.engine import current_resident_bytes, settle_heap, settle_threads
+
+    settle_heap(settled.settings.low_memory)
+    settle_threads()
+    return current_resident_bytes()
+
+
+def show_sample(run: Run, when: str) -> None:
+    """What the model answers to the first scored row, kept for the closing table."""
+    if run.questions:
+        prompt, answer, source = run.questions[0]
+        limit = min(run.plan.settings.score_max_new_tokens, 64)
+        text = run.tokenizer.decode(run.engine.generate([prompt], limit, data.end_ids(run.tokenizer))[0])
+        run.results[f"sample {when}"] = " ".join(text.split())[:300]
+        run.results["sample"] = (run.tokenizer.decode(prompt), answer, source)
+
+
+def print_summary(run: Run, code: int) -> None:
+    """The closing table: what changed, how long each phase took, what it cost, where it is."""
+    s, r, state = run.plan.settings, run.results, run.state
+    before, after = r.get("before"), r.get("after")
+    rows = [("", "before", "after")]
+    if after and code == 0:
+        rows.append(("loss", f"{before['loss']:.4f}", f"{after['loss']:.4f}"))
+        if "exact_match" in after:
+            rows.append(
+                (
+                    f"exact match of {len(run.questions)}",
+                    f"{before['exact_match']:.1%}",
+                    f"{after['exact_match']:.1%}",
+                )
+            )
+        print("\n" + metrics.table(rows))
+    if "sample after" in r:
+        print(f"\nasked:  {r['sample'][0]!r}\nwanted: {r['sample'][1]}")
+        print(f"before: {r.get('sample before', '(resumed)')}\nafter:  {r['sample after']}")
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
+    rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
+    peak = r.get("peak", {"total": 0})["total"] / metrics.GIB
+    print(f"\ntime: {phases}; {rate:,.0f} tokens/s in training; peak memory {peak:.2f} GiB above imports")
+    if code == 0 and s.save_model:
+        print(f"saved: {s.output_dir}\ntry it: python generate.py --checkpoint {s.output_dir} --prompt '...'")
+    elif code:
+        print(f"stopped by a signal at step {state.step}; go on with --resume {s.output_dir}")
+
+
+def fine_tune(**flags) -> plan.TrainState:
+    """Trains with the flags of the command line as keyword arguments; the TrainState at the end. Raises what the CLI prints."""
+    launch.prepare_environment()
+    unknown = sorted(set(flags) - set(NAMES))
+    if unknown:
+        raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
+    wishes = {NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None}
+    return run_plan(*make_plan(wishes))
+
+
+def main(argv=None) -> int:
+    launch.prepare_environment()
+    wishes = wishes_from(argv, build_parser())
+    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
+    print_plan(settled)
+    if wishes.get("dry_run"):
+        return 0
+    state = run_plan(settled, files, found)
+    return state.exit_code
+
+
+if __name__ == "__main__":
+    launch.exit_with(main)
