@@ -196,10 +196,11 @@ def verify(folder: Path) -> Saved:
     """The checkpoint in `folder`, every file read and its digest compared. CheckpointDamaged says which file and how."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        version, step, entries = manifest["format_version"], manifest["step"], manifest["files"]
+        version, step = manifest["format_version"], manifest["step"]
+        entries = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointDamaged(f"{folder}: has no {MANIFEST}; it was not finished") from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointDamaged(f"{folder / MANIFEST}: cannot be read ({error})") from None
     if version > FORMAT_VERSION:
         raise CheckpointDamaged(
@@ -207,15 +208,15 @@ def verify(folder: Path) -> Saved:
         )
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise CheckpointDamaged(f"{folder}: its manifest is of step {step}")
-    for name, entry in entries.items():
+    for name, (size, digest) in entries.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CheckpointDamaged(f"{path}: is missing")
-        if path.stat().st_size != entry["size"]:
+        if path.stat().st_size != size:
             raise CheckpointDamaged(
-                f"{path}: holds {path.stat().st_size} bytes, {entry['size']} were written"
+                f"{path}: holds {path.stat().st_size} bytes, {size} were written"
             )
-        if digest_of(path) != entry["sha256"]:
+        if digest_of(path) != digest:
             raise CheckpointDamaged(f"{path}: its content is not what was written (sha256 differs)")
     return Saved(folder, step, manifest)
 
@@ -264,7 +265,7 @@ def clean_leftovers(output_dir: Path) -> None:
     root = output_dir / "checkpoints"
     for leftover in [*root.glob(".tmp-*"), *root.glob(".trash-*")]:
         shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in output_dir.glob(".*.*[0-9]"):
+    for leftover in [*output_dir.glob(".*.*[0-9]"), *root.glob(".latest.*")]:
         if leftover.is_file():
             leftover.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """Rows from files: JSON lines, JSON, CSV, plain text, parquet, arrow, saved and hub data sets, and the older script's words.
 
-Everything is read strictly: each row knows the file and line it came from, and a row that cannot be trusted is named, not repaired.
-A reader is a generator of (source, row), where a row that is broken is a BadRow; what makes a whole file unreadable is a PlanError.
-Lines are read in binary with a cap, so that no input costs more memory than its longest allowed line.
+Everything is read strictly: each row knows the file and line it came from, and a broken row is named, not repaired.
+A reader is a generator of (source, row or BadRow); what makes a whole file unreadable is a PlanError. Lines are read
+in binary with a cap, so that no input costs more memory than the longest line allowed.
 """
 
 import codecs
@@ -69,6 +69,8 @@ def read_rows(
 
     `flag` is the setting that named it, for errors. Raises PlanError for whatever cannot be read, naming file and line.
     """
+    if samples == 0:
+        raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
     files, description, word_samples = find_files(dataset, split, flag)
     samples = word_samples if samples < 0 else samples
     hasher = hashlib.sha256()
@@ -144,7 +146,7 @@ def folder_files(folder: Path, split: str, flag: str) -> list:
         names = [entry["filename"] for entry in _json_field(folder / "state.json", "_data_files")]
         outside = [name for name in names if PurePosixPath(name).name != name]
         if outside:
-            raise PlanError(f"{folder / 'state.json'}: names a file outside its folder, {outside[0]!r}. Do not use this data set.")
+            raise PlanError(f"{folder / 'state.json'}: names {outside[0]!r}, outside its folder. Do not use it.")
     else:
         found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
@@ -177,7 +179,10 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
 
 
 def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
-    """The files of one split of `org/name` or `org/name:config`, downloaded at one commit. Honours HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE."""
+    """The files of one split of `org/name` or `org/name:config`, downloaded at one commit.
+
+    Honours HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    """
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
@@ -199,10 +204,10 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
     except GatedRepoError as error:
         raise PlanError(f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN.") from error
     except RepositoryNotFoundError as error:
-        raise PlanError(f"{what}: no such file, and no such public data set on the hub. Check the name, or set HF_TOKEN.") from error
+        raise PlanError(f"{what}: neither a file nor a public data set of the hub. Check the name, or set HF_TOKEN.") from error
     except (HTTPError, OSError) as error:
         fact = " ".join(str(error).split())[:200]
-        raise PlanError(f"{what}: no such file, and the hub does not answer ({fact}). Give a local file, or try again.") from error
+        raise PlanError(f"{what}: no such file, and the hub does not answer ({fact}). Give a local file.") from error
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
 
@@ -278,7 +283,7 @@ def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
 
 
 def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
-    """Rows of a JSON array of objects, or of an object that holds one under a known name; JSON lines named .json are read as such."""
+    """Rows of a JSON array of objects, or of an object holding one under a known name, or of JSON lines."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES).strip()

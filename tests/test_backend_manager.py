@@ -1,0 +1,233 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backend_manager import (
+    CAPABILITIES,
+    PRECISION_MAP,
+    QUANTIZATION_MAP,
+    Backend,
+    BackendManager,
+    allowed,
+    detect_backend,
+    environment_error,
+    get_backend_manager,
+    torch_build,
+)
+
+ROOT = Path(__file__).parent.parent
+HERE = BackendManager(verbose=False)
+
+
+class Only(BackendManager):
+    """The documented extension point: detection is overridden, nothing else."""
+
+    found = [Backend.CPU]
+
+    def _detect_available_backends(self):
+        super()._detect_available_backends()
+        return list(self.found)
+
+
+def test_names_and_values_are_the_documented_ones():
+    assert [str(b) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)] == [
+        "cuda",
+        "mps",
+        "mlx",
+        "cpu",
+    ]
+    assert f"{Backend.MPS}" == "mps"
+
+
+@pytest.mark.parametrize("word", [None, "auto", "AUTO"])
+def test_auto_and_none_choose_the_same(word):
+    assert BackendManager(word, verbose=False).backend is HERE.backend
+
+
+@pytest.mark.parametrize("word", ["cpu", "CPU", Backend.CPU])
+def test_a_backend_is_given_as_text_or_enum(word):
+    assert BackendManager(word, verbose=False).backend is Backend.CPU
+
+
+def test_an_unknown_word_names_the_valid_ones():
+    with pytest.raises(ValueError, match="'gpu' is unknown. Use one of auto, cuda, mps, mlx, cpu"):
+        BackendManager("gpu", verbose=False)
+
+
+def test_an_unavailable_backend_says_so_with_what_is_available():
+    class OnlyCPU(Only):
+        pass
+
+    with pytest.raises(ValueError, match="Backend 'cuda' is not available.*Available here: cpu"):
+        OnlyCPU("cuda", verbose=False)
+
+
+def test_auto_takes_the_first_available_in_the_documented_order(monkeypatch):
+    monkeypatch.setattr(BackendManager, "_mlx_has_gpu", staticmethod(lambda: True))
+    left = [Backend.CUDA, Backend.MLX, Backend.MPS, Backend.CPU]
+    while left:
+
+        class Some(Only):
+            found = list(reversed(left))
+
+        assert Some(verbose=False).backend is left[0]
+        left = left[1:]
+
+
+def test_mlx_that_has_only_a_processor_is_available_by_name_and_never_picked():
+    class Both(Only):
+        found = [Backend.MLX, Backend.CPU]
+
+    if BackendManager._mlx_has_gpu():
+        pytest.skip("this machine's MLX has a GPU")
+    assert Both(verbose=False).backend is Backend.CPU
+    assert Both("mlx", verbose=False).backend is Backend.MLX
+
+
+def test_constructing_one_is_quick_and_imports_no_framework():
+    code = (
+        "import time, sys; start = time.perf_counter(); from backend_manager import BackendManager\n"
+        "BackendManager(verbose=False); spent = time.perf_counter() - start\n"
+        "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules), 'a framework was imported'; print(spent)"
+    )
+    spent = min(float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3))
+    assert spent < 0.2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("cpu", Backend.CPU), ("auto", HERE.backend), (None, HERE.backend)]
+)
+def test_the_environment_names_a_backend(monkeypatch, value, expected):
+    monkeypatch.delenv("FSDP_BACKEND", raising=False)
+    if value:
+        monkeypatch.setenv("FSDP_BACKEND", value)
+    assert BackendManager.from_env(verbose=False).backend is expected
+    assert get_backend_manager().backend is expected
+
+
+def test_junk_in_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("FSDP_BACKEND", "junk")
+    with pytest.raises(ValueError, match="'junk' is unknown"):
+        BackendManager.from_env(verbose=False)
+
+
+def test_the_baseline_has_every_documented_field_for_every_backend():
+    for backend in Backend:
+        caps = CAPABILITIES[backend]
+        assert caps.quantization_bits and caps.notes and caps.precisions
+    assert CAPABILITIES[Backend.CUDA].quantization_bits == (4, 8, 16)
+    assert CAPABILITIES[Backend.MPS].quantization_bits == (8, 16)
+    assert CAPABILITIES[Backend.CPU].quantization_bits == (8, 16)
+    assert PRECISION_MAP["cpu"] == ["fp32"] and QUANTIZATION_MAP["mps"] == ["mlx", "quanto"]
+    with pytest.raises(ValueError, match="it has fp32"):
+        allowed(PRECISION_MAP, "cpu", "bf16")
+    assert allowed(QUANTIZATION_MAP, "cuda", "bnb") == "bnb"
+
+
+def test_capabilities_are_probed_and_each_difference_carries_its_reason():
+    caps = BackendManager("cpu", verbose=False).capabilities
+    assert caps.probed and caps.bfloat16_speed > 0
+    assert (
+        caps.quantization_bits == CAPABILITIES[Backend.CPU].quantization_bits
+        or "quantization_bits" in caps.reasons
+    )
+    assert caps.supports_bfloat16 or "bf16" in caps.reasons
+    assert "nf4" in caps.quantization_backends
+    assert isinstance(caps.supports_flash_attention, bool)
+
+
+def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unprobed = BackendManager("cpu", verbose=False).documented_or_cached()
+    assert not unprobed.probed and "not probed" in unprobed.reasons["probes"]
+    probed = BackendManager("cpu", verbose=False).capabilities
+    assert BackendManager("cpu", verbose=False).documented_or_cached() == probed
+    file = next((tmp_path / "finetune" / "probes").iterdir())
+    file.write_text("{")  # a torn cache is probed anew
+    assert BackendManager("cpu", verbose=False).capabilities.probed
+
+
+def test_bits_nobody_has_are_not_supported():
+    manager = BackendManager("cpu", verbose=False)
+    assert manager.supports_quantization(4) and not manager.supports_quantization(5)
+
+
+@pytest.mark.parametrize("size", [0.001, 0.135, 7, 70, 1000])
+def test_a_batch_size_is_given_for_any_model_size(size):
+    assert BackendManager("cpu", verbose=False).get_optimal_batch_size(size) >= 1
+
+
+def test_memory_is_real_numbers():
+    info = BackendManager("cpu", verbose=False).get_memory_info()
+    assert 2**28 < info["available"] <= info["total"] and info["allocated"] > 2**20
+
+
+def test_the_summary_names_everything_and_quiet_prints_nothing(capsys):
+    BackendManager("cpu", verbose=False)
+    assert capsys.readouterr().out == ""
+    BackendManager("cpu")
+    shown = capsys.readouterr().out
+    for word in ("Selected backend: cpu", "Available backends", "Device", "Quantization bits", "Distributed", "FSDP", "bf16",
+                 "Flash attention", "Total memory", "GiB"):  # fmt: skip
+        assert word in shown
+
+
+def test_the_device_dtype_and_collectives_of_a_cpu():
+    import torch
+
+    manager = BackendManager("cpu", verbose=False)
+    assert manager.get_device() == torch.device("cpu")
+    assert manager.get_dtype(prefer_bfloat16=False) is torch.float32
+    assert manager.get_distributed_backend() == "gloo"
+    assert BackendManager("cpu", verbose=False).validate_model_size(0.1)
+    assert detect_backend() is HERE.backend
+
+
+def test_the_build_of_torch_is_read_without_importing_it():
+    import torch
+
+    build = torch_build()
+    assert build["version"] == torch.__version__ and bool(build["cuda"]) == (torch.version.cuda is not None)
+
+
+def test_watermarks_the_wrong_way_round_are_refused(monkeypatch):
+    monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.7")
+    monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.5")
+    assert environment_error() is None
+    monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.9")
+    assert "LOW_WATERMARK_RATIO=0.9: is above" in environment_error()
+
+
+def test_a_backend_is_added_in_a_few_lines(tmp_path):
+    """The documented recipe: enum, CAPABILITIES, detection."""
+    text = (ROOT / "backend_manager.py").read_text()
+    patched = text.replace('    XPU = "xpu"\n', '    XPU = "xpu"\n    TPU = "tpu"\n')
+    patched = patched.replace("CAPABILITIES = {\n", "CAPABILITIES = {\n    Backend.TPU: BackendCapabilities((16,), (), ('fp32',), "
+                              "False, False, True, False, None, None, 'torch', 'a new one'),\n", 1)  # fmt: skip
+    patched = patched.replace("AUTO_ORDER = (", "AUTO_ORDER = (Backend.TPU, ", 1)
+    patched = patched.replace(
+        "        found = []\n        if build", "        found = [Backend.TPU]\n        if build", 1
+    )
+    assert len(set(patched.splitlines()) - set(text.splitlines())) <= 20
+    (tmp_path / "backend_manager.py").write_text(patched)
+    code = "from backend_manager import *; m = BackendManager(verbose=False); print(m.backend, m.backend is Backend.TPU)"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert out.split() == ["tpu", "True"]
+
+
+def test_help_answers_quickly_and_imports_no_framework():
+    code = (
+        "import sys, runpy\nsys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='train')['build_parser']().parse_args()\n"
+        "except SystemExit: pass\nassert not {'torch', 'mlx', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.check_call([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.check_output([sys.executable, "train.py", "--help"], cwd=ROOT)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3

@@ -1,0 +1,339 @@
+import dataclasses
+import json
+from datetime import datetime
+
+import pytest
+
+from backend_manager import CAPABILITIES, Backend
+from finetune.cli import convert, read_config, wishes_from
+from finetune.errors import PlanError
+from finetune.plan import ModelShape, check_resumed, resolve_plan, resumed_wishes, settle
+from finetune.settings import FIELDS, OLDER_TRAIN_TYPES, Settings
+from train import build_parser
+
+NOW = datetime(2026, 1, 2, 3, 4, 5)
+
+
+def capabilities(backend=Backend.CPU, **changes):
+    """A machine's probed facts as data: the plan reads nothing else of it."""
+    probed = dict(
+        probed=True,
+        quantization_backends=("nf4", "bnb"),
+        bfloat16_speed=0.3,
+        reasons={"bf16": "no bf16 products"},
+    )
+    return dataclasses.replace(CAPABILITIES[backend], **{**probed, **changes})
+
+
+def plan_of(backend=Backend.CPU, shape=None, caps=None, **wishes):
+    return resolve_plan(wishes, backend, caps or capabilities(backend), shape, NOW)
+
+
+def adjustment(plan, setting):
+    return next(a for a in plan.adjustments if a.setting == setting)
+
+
+def test_every_adjustment_carries_a_reason():
+    plan = plan_of()
+    assert plan.adjustments and all(a.reason for a in plan.adjustments)
+
+
+def test_auto_precision_follows_the_probe():
+    assert plan_of().settings.precision == "fp32"
+    fast = capabilities(supports_bfloat16=True, bfloat16_speed=2.0)
+    assert plan_of(caps=fast).settings.precision == "bf16"
+    assert "2.00 x" in adjustment(plan_of(caps=fast), "precision").reason
+
+
+def test_bf16_asked_for_on_a_cpu_without_it_is_kept_and_told_with_the_measured_ratio():
+    caps = capabilities(
+        reasons={"bf16": "this processor has no bf16 products: 0.30 x the speed of fp32, measured"}
+    )
+    plan = plan_of(caps=caps, precision="bf16")
+    assert plan.settings.precision == "bf16" and any("0.30 x" in n for n in plan.notices)
+
+
+@pytest.mark.parametrize(("word", "used"), [("bf16", "fp16"), ("bf16_autocast", "fp16_autocast")])
+def test_mps_without_bf16_gets_fp16_with_the_documented_text(word, used):
+    plan = plan_of(Backend.MPS, caps=capabilities(Backend.MPS, reasons={}), precision=word)
+    assert plan.settings.precision == used
+    assert "MPS backend doesn't support bfloat16" in adjustment(plan, "precision").reason
+
+
+def test_mps_with_working_bf16_keeps_it():
+    plan = plan_of(
+        Backend.MPS,
+        caps=capabilities(Backend.MPS, supports_bfloat16=True, bfloat16_speed=1.0),
+        precision="bf16",
+    )
+    assert plan.settings.precision == "bf16"
+
+
+def test_full_fine_tuning_keeps_its_weights_in_fp32():
+    plan = plan_of(train_type="full", precision="bf16")
+    assert plan.settings.precision == "bf16_autocast"
+
+
+@pytest.mark.parametrize(
+    "word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"]
+)
+def test_every_precision_word_settles(word):
+    assert plan_of(train_type="lora", precision=word).settings.precision == word
+
+
+def test_cpu_warns_once_of_speed_and_once_of_quantization():
+    notices = plan_of().notices
+    assert sum("performance" in n for n in notices) == 1
+    assert sum("quantization on a CPU" in n for n in notices) == 1
+
+
+def test_quantizer_auto_is_the_first_that_passed():
+    assert plan_of().settings.quantization_backend == "nf4"
+    only_bnb = capabilities(quantization_backends=("bnb",))
+    assert plan_of(caps=only_bnb).settings.quantization_backend == "bnb"
+
+
+@pytest.mark.parametrize("word", sorted(OLDER_TRAIN_TYPES))
+def test_older_product_names_map_or_say_what_is_missing(word):
+    if word.startswith("hqq") or word.endswith("pro"):
+        with pytest.raises(PlanError):
+            plan_of(train_type=word)
+        return
+    plan = plan_of(train_type=word)
+    assert plan.settings.train_type in ("lora", "qlora")
+    assert plan.settings.use_dora == word.endswith("dora")
+    assert adjustment(plan, "train_type").requested == word
+
+
+REFUSED = [
+    (dict(world_size=2), "--world_size 2: this version trains in one process"),
+    (dict(tp_degree=2), "--tp_degree 2: this version trains in one process"),
+    (dict(pp_degree=2), "--pp_degree 2:"),
+    (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
+    (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
+    (
+        dict(quantization_backend="hqq"),
+        "--quantization_backend hqq: is not in this version, which has nf4 at 4 bits",
+    ),
+    (dict(n_bits=3), "--n_bits 3: nf4 has 4 bits"),
+    (dict(quantization_backend="bnb", n_bits=8), "--n_bits 8: bnb has 4 bits"),
+    (dict(quant_type="affine"), "--quant_type affine: nf4 has nf4"),
+    (dict(group_size=60), "--group_size 60: must be a power of two"),
+    (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
+    (
+        dict(train_type="full", quantization_backend="nf4"),
+        "--quantization_backend nf4: --train_type full keeps",
+    ),
+    (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
+    (dict(train_type="full", use_dora=True), "--use_dora true: full fine-tuning has no adapter"),
+    (dict(warmup_steps=5, warmup_ratio=0.1), "--warmup_steps 5: contradicts --warmup_ratio 0.1"),
+    (dict(resume="auto", overwrite=True), "--resume auto: contradicts --overwrite True"),
+    (
+        dict(reentrant_checkpointing=True, use_gradient_checkpointing="false"),
+        "--reentrant_checkpointing true: contradicts",
+    ),
+    (dict(validation_split=1.5), "--validation_split 1.5: must be below 1"),
+    (dict(max_steps=0), "--max_steps 0: trains nothing"),
+    (dict(init_lora_weights="pissa"), "--init_lora_weights pissa:"),
+    (dict(llama_pro_path="x"), "--llama_pro_path x:"),
+    (dict(doctor=True), "--doctor true:"),
+    (dict(cache_dequantized="true", train_type="lora"), "--cache_dequantized true:"),
+    (dict(save_model=False, save_every=5), "--save_model false: contradicts --save_every 5"),
+    (
+        dict(train_type="bnb_dora", quantization_backend="nf4"),
+        "--train_type bnb_dora: means --quantization_backend bnb",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wishes", "text"), REFUSED, ids=[t.split(":")[0][2:] for _, t in REFUSED])
+def test_what_cannot_be_done_is_one_line_that_names_the_flag(wishes, text):
+    with pytest.raises(PlanError) as error:
+        plan_of(**wishes)
+    assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed():
+    caps = capabilities(
+        quantization_backends=("nf4",), reasons={"quantization_backend bnb": "bitsandbytes is not installed"}
+    )
+    with pytest.raises(PlanError, match="bitsandbytes is not installed. On cpu these work: nf4"):
+        plan_of(caps=caps, quantization_backend="bnb")
+
+
+def test_mlx_with_two_processes_gives_the_documented_text():
+    with pytest.raises(PlanError, match="MLX backend doesn't support distributed training"):
+        plan_of(Backend.MLX, caps=CAPABILITIES[Backend.MLX], world_size=2)
+
+
+def test_flash_attention_without_kernels_says_what_is_used_instead():
+    plan = plan_of(use_flash_attention=True)
+    assert plan.settings.use_flash_attention is False
+    assert "document by document" in adjustment(plan, "use_flash_attention").reason
+
+
+def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_when_not():
+    shape = ModelShape.from_config({"model_type": "llama", "max_position_embeddings": 256})
+    with pytest.raises(PlanError, match="--context_length 1000: is over this model's limit of 256"):
+        plan_of(shape=shape, context_length=1000)
+    assert plan_of(shape=shape).settings.context_length == 256
+
+
+def test_shapes_are_read_from_gpt2_and_nested_configs():
+    assert ModelShape.from_config({"n_positions": 64, "n_embd": 8, "n_layer": 2}).context_limit == 64
+    nested = ModelShape.from_config(
+        {"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 3}}
+    )
+    assert (nested.hidden_size, nested.num_layers) == (8, 3)
+
+
+def test_experts_stay_frozen_and_the_plan_says_so():
+    shape = ModelShape.from_config({"num_local_experts": 8})
+    assert any("8 experts a layer stay frozen" in n for n in plan_of(shape=shape).notices)
+
+
+def test_a_saved_plan_settles_to_itself(tmp_path):
+    plan = plan_of(train_type="lora", lora_rank=4, dataset="x.jsonl", output_dir="out", save_every=2)
+    file = tmp_path / "run_plan.json"
+    file.write_text(json.dumps(plan.to_json()))
+    again = resolve_plan(read_config(str(file)), Backend.CPU, capabilities(), None, NOW)
+    assert again.to_json() == plan.to_json() and again.digest() == plan.digest()
+
+
+def test_settle_records_what_was_proved():
+    plan = settle(plan_of(), {"batch_layout": ("padded", "a document flat sees the one before it")})
+    assert plan.settings.batch_layout == "padded"
+    assert adjustment(plan, "batch_layout").reason == "a document flat sees the one before it"
+
+
+def saved(**wishes):
+    return plan_of(dataset="x", output_dir="o", **wishes).to_json()
+
+
+def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer():
+    old = saved(lr=1e-3, max_steps=10)
+    plan = plan_of(**resumed_wishes({"max_steps": 20}, old))
+    assert plan.settings.lr == 1e-3
+    assert check_resumed(plan, old) == ["max_steps: 10 -> 20 since the saved run"]
+
+
+def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
+    old = saved(lr=1e-3)
+    with pytest.raises(PlanError, match="--lr: 0.001 -> 0.01"):
+        check_resumed(plan_of(**resumed_wishes({"lr": 1e-2}, old)), old)
+
+
+def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
+    old = saved(batch_size=4, gradient_accumulation_steps=2)
+    same = resumed_wishes({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
+    assert check_resumed(plan_of(**same), old) == []
+    with pytest.raises(PlanError, match="8 -> 16 rows a step"):
+        check_resumed(plan_of(**resumed_wishes({"batch_size": 8}, old)), old)
+
+
+# ---- command lines
+
+
+def parse(*argv):
+    return wishes_from(list(argv), build_parser())
+
+
+def test_only_what_the_user_set_is_a_wish():
+    assert parse("--lr", "1e-3") == {"lr": 1e-3}
+
+
+@pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if f.type is bool])
+def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
+    if flag == "dry_run":
+        assert parse("--dry-run")["dry_run"] is True
+    dashed = flag.replace("_", "-")
+    assert parse(f"--{flag}")[flag] is True
+    for word, value in (
+        ("true", True),
+        ("1", True),
+        ("yes", True),
+        ("False", False),
+        ("0", False),
+        ("no", False),
+    ):
+        assert parse(f"--{dashed}", word)[flag] is value
+        assert parse(f"--{flag}={word}")[flag] is value
+
+
+def test_checkpointing_is_bare_valued_or_auto():
+    assert parse("--use_gradient_checkpointing")["use_gradient_checkpointing"] == "true"
+    assert parse("--use-gradient-checkpointing", "no")["use_gradient_checkpointing"] == "false"
+    assert parse("--use_gradient_checkpointing", "auto")["use_gradient_checkpointing"] == "auto"
+
+
+def test_every_field_parses_its_default_and_all_its_choices():
+    for name, field in FIELDS.items():
+        values = list(field.metadata["choices"] or ()) or (
+            [field.default] if field.default is not None else []
+        )
+        for value in values:
+            assert parse(f"--{name}={value}")[name] == convert(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
+        (["--data"], "--data: unknown flag"),
+        (["--train_type", "qlra"], "--train_type qlra: is none of full, lora, qlora"),
+        (["--lr", "fast"], "--lr fast: is no number"),
+        (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
+        (["--batch_size", "2.5"], "--batch_size 2.5: is no whole number"),
+        (["--lr", "nan"], "--lr nan: must be > 0"),
+        (["--lr", "-1"], "--lr -1: must be > 0"),
+        (["--use_dora", "maybe"], "--use_dora maybe: is no yes or no"),
+        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already given as 32"),
+        (["extra"], "extra: is not a flag"),
+        (["--lr"], "Argument --lr"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
+    with pytest.raises(PlanError) as error:
+        parse(*argv)
+    assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+def test_aliases_of_the_older_scripts_set_the_same_flag():
+    assert parse("--hqq_group_size", "64", "--group_size", "64") == {"group_size": 64}
+    assert parse("--world_size", "-1") == {"world_size": -1}
+
+
+def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 2e-4\nuse-dora: yes\nbatch_size: 4\n")
+    assert parse("--config", str(file), "--batch_size", "2") == {
+        "lr": 2e-4, "use_dora": True, "batch_size": 2, "config": str(file),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora_rnk: 4\n", "unknown key 'lora_rnk'. Nearest: lora_rank"),
+        ("batch_size: many\n", "batch_size many: is no whole number"),
+        ("batch_size: [1]\n", "is no whole number"),
+        ("dataset: 5\n", "dataset: is int 5, must be text"),
+        ("lr: 1\nlr: 2\n", "key 'lr' is given twice"),
+        ("- a\n", "holds list"),
+        ("a: [\n", "Mend the YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "Mend the YAML"),
+    ],
+)
+def test_a_wrong_yaml_file_is_one_line_that_names_file_and_key(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(PlanError) as error:
+        read_config(str(file))
+    assert str(file) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_defaults_are_valid_values_of_their_own_flags():
+    for name, field in FIELDS.items():
+        if field.default is not None:
+            assert convert(name, str(field.default)) == field.default
+    assert Settings().train_type == "qlora"
