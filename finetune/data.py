@@ -33,7 +33,7 @@ TOKENIZER_BATCH = 512
 class TokenizedDataset:
     """Document i is tokens[offsets[i] : offsets[i + 1]]; its first token is no target, as nothing predicts it.
 
-    counts: rows, tokens and targets of what is here; skipped, dropped_empty, prompt_truncated and answer_truncated of what was read.
+    counts: rows, tokens and targets of what is here; skipped, dropped_empty, prompt_truncated, answer_truncated of what was read.
     """
 
     tokens: np.ndarray  # int32
@@ -115,8 +115,8 @@ def tokenize(
     for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped):
         if vocab_size is not None and ids.max() >= vocab_size:
             raise PlanError(
-                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is not among the model's {vocab_size} embedding "
-                "rows. Use the tokenizer that belongs to the model."
+                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is not among the model's {vocab_size} "
+                "embedding rows. Use the tokenizer that belongs to the model."
             )
         ids, is_target, cut = fit(ids, is_target, context_length, tokenizer.bos_token_id)
         if not is_target[1:].any():
