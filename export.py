@@ -30,7 +30,7 @@ def build_parser() -> Parser:
 def main(argv=None) -> int:
     launch.prepare_environment()
     args = build_parser().parse_args(argv)
-    from finetune import data, trained
+    from finetune import tokenizer, trained
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not (checkpoint / "adapter_config.json").is_file():
@@ -44,7 +44,7 @@ def main(argv=None) -> int:
 
     off = hf_model.merge_to_folder(checkpoint, files, target, args.dtype)
     has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
-    data.load_tokenizer(checkpoint if has_tokenizer else files.folder).save_pretrained(target)
+    tokenizer.load_tokenizer(checkpoint if has_tokenizer else files.folder).save_pretrained(target)
     print(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 

@@ -49,7 +49,7 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
 
 def answer(engine, tokenizer, prompt: str, args) -> str:
     """One answer; tokens appear as they come where output is a terminal."""
-    from finetune import data
+    from finetune.tokenizer import end_ids
 
     ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
     live, shown = sys.stdout.isatty(), [0]
@@ -61,7 +61,7 @@ def answer(engine, tokenizer, prompt: str, args) -> str:
             shown[0] = len(text)
 
     new = engine.generate(
-        [ids], args.max_new_tokens, data.end_ids(tokenizer), on_token=on_token if live else None,
+        [ids], args.max_new_tokens, end_ids(tokenizer), on_token=on_token if live else None,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
     )[0]  # fmt: skip
     text = tokenizer.decode(new, skip_special_tokens=True)

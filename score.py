@@ -48,7 +48,7 @@ def exact_match(
     `questions` are data.prompts_and_answers'. White space around an answer does not count. A row ends as soon as its text
     can no longer become the wanted one, which changes no score.
     """
-    from finetune import data
+    from finetune.tokenizer import end_ids
 
     answers = []
     for start in range(0, len(questions), batch_size):
@@ -59,7 +59,7 @@ def exact_match(
             text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
             return not (wanted[row].startswith(text) or text.strip() == wanted[row])
 
-        new = engine.generate([p for p, _, _ in part], max_new_tokens, data.end_ids(tokenizer), hopeless)
+        new = engine.generate([p for p, _, _ in part], max_new_tokens, end_ids(tokenizer), hopeless)
         answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
     right = sum(a.strip() == wanted.strip() for a, (_, wanted, _) in zip(answers, questions, strict=True))
     return right / len(questions), answers

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from backend_manager import BackendManager, environment_error, package_version, versions
-from finetune import data, hf_files, launch, metrics, plan, prompts, rundir
+from finetune import data, hf_files, launch, plan, prompts, rundir
+from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.cli import Parser, add_flags, convert, wishes_from
 from finetune.errors import NonFiniteError, PlanError
+from finetune.metrics import GIB, Metrics, table, tracker
 from finetune.schedule import Schedule, warmup_steps
 from finetune.settings import NAMES
 
@@ -35,7 +37,7 @@ class Run:
     engine: object = None
     tokenizer: object = None
     directory: rundir.RunDir = None
-    metrics: metrics.Metrics = None
+    metrics: Metrics = None
     state: plan.TrainState = None
     configs: dict = field(default_factory=dict)
     identity: dict = field(default_factory=dict)
@@ -102,9 +104,10 @@ def read_data(run: Run) -> dict:
         ("score", s.score_dataset, s.score_samples),
     ):
         if name:
-            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows)
+            flag = "--dataset" if use == "train" else f"--{use}_dataset"
+            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, flag=flag)
             wished = s.dataset_format if use == "train" else "auto"
-            raws[use] = (raw, prompts.detect_format(raw.columns) if wished == "auto" else wished)
+            raws[use] = (raw, prompts.detect_format(raw.columns, flag) if wished == "auto" else wished)
             for line in raw.skipped:
                 print(f"  skipped: {line}")
     return raws
@@ -310,12 +313,12 @@ def start(run: Run, found: rundir.Found | None, raws: dict) -> bool:
     run.directory.save_plan(run.plan)
     run.tokenizer.save_pretrained(s.output_dir)
     (run.directory.root / "train_state.json").unlink(missing_ok=True)
-    run.metrics = metrics.Metrics(
+    run.metrics = Metrics(
         run.directory.root,
         s.log_to,
         s.log_every_n_steps,
         offset,
-        tracker=metrics.tracker(s, run.plan.to_json()),
+        tracker=tracker(s, run.plan.to_json()),
     )
     if offset is not None:
         run.metrics.event("save", step=run.state.step, path=str(saved.folder))
@@ -337,16 +340,16 @@ def run_plan(
     with stop.listening():
         try:
             raws = read_data(run)
-            run.tokenizer = data.load_tokenizer(files.folder)
+            run.tokenizer = load_tokenizer(files.folder)
             notice = prompts.ensure_chat_template(run.tokenizer) if raws["train"][1] == "chat" else None
             if notice:
                 print(f"  note: {notice}")
-            baseline = _import_framework(settled)
+            baseline = _import_framework()
             loading = load_model(run)
             run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
             prepare_data(run, raws)
             build_engine(run, loading.model())
-            run.engine.begin_memory(baseline)
+            run.results["loading"] = run.engine.begin_memory(baseline)
             run.seconds["loading"] = time.perf_counter() - began
             if not start(run, found, raws):
                 print(f"already complete: {run.directory.root} holds all {run.state.total_steps} steps")
@@ -386,11 +389,10 @@ def run_plan(
     return run.state
 
 
-def _import_framework(settled) -> int:
+def _import_framework() -> int:
     """Imports what trains, and returns this process's memory after that: what memory figures are counted above."""
-    from finetune.torch_engine.engine import current_resident_bytes, settle_heap, settle_threads
+    from finetune.torch_engine.engine import current_resident_bytes, settle_threads
 
-    settle_heap(settled.settings.low_memory)
     settle_threads()
     return current_resident_bytes()
 
@@ -400,7 +402,7 @@ def show_sample(run: Run, when: str) -> None:
     if run.questions:
         prompt, answer, source = run.questions[0]
         limit = min(run.plan.settings.score_max_new_tokens, 64)
-        text = run.tokenizer.decode(run.engine.generate([prompt], limit, data.end_ids(run.tokenizer))[0])
+        text = run.tokenizer.decode(run.engine.generate([prompt], limit, end_ids(run.tokenizer))[0])
         run.results[f"sample {when}"] = " ".join(text.split())[:300]
         run.results["sample"] = (run.tokenizer.decode(prompt), answer, source)
 
@@ -420,13 +422,13 @@ def print_summary(run: Run, code: int) -> None:
                     f"{after['exact_match']:.1%}",
                 )
             )
-        print("\n" + metrics.table(rows))
+        print("\n" + table(rows))
     if "sample after" in r:
         print(f"\nasked:  {r['sample'][0]!r}\nwanted: {r['sample'][1]}")
         print(f"before: {r.get('sample before', '(resumed)')}\nafter:  {r['sample after']}")
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
     rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
-    peak = r.get("peak", {"total": 0})["total"] / metrics.GIB
+    peak = r.get("peak", {"total": 0})["total"] / GIB
     print(f"\ntime: {phases}; {rate:,.0f} tokens/s in training; peak memory {peak:.2f} GiB above imports")
     if code == 0 and s.save_model:
         print(f"saved: {s.output_dir}\ntry it: python generate.py --checkpoint {s.output_dir} --prompt '...'")

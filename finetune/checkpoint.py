@@ -213,9 +213,7 @@ def verify(folder: Path) -> Saved:
         if Path(name).name != name or not path.is_file():
             raise CheckpointDamaged(f"{path}: is missing")
         if path.stat().st_size != size:
-            raise CheckpointDamaged(
-                f"{path}: holds {path.stat().st_size} bytes, {size} were written"
-            )
+            raise CheckpointDamaged(f"{path}: holds {path.stat().st_size} bytes, {size} were written")
         if digest_of(path) != digest:
             raise CheckpointDamaged(f"{path}: its content is not what was written (sha256 differs)")
     return Saved(folder, step, manifest)

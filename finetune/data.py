@@ -74,7 +74,11 @@ class TokenizedDataset:
         """One line: rows, tokens, targets, and whatever was cut, dropped or skipped."""
         c = self.counts
         longest = int(self.lengths.max()) if len(self) else 0
-        parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
+        parts = [
+            f"{c['rows']:,} rows",
+            f"{c['tokens']:,} tokens (longest {longest:,})",
+            f"{c['targets']:,} targets",
+        ]
         for name, text in (
             ("prompt_truncated", "cut at the front of the prompt"), ("answer_truncated", "cut at the end of the answer"),
             ("dropped_empty", "dropped: no answer"), ("skipped", "skipped: bad rows"),
@@ -129,13 +133,21 @@ def tokenize(
         parts.append((ids, is_target))
         sources.append(raw.sources[row])
     if not parts:
-        raise PlanError(f"{raw.description}: none of its {len(raw.rows)} rows has an answer to learn. Fill in the answers.")
-    counts |= dict(skipped=len(skipped)) | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
+        raise PlanError(
+            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to learn. Fill in the answers."
+        )
+    counts |= dict(skipped=len(skipped)) | _sizes(
+        [ids for ids, _ in parts], [targets for _, targets in parts]
+    )
     description = f"{raw.description}, {describe_format(fmt, tokenizer)}"
     if tokenizer.eos_token_id is None:
         description += ", the tokenizer has no end-of-text token"
     return TokenizedDataset(
-        **_joined(parts), sources=tuple(sources), counts=counts, description=description, skipped=tuple(skipped)
+        **_joined(parts),
+        sources=tuple(sources),
+        counts=counts,
+        description=description,
+        skipped=tuple(skipped),
     )
 
 
@@ -152,14 +164,18 @@ def prompts_and_answers(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list
             start = last_run(is_target)
             by_row[row] = (ids[:start].tolist(), text_from(start), raw.sources[row])
     if not by_row:
-        raise PlanError(f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers.")
+        raise PlanError(
+            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
+        )
     return list(by_row.values())
 
 
 def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
     """The format that `auto` stands for. Raises PlanError for columns that fit none and for an unfit tokenizer."""
     if not tokenizer.is_fast:
-        raise PlanError(f"tokenizer {tokenizer.name_or_path}: gives no character offsets. Use a model with a tokenizer.json.")
+        raise PlanError(
+            f"tokenizer {tokenizer.name_or_path}: gives no character offsets. Use a model with a tokenizer.json."
+        )
     fmt = detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
     if uses_template(fmt, tokenizer):
         check_chat_template(tokenizer)
@@ -198,15 +214,18 @@ def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str]) -> Iterat
     def encode_pending():
         texts = ["".join(span.text for span in document.spans) for _, document in pending]
         encodings = tokenizer(
-            texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
+            texts,
+            add_special_tokens=not pending[0][1].from_template,
+            return_offsets_mapping=True,
+            verbose=False,
         ).encodings
         for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
             yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
 
-    pending = []
+    pending, specials = [], special_texts(tokenizer)
     for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
         try:
-            documents = render(fields, source, fmt, tokenizer)
+            documents = render(fields, source, fmt, tokenizer, specials)
         except PlanError as error:
             if len(skipped) >= raw.skip_bad_rows:
                 raise
@@ -225,7 +244,7 @@ def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim the spaces off a token's offsets; one of spaces only has none left, and began where the last ended.
+    # Byte-level tokenizers trim the spaces off a token's offsets: one of spaces only is left empty, and began where the last ended.
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)
@@ -261,7 +280,9 @@ def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> 
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
-        text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         # A row's own escape sequences must not reach the terminal.
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
         marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
@@ -277,7 +298,9 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[np.ndar
     if num_rows < 2:
         raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, there are {num_rows}. Use 0.")
     num_validation = min(max(round(num_rows * fraction), 1), num_rows - 1)
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, num_rows]))).permutation(num_rows)
+    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, num_rows]))).permutation(
+        num_rows
+    )
     return np.sort(order[num_validation:]), np.sort(order[:num_validation])
 
 
@@ -313,7 +336,10 @@ def microbatches(
     flat: documents one after another in one row, no padding. padded: one document a row, rows of similar length together. A
     document longer than microbatch_tokens stands alone.
     """
-    cut, make = {"flat": (_cut_flat, _flat), "padded": (_cut_padded, functools.partial(_padded, pad_id=pad_id))}[layout]
+    cut, make = {
+        "flat": (_cut_flat, _flat),
+        "padded": (_cut_padded, functools.partial(_padded, pad_id=pad_id)),
+    }[layout]
     lengths = dataset.lengths
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]

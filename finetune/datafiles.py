@@ -34,7 +34,14 @@ SPLIT_WORDS = {
     "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
-NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt", "LICENSE.txt")
+NOT_DATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "requirements.txt",
+    "LICENSE.txt",
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
 
@@ -91,7 +98,9 @@ def read_rows(
         name = files[0][2] if len(files) == 1 else dataset
         bad = f"; {len(skipped)} bad rows were skipped, the first: {skipped[0]}" if skipped else ""
         raise PlanError(f"{name}: holds no rows{bad}. Give a file with at least one row.")
-    return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
+    return RawDataset(
+        rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows
+    )
 
 
 def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
@@ -130,7 +139,9 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
         files, description = hub_files(dataset, split, flag)
         return files, description, -1
     words = ", ".join((*OLDER_WORDS, "dummy"))
-    raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a hub name (org/name), or one of {words}.")
+    raise PlanError(
+        f"{flag} {dataset}: no such file. Give a file, a folder, a hub name (org/name), or one of {words}."
+    )
 
 
 def folder_files(folder: Path, split: str, flag: str) -> list:
@@ -142,24 +153,36 @@ def folder_files(folder: Path, split: str, flag: str) -> list:
         return folder_files(folder / split, split, flag)
     if (folder / "state.json").is_file():
         if _json_field(folder / "state.json", "_indices_data_files", optional=True):
-            raise PlanError(f"{flag} {folder}: holds row indices apart from its rows. Call flatten_indices() and save it again.")
+            raise PlanError(
+                f"{flag} {folder}: holds row indices apart from its rows. Call flatten_indices() and save it again."
+            )
         names = [entry["filename"] for entry in _json_field(folder / "state.json", "_data_files")]
         outside = [name for name in names if PurePosixPath(name).name != name]
         if outside:
-            raise PlanError(f"{folder / 'state.json'}: names {outside[0]!r}, outside its folder. Do not use it.")
+            raise PlanError(
+                f"{folder / 'state.json'}: names {outside[0]!r}, outside its folder. Do not use it."
+            )
     else:
         found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
-        names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
+        names = choose_files(
+            sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}"
+        )
     for name in names:
         if not (folder / name).is_file():
-            raise PlanError(f"{folder / name}: no such file, though state.json names it. Save the data set again.")
+            raise PlanError(
+                f"{folder / name}: no such file, though state.json names it. Save the data set again."
+            )
     return [(_reader(name, f"{flag} {folder}", split), folder / name, str(folder / name)) for name in names]
 
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:
     """The data files of one split among `names`. Where no name says a split, all of them are train."""
-    by_suffix = {suffix: [n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS}
-    by_suffix = {s: [n for n in group if PurePosixPath(n).name not in NOT_DATA] for s, group in by_suffix.items()}
+    by_suffix = {
+        suffix: [n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS
+    }
+    by_suffix = {
+        s: [n for n in group if PurePosixPath(n).name not in NOT_DATA] for s, group in by_suffix.items()
+    }
     data = next((group for group in by_suffix.values() if group), None)
     if data is None:
         raise PlanError(
@@ -171,10 +194,14 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
     chosen = [name for name in data if splits[name] == SPLIT_WORDS.get(split, split)]
     if not chosen:
         known = ", ".join(sorted({s for s in splits.values() if s}))
-        raise PlanError(f"{what}: has no split {split!r}, it has {known}. Name the file of the split you mean.")
+        raise PlanError(
+            f"{what}: has no split {split!r}, it has {known}. Name the file of the split you mean."
+        )
     folders = sorted({PurePosixPath(name).parent.as_posix() for name in chosen})
     if len(folders) > 1:
-        raise PlanError(f"{what}: has several configurations, {', '.join(folders)}. Choose one: NAME:{folders[0]}.")
+        raise PlanError(
+            f"{what}: has several configurations, {', '.join(folders)}. Choose one: NAME:{folders[0]}."
+        )
     return chosen
 
 
@@ -202,12 +229,18 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
             chosen, commit = _hub_choice(names, card, config, split, what), info.sha
             paths = [Path(get(filename=n, revision=commit)) for n in chosen]
     except GatedRepoError as error:
-        raise PlanError(f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN.") from error
+        raise PlanError(
+            f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN."
+        ) from error
     except RepositoryNotFoundError as error:
-        raise PlanError(f"{what}: neither a file nor a public data set of the hub. Check the name, or set HF_TOKEN.") from error
+        raise PlanError(
+            f"{what}: neither a file nor a public data set of the hub. Check the name, or set HF_TOKEN."
+        ) from error
     except (HTTPError, OSError) as error:
         fact = " ".join(str(error).split())[:200]
-        raise PlanError(f"{what}: no such file, and the hub does not answer ({fact}). Give a local file.") from error
+        raise PlanError(
+            f"{what}: no such file, and the hub does not answer ({fact}). Give a local file."
+        ) from error
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
 
@@ -218,7 +251,9 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
     if configs and not config:
         marked = [n for n, c in configs.items() if c.get("default") or n == "default"] or list(configs)
         if len(marked) > 1:
-            raise PlanError(f"{what}: has several configurations, {', '.join(configs)}. Choose one: NAME:{marked[0]}.")
+            raise PlanError(
+                f"{what}: has several configurations, {', '.join(configs)}. Choose one: NAME:{marked[0]}."
+            )
         config = marked[0]
     if config in configs:
         patterns = configs[config]["data_files"]
@@ -230,12 +265,16 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
         patterns = [patterns] if isinstance(patterns, str) else patterns
         chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         if not chosen:
-            raise PlanError(f"{what}: names no file that exists for split {split!r}. Download it and give a local file.")
+            raise PlanError(
+                f"{what}: names no file that exists for split {split!r}. Download it and give a local file."
+            )
         return chosen
     if config:
         names = [n for n in names if n.startswith(f"{config}/")]
         if not names:
-            raise PlanError(f"{what}: has no configuration {config!r}. It has {', '.join(configs) or 'no configurations'}.")
+            raise PlanError(
+                f"{what}: has no configuration {config!r}. It has {', '.join(configs) or 'no configurations'}."
+            )
     return choose_files([n for n in names if not n.endswith(".txt")], split, what)
 
 
@@ -264,7 +303,9 @@ def _json_field(path: Path, key: str, optional: bool = False):
         value = json.loads(path.read_bytes())
         return value.get(key) if optional else value[key]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path}: has no readable {key!r}. Save the data set again with save_to_disk.") from error
+        raise PlanError(
+            f"{path}: has no readable {key!r}. Save the data set again with save_to_disk."
+        ) from error
 
 
 # ------ readers
@@ -278,7 +319,9 @@ def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
         elif text.strip():
             row = parse_object(text, source)
             if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
-                row = BadRow(source, row.reason.replace("is not JSON", "is cut off: the last line is not JSON", 1))
+                row = BadRow(
+                    source, row.reason.replace("is not JSON", "is cut off: the last line is not JSON", 1)
+                )
             yield source, row
 
 
@@ -291,7 +334,9 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
             yield from read_jsonl(path, label, hasher)
             return
         if size > MAX_JSON_BYTES:
-            raise PlanError(f"{label}: is {size / 2**20:.0f} MiB, the most for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl.")
+            raise PlanError(
+                f"{label}: is {size / 2**20:.0f} MiB, the most for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl."
+            )
         file.seek(0)
         data = file.read()
     hasher.update(data)
@@ -312,7 +357,12 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         value, end = _decode_value(text, at, source)
         if end - at > MAX_LINE_BYTES:
             value = BadRow(source, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
-        yield source, value if isinstance(value, (dict, BadRow)) else BadRow(source, f"is {_kind(value)}, must be an object")
+        yield (
+            source,
+            value
+            if isinstance(value, (dict, BadRow))
+            else BadRow(source, f"is {_kind(value)}, must be an object"),
+        )
         at = spaces.match(text, end).end()
         if text[at : at + 1] == ",":
             at = spaces.match(text, at + 1).end()
@@ -321,7 +371,11 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         elif text[at : at + 1] == "]":
             continue
         line = 1 + text.count("\n", 0, at)
-        fact = "the file ends inside the array" if at >= len(text) else f"{text[at]!r} instead of a row, ',' or ']'"
+        fact = (
+            "the file ends inside the array"
+            if at >= len(text)
+            else f"{text[at]!r} instead of a row, ',' or ']'"
+        )
         raise PlanError(f"{label}:{line}: is not JSON ({fact}). Fix the file.")
     if text[at + 1 :].strip():
         raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
@@ -333,7 +387,9 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
     def lines():
         for _, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
-                raise PlanError(f"{text.where}: {text.reason}. Fix the file: a CSV file is read whole or not at all.")
+                raise PlanError(
+                    f"{text.where}: {text.reason}. Fix the file: a CSV file is read whole or not at all."
+                )
             yield text + "\n"
 
     reader = csv.reader(lines(), strict=True)
@@ -380,7 +436,9 @@ def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | B
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from _arrow_rows(file.iter_batches(), label)
     except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: is no readable parquet file ({_first_line(error)}). Write it again.") from error
+        raise PlanError(
+            f"{label}: is no readable parquet file ({_first_line(error)}). Write it again."
+        ) from error
 
 
 def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
@@ -397,7 +455,9 @@ def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
                 batches = pyarrow.ipc.open_stream(source)
             yield from _arrow_rows(batches, label)
     except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: is no readable arrow file ({_first_line(error)}). Write it again.") from error
+        raise PlanError(
+            f"{label}: is no readable arrow file ({_first_line(error)}). Write it again."
+        ) from error
 
 
 def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
@@ -482,7 +542,9 @@ def _decode_value(text: str, at: int, where: str):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            return BadRow(where, f"is not Unicode text (lone surrogate \\u{ord(error.object[error.start]):04x})"), end
+            return BadRow(
+                where, f"is not Unicode text (lone surrogate \\u{ord(error.object[error.start]):04x})"
+            ), end
     return value, end
 
 
@@ -501,7 +563,9 @@ def _rows_of_object(text: str, label: str, split: str):
     names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
     if len(names) != 1 or not isinstance(value[names[0]], list):
         if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):
-            raise PlanError(f"{label}: holds several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
+            raise PlanError(
+                f"{label}: holds several lists of rows, {', '.join(names)}, none named {split!r}. Keep one."
+            )
         yield f"{label}:1", value
         return
     for i, row in enumerate(value[names[0]]):
@@ -541,7 +605,9 @@ def _decode_whole(data: bytes, label: str) -> str:
     except UnicodeDecodeError as error:
         line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
         where = f"{label}:{line}:byte {error.start - start + 1}"
-        raise PlanError(f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8.") from error
+        raise PlanError(
+            f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8."
+        ) from error
     if "\0" in text:
         at = text.index("\0")
         raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: holds a NUL byte. Remove it.")
@@ -555,7 +621,14 @@ def _hash_file(path: Path, hasher):
 
 
 def _kind(value) -> str:
-    names = {list: "an array", str: "text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
+    names = {
+        list: "an array",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)
 
 

@@ -67,7 +67,9 @@ class Format:
     may_have: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
-        fields = ["|".join(names) for names in self.needs] + [f"[{'|'.join(names)}]" for names in self.may_have]
+        fields = ["|".join(names) for names in self.needs] + [
+            f"[{'|'.join(names)}]" for names in self.may_have
+        ]
         return " + ".join(fields)
 
 
@@ -100,7 +102,11 @@ def describe_format(fmt: str, tokenizer) -> str:
     if fmt == "chat":
         return "chat: through the tokenizer's chat template"
     if fmt in ("alpaca", "qna"):
-        how = "as one turn of the tokenizer's chat template" if tokenizer.chat_template else f"in the {fmt} text prompt"
+        how = (
+            "as one turn of the tokenizer's chat template"
+            if tokenizer.chat_template
+            else f"in the {fmt} text prompt"
+        )
         return f"{fmt}: {how}"
     return {"prompt_completion": "prompt_completion: joined as given", "text": "text: as given"}[fmt]
 
@@ -117,15 +123,16 @@ def ensure_chat_template(tokenizer) -> str | None:
 # ------ rows to documents
 
 
-def render(row: dict, source: str, fmt: str, tokenizer) -> list[Document]:
+def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...]) -> list[Document]:
     """The row's documents: one, or one for each assistant turn where the chat template rewrites earlier turns.
 
+    `specials`: special_texts(tokenizer). The caller has called check_chat_template where uses_template says so.
     Raises PlanError naming `source` and the field. A row without a non-empty answer has no target span.
     """
     if fmt == "text":
         return [_render_text(get_field(row, source, ("text",)), tokenizer)]
     if fmt == "chat":
-        return _render_chat(chat_messages(row, source), row.get("tools"), source, tokenizer)
+        return _render_chat(chat_messages(row, source), row.get("tools"), source, tokenizer, specials)
     needs, may_have = FORMATS[fmt].needs, FORMATS[fmt].may_have
     question, answer = (get_field(row, source, names) for names in needs)
     extra = get_field(row, source, may_have[0], required=False) if may_have else ""
@@ -133,14 +140,18 @@ def render(row: dict, source: str, fmt: str, tokenizer) -> list[Document]:
         parts = [question, extra] if fmt == "alpaca" else [extra, question]
         content = "\n\n".join(part for part in parts if part)
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        return _render_chat(messages, None, source, tokenizer)
+        return _render_chat(messages, None, source, tokenizer, specials)
     if fmt == "alpaca":
-        prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(instruction=question, input=extra)
+        prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(
+            instruction=question, input=extra
+        )
     elif fmt == "qna":
         prompt = (QNA_PROMPT_WITH_CONTEXT if extra else QNA_PROMPT).format(question=question, context=extra)
     else:
         prompt = question
-    return [Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)]
+    return [
+        Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)
+    ]
 
 
 def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = True) -> str:
@@ -169,7 +180,9 @@ def chat_messages(row: dict, source: str) -> list[dict]:
     for i, message in enumerate(row[name]):
         where = f"field '{name}[{i}]"
         if not isinstance(message, dict):
-            raise PlanError(f"{source}: {where}' is {type(message).__name__}, must be an object with role and content.")
+            raise PlanError(
+                f"{source}: {where}' is {type(message).__name__}, must be an object with role and content."
+            )
         # Arrow gives every message of a column the union of their fields, null where it has none.
         message = {key: value for key, value in message.items() if value is not None}
         role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
@@ -202,11 +215,9 @@ def _render_text(text: str, tokenizer) -> Document:
     return Document(tuple(spans), from_template=False, add_eos=spans[-1].is_target)
 
 
-def _render_chat(messages: list[dict], tools, source: str, tokenizer) -> list[Document]:
-    check_chat_template(tokenizer)
+def _render_chat(messages: list[dict], tools, source: str, tokenizer, specials) -> list[Document]:
     if tools is not None and tools != [] and not isinstance(tools, list):
         raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
-    specials = _special_texts(tokenizer)
     turns = []  # (text before, answer with its end, whether it is empty)
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i == 0:  # a first message answers nothing
@@ -228,7 +239,11 @@ def _render_chat(messages: list[dict], tools, source: str, tokenizer) -> list[Do
     documents, spans, done = [], [], 0
     for before, answer, is_empty in turns:
         answer, end = _split_end_of_turn(answer, specials)
-        spans += [Span(before[done:], False), Span(answer, not is_empty), Span(end, not is_empty, is_end=True)]
+        spans += [
+            Span(before[done:], False),
+            Span(answer, not is_empty),
+            Span(end, not is_empty, is_end=True),
+        ]
         # Where the template ends a turn with plain text only, the document's end is the only place for an end token.
         if not is_stable:
             documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
@@ -247,7 +262,8 @@ def _split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str
     return (stripped.removesuffix(end), end) if end else (answer, "")
 
 
-def _special_texts(tokenizer) -> tuple[str, ...]:
+def special_texts(tokenizer) -> tuple[str, ...]:
+    """The texts of tokens that can end a turn."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(text for text in {*added, *tokenizer.all_special_tokens} if text)
 
@@ -259,7 +275,15 @@ def _apply_template(messages: list[dict], tools, source: str, tokenizer, add_gen
         return tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         fact = " ".join(str(error).split())[:200] or type(error).__name__
         raise PlanError(f"{source}: the chat template refuses this row ({fact}). Change the row.") from error
 
@@ -274,16 +298,22 @@ def check_chat_template(tokenizer):
     if template != CHATML_TEMPLATE:
         fact = _probe_template(template, tokenizer.bos_token or "", tokenizer.eos_token or "")
         if fact:
-            raise PlanError(f"chat template of {tokenizer.name_or_path or 'the tokenizer'}: {fact}. Use a tokenizer you trust.")
+            raise PlanError(
+                f"chat template of {tokenizer.name_or_path or 'the tokenizer'}: {fact}. Use a tokenizer you trust."
+            )
 
 
 @functools.lru_cache(maxsize=8)
 def _probe_template(template: str, bos_token: str, eos_token: str) -> str:
     """What is wrong with the template, or nothing. A row that it refuses by its own words is no fault here."""
-    given = json.dumps({"template": template, "bos_token": bos_token, "eos_token": eos_token, "max_bytes": PROBE_BYTES})
+    given = json.dumps(
+        {"template": template, "bos_token": bos_token, "eos_token": eos_token, "max_bytes": PROBE_BYTES}
+    )
     command = [sys.executable, "-c", PROBE]
     try:
-        result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=PROBE_SECONDS, cwd="/")
+        result = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=PROBE_SECONDS, cwd="/"
+        )
     except subprocess.TimeoutExpired:
         return f"does not render two messages within {PROBE_SECONDS} s"
     if result.returncode == 0:

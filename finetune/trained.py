@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import BackendManager
-from finetune import data, hf_files
+from finetune import hf_files
 from finetune.errors import PlanError
 from finetune.settings import Settings
+from finetune.tokenizer import load_tokenizer, pad_id
 
 
 def add_flags(parser) -> None:
@@ -45,8 +46,8 @@ def base_of(checkpoint: str) -> hf_files.ModelFiles:
     except (ValueError, KeyError, TypeError):
         raise PlanError(f"{config}: names no base_model_name_or_path. Give a whole adapter.") from None
     files = hf_files.find(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
-    wanted = content.get("base_model_digest")
-    if wanted and wanted != files.digest:
+    beside = folder / "base_model.json"
+    if beside.is_file() and json.loads(beside.read_text()).get("digest") != files.digest:
         print(f"note: the base {base} is not byte for byte the one this adapter was trained on")
     return files
 
@@ -68,14 +69,13 @@ def open_engine(args):
     from finetune.torch_engine import hf_model
     from finetune.torch_engine.engine import TorchEngine, device_of, settle_heap, settle_threads
 
-    settle_heap(low_memory=False)
     settle_threads()
     device = device_of(str(manager.backend))
     model = hf_model.load_trained(args.checkpoint, files, device, hf_model.WEIGHT_DTYPES[precision])
+    settle_heap(low_memory=False)
     has_tokenizer = (Path(args.checkpoint) / "tokenizer_config.json").is_file()
-    tokenizer = data.load_tokenizer(Path(args.checkpoint) if has_tokenizer else files.folder)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    tokenizer = load_tokenizer(Path(args.checkpoint) if has_tokenizer else files.folder)
     settings = replace(Settings(), train_type="lora", precision=precision)
-    engine = TorchEngine(model, settings, device, pad)
+    engine = TorchEngine(model, settings, device, pad_id(tokenizer))
     engine.settle_layout("auto")
     return engine, tokenizer

@@ -34,7 +34,8 @@ def make_tokenizer(folder, bos=True, vocab_size=400, **settings):
         template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, template])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings
+        tokenizer_object=tokenizer,
+        **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings,
     )
     made.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

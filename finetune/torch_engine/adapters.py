@@ -236,8 +236,8 @@ def disk_name(name: str) -> str:
     return PREFIX + name + ("" if name.endswith("lora_magnitude_vector") else ".weight")
 
 
-def peft_config(model, settings: Settings, base_name: str, base_digest: str) -> dict:
-    """adapter_config.json as PEFT reads it, with the digest of the base beside."""
+def peft_config(model, settings: Settings, base_name: str) -> dict:
+    """adapter_config.json as PEFT reads it."""
     chosen = sorted(layers(model))
     leaves = sorted({n.rpartition(".")[2] for n in chosen})
     linear = {
@@ -252,7 +252,6 @@ def peft_config(model, settings: Settings, base_name: str, base_digest: str) -> 
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "base_model_digest": base_digest,
         "r": settings.lora_rank,
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,

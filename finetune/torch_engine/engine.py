@@ -156,7 +156,9 @@ class TorchEngine:
 
         self.model.eval()
         with dense_weights(self.model), self.autocast():
-            return generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
+            new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
+        trim_heap()
+        return new
 
     # ---- state
 
@@ -218,8 +220,13 @@ class TorchEngine:
         """{file: JSON} that stands beside the weights so that others can load them."""
         if self.settings.train_type == "full":
             return {"config.json": self.model.config.to_dict()}
-        config = adapters.peft_config(self.model, self.settings, base_name, base_digest)
-        return {"adapter_config.json": config}
+        return {
+            "adapter_config.json": adapters.peft_config(self.model, self.settings, base_name),
+            "base_model.json": {
+                "name": base_name,
+                "digest": base_digest,
+            },  # a file of its own: PEFT warns of keys it lacks
+        }
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
@@ -232,10 +239,11 @@ class TorchEngine:
 
     # ---- memory
 
-    def begin_memory(self, baseline: int) -> None:
-        """Counts from here on: `baseline` is the process after its imports."""
+    def begin_memory(self, baseline: int) -> int:
+        """Peak bytes of loading above `baseline`, which is the process after its imports; counts the training from here on."""
         self.baseline = baseline
-        self.memory()
+        settle_heap(self.settings.low_memory)
+        return self.memory().total
 
     def memory(self) -> MemoryStats:
         """Peak bytes since the last call above the process after its imports, and what torch can count of it by item."""
@@ -304,14 +312,25 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def _glibc():
+    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system now, where the heap is kept otherwise."""
+    if _glibc():
+        _glibc().malloc_trim(0)
+
+
 def settle_heap(low_memory: bool) -> None:
-    """glibc gives each step's big blocks back and takes them anew, which costs up to a third of the time in page faults.
+    """Call it once the weights are loaded: glibc gives each step's big blocks back and takes them anew, which costs up to a third of the time in page faults.
 
     Keeps the heap instead, or with `low_memory` maps each block of 1 MiB by itself so that it returns at once.
     """
-    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+    libc = _glibc()
+    if libc is None:
         return
-    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
     trim_threshold, mmap_max, mmap_threshold = -1, -4, -3  # M_* of malloc.h
     if low_memory:
         libc.mallopt(mmap_threshold, 2**20)

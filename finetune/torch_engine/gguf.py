@@ -1,0 +1,54 @@
+"""A GGUF file rewritten as a Hugging Face folder. hf_files runs it as a program: the dense copy dies with its process."""
+
+import fcntl
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
+    """Writes config.json, model.safetensors (bf16, tied weights once), generation config, tokenizer and chat template.
+
+    Appears whole or not at all, whoever else writes it; a folder that is there with a config.json is left as it is.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{folder.name}.convert.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "config.json").is_file():
+            return
+        beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.tmp-"))
+        try:
+            write(gguf_file, beside)
+            beside.chmod(0o755)
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def write(gguf_file: Path, folder: Path) -> None:
+    source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    tensors = {n: t.to(torch.bfloat16).contiguous() for n, t in model.state_dict().items() if n not in tied}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    # A model read from GGUF refuses save_pretrained, and its config would ask for the GGUF reader again.
+    config = {
+        k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
+    }
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    gguf_to_folder(Path(sys.argv[1]), Path(sys.argv[2]))
