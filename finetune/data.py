@@ -22,6 +22,7 @@ from finetune.prompts import (
     describe_format,
     detect_format,
     render,
+    special_texts,
     uses_template,
 )
 
@@ -244,7 +245,7 @@ def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim the spaces off a token's offsets: one of spaces only is left empty, and began where the last ended.
+    # Byte-level tokenizers trim spaces off a token's offsets: one of spaces only is left empty, and began where the last ended.
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)

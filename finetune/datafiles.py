@@ -10,6 +10,7 @@ import csv
 import fnmatch
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,12 +126,14 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
         name, split, samples = OLDER_WORDS[dataset]
         files, description = hub_files(name, split, flag)
         return files, f"{dataset}: {description}", samples
+    if "\0" in dataset or not dataset or len(dataset) > 4000:
+        raise PlanError(f"{flag} {dataset[:80]!r}: is no path. Give a file, a folder or a hub name.")
     path = Path(dataset).expanduser()
-    if "\0" in dataset or not dataset:
-        raise PlanError(f"{flag} {dataset!r}: is no path. Give a file, a folder or a hub name.")
     if path.is_dir():
         files = folder_files(path, split, flag)
         return files, f"{dataset} ({_count(files)})", -1
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise PlanError(f"{flag} {dataset}: may not be read by this user. Change its permissions.")
     if path.is_file():
         return [(_reader(path.name, f"{flag} {dataset}", split), path, dataset)], dataset, -1
     if path.exists():
@@ -206,7 +209,7 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
 
 
 def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
-    """The files of one split of `org/name` or `org/name:config`, downloaded at one commit.
+    """The files of one split of `org/name` or `org/name:config`, downloaded to the hub's cache.
 
     Honours HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
@@ -224,10 +227,10 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
             paths = [folder / n for n in chosen]
         else:
             info = huggingface_hub.HfApi().dataset_info(name)
-            names = sorted(f.rfilename for f in info.siblings)
+            names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
             card = info.card_data.to_dict() if info.card_data else {}
             chosen, commit = _hub_choice(names, card, config, split, what), info.sha
-            paths = [Path(get(filename=n, revision=commit)) for n in chosen]
+            paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
         raise PlanError(
             f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN."

@@ -16,7 +16,7 @@ CHATML = (
 )
 
 
-def make_tokenizer(folder, bos=True, vocab_size=400, **settings):
+def train_tokenizer(folder, bos=True, vocab_size=400, **settings):
     """A byte-level BPE like GPT-2's and Llama 3's, with a BOS where asked."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -42,12 +42,18 @@ def make_tokenizer(folder, bos=True, vocab_size=400, **settings):
 
 
 @pytest.fixture(scope="session")
+def make_tokenizer():
+    """The maker itself, for a test that needs another template."""
+    return train_tokenizer
+
+
+@pytest.fixture(scope="session")
 def plain_tokenizer(tmp_path_factory):
     """No chat template; BOS added; pad is the eos."""
-    return make_tokenizer(tmp_path_factory.mktemp("plain_tokenizer"))
+    return train_tokenizer(tmp_path_factory.mktemp("plain_tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def chat_tokenizer(tmp_path_factory):
     """ChatML with <|im_end|> as a token of its own; eos is </s>."""
-    return make_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"), bos=False, chat_template=CHATML)
+    return train_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"), bos=False, chat_template=CHATML)

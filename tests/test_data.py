@@ -12,12 +12,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_tokenizer
 
 from finetune import datafiles
 from finetune.data import (
-    Cursor, epoch_order, fit, microbatches, prompts_and_answers, render_sample, split_validation, step_rows, tokenize, total_steps,
-)  # fmt: skip
+    Cursor,
+    epoch_order,
+    fit,
+    microbatches,
+    prompts_and_answers,
+    render_sample,
+    split_validation,
+    step_rows,
+    tokenize,
+    total_steps,
+)
 from finetune.datafiles import read_rows
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
@@ -276,7 +284,9 @@ class Hub(BaseHTTPRequestHandler):
         "org/plain": {"README.md": b"", "data/train-0.csv": b"text\na\n", "data/test-0.csv": b"text\nb\n"},
     }
     card = {"configs": [
-        {"config_name": "main", "data_files": [{"split": "train", "path": "main/x-*"}, {"split": "test", "path": "main/y.jsonl"}]},
+        {"config_name": "main", "data_files": [
+            {"split": "train", "path": "main/x-*"}, {"split": "test", "path": "main/y.jsonl"},
+        ]},
         {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/*"}]},
     ]}  # fmt: skip
     commit = "c" * 40
@@ -295,6 +305,8 @@ class Hub(BaseHTTPRequestHandler):
             if name == "org/cards":
                 info["cardData"] = self.card
             return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+        if parts[0] != "datasets":
+            return self.answer(404, b"", {})
         name, file = "/".join(parts[1:3]), "/".join(parts[5:])
         data = self.files[name][file]
         self.answer(200, data, {"ETag": f'"{hash(data):x}"', "X-Repo-Commit": self.commit})
@@ -368,7 +380,7 @@ def test_targets_are_the_answer_and_its_end(raw, plain_tokenizer):
         ids, is_target = dataset.document(i)
         assert ids[0] == plain_tokenizer.bos_token_id and (ids == plain_tokenizer.bos_token_id).sum() == 1
         assert plain_tokenizer.decode(ids[1:]) == row["prompt"] + row["completion"] + "</s>"
-        # The prompt ends in a space, which byte-level tokens carry at their front: that token holds the answer's first letter too.
+        # The prompt ends in a space, which byte-level tokens carry at their front, together with the answer's first letter.
         assert plain_tokenizer.decode(ids[is_target]) == " " + row["completion"] + "</s>"
     assert dataset.counts["rows"] == 40 and dataset.counts["targets"] == dataset.is_target.sum()
     assert dataset.sources == tuple(raw.sources)
@@ -394,14 +406,16 @@ def test_tokens_of_spaces_only_are_targets(tmp_path, plain_tokenizer):
 
 
 def test_multibyte_characters_are_targets_whole(tmp_path, plain_tokenizer):
-    raw = read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": "日本", "completion": "語🙂é𝕏"}]))
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": "x: 日:", "completion": "語🙂é𝕏"}]))
     ids, is_target = tokenize(raw, "auto", plain_tokenizer, 512).document(0)
     assert plain_tokenizer.decode(ids[is_target]) == "語🙂é𝕏</s>"
 
 
-def test_chat_has_one_bos_and_plain_text_is_all_target(tmp_path, chat_tokenizer, plain_tokenizer):
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+def test_chat_has_one_bos_and_plain_text_is_all_target(tmp_path, make_tokenizer, plain_tokenizer):
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     tokenizer = make_tokenizer(tmp_path, chat_template=template)
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     raw = read_rows(jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
@@ -570,18 +584,8 @@ def test_an_epoch_visits_each_row_once_and_a_resumed_cursor_goes_on_alike(num_ro
 
 
 def test_order_depends_on_seed_and_epoch_only():
-    assert epoch_order(10, 1, 0).tolist() == [
-        1,
-        9,
-        4,
-        7,
-        6,
-        3,
-        8,
-        2,
-        0,
-        5,
-    ]  # as any other process and day has it
+    # as any other process and day has it
+    assert epoch_order(10, 1, 0).tolist() == [8, 4, 7, 0, 1, 2, 5, 9, 6, 3]
     orders = {tuple(epoch_order(100, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
