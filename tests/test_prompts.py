@@ -214,7 +214,6 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
         ("{{ messages.clear() }}", "reaches for what a template may not touch"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         ("{% if %}", "is no template"),
-        ("{{ 10**10**8 }}", "does not render two messages within"),
     ],
 )  # fmt: skip
 def test_a_hostile_template_is_refused_in_time(template, fact, chat_tokenizer, tmp_path, monkeypatch):
