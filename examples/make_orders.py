@@ -2,7 +2,7 @@
 
 The record asks for more than copying: number words become digits, days become three letters, a gift is a flag. Rows are
 short, so that a CPU trains on all of them in under a minute. The test file has three kinds of rows in turn, told by the
-`kind` column: `known` (new combinations of words and phrasings of the training file), `new_words` (names, cities and
+`kind` column: `known` (new combinations of words and phrasings of the training file), `new_words` (names, places and
 items never seen) and `new_phrasing` (sentences never seen). No order stands in two files. Same arguments, same bytes.
 """
 
@@ -17,47 +17,45 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine"}
 # {gift} stands for one of GIFTS, or for nothing.
 PHRASINGS = (
-    "Send {count} {item} to {name} in {city} on {day}{gift}.",
-    "{name} from {city} wants {count} {item} by {day}{gift}.",
-    "On {day}, ship {count} {item} to {city} for {name}{gift}.",
-    "{count} {item} for {name}, {city}, {day}{gift}.",
-    "Could {name} in {city} get {count} {item} this {day}{gift}?",
-    "To {city}: {count} {item}, {day}, for {name}{gift}.",
-    "{name} needs {count} {item} in {city} before {day}{gift}.",
-    "Hi, I am {name}. I want {count} {item} in {city} on {day}{gift}.",
+    "Send {count} {item} to {name} in {place} on {day}{gift}.",
+    "{name} from {place} wants {count} {item} by {day}{gift}.",
+    "On {day}, ship {count} {item} to {place} for {name}{gift}.",
+    "{count} {item} for {name}, {place}, {day}{gift}.",
+    "Could {name} in {place} get {count} {item} this {day}{gift}?",
+    "To {place}: {count} {item}, {day}, for {name}{gift}.",
+    "{name} needs {count} {item} in {place} before {day}{gift}.",
+    "Hi, I am {name}. I want {count} {item} in {place} on {day}{gift}.",
 )
 NEW_PHRASINGS = (
-    "Deliver {count} {item} on {day} to {name} of {city}{gift}.",
-    "Our customer {name} ordered {count} {item} for {day} in {city}{gift}.",
-    "By {day}, {city} expects {count} {item} for {name}{gift}.",
-    "Please bring {name} {count} {item} in {city} next {day}{gift}.",
+    "Deliver {count} {item} on {day} to {name} of {place}{gift}.",
+    "Our customer {name} ordered {count} {item} for {day} in {place}{gift}.",
+    "By {day}, {place} expects {count} {item} for {name}{gift}.",
+    "Please bring {name} {count} {item} in {place} next {day}{gift}.",
 )
 GIFTS = (" as a gift", ", gift wrapped")
 NAMES = tuple(
     (
-        "Angela Arthur Bella Brian Carl Daniel Dennis Edith Edward Eric Ernest Flora Frank Grace Harold Harry "
-        "Henry Isaac Ivan Jack Jacob James Jane Jenny Joan Judy Karen Kevin Linda Lucy Marco Maria Monica Nancy "
-        "Nathan Noah Pablo Paul Rachel Robert Rosa Ruth Sandra Simon Stefan Tom Vera Walter"
+        "Adam Alex Alice Andrew Anna Anne Ben Bob Carl Charles Chris Dan Daniel David Donald Elizabeth Frank Fred "
+        "George Greg Jack Jacob James Jamie Jane Jeff Jim John Josh Kim Leon Lewis Lily Louis Maria Marie Martin "
+        "Mary Michael Neil Nick Paul Richard Robert Samuel Sarah Scott Simon Thomas Tim Tom William"
     ).split()
 )
-CITIES = tuple(
+PLACES = tuple(
     (
-        "Amsterdam Athens Bologna Boston Budapest Calgary Cardiff Chicago Cologne Dallas Damascus Delhi Denver "
-        "Detroit Edinburgh Geneva Leeds Leipzig Lima London Lyon Madrid Manila Melbourne Memphis Miami Milan "
-        "Montreal Moscow Nairobi Naples Nottingham Orlando Oslo Oxford Paris Perth Portland Rome Seattle Seoul "
-        "Stockholm Tampa Tokyo Vancouver Vienna"
+        "Australia Boston Brazil Britain California Cambridge Egypt England Florida Germany Hungary India Iran "
+        "Israel Italy Japan Lincoln Madison Mexico Oxford Pakistan Rome Russia Spain"
     ).split()
 )
 ITEMS = tuple(
     (
-        "bags bells belts boxes buckets cages cakes caps chains clocks coats cups desks flags hats hooks jars "
-        "keys lenses magnets masks mats mirrors needles ovens pads pens pillows plates pots printers rings ropes "
-        "screens seeds shirts shoes signs skirts socks spoons stickers tables tents towels toys watches wires"
+        "bags beans beds berries bins birds boards boats books boxes brushes caps cars chains chips coins "
+        "computers doors flags flowers games journals keys lights maps masks pans papers peas phones photos "
+        "plants pots screens shirts stones tables"
     ).split()
 )
-NEW_NAMES = tuple("Andrew Boris Emma Esther Eva Joel Julia Louis Lucas Max Peter Sara".split())
-NEW_CITIES = tuple("Austin Basel Berlin Brussels Cairo Glasgow Hamburg Istanbul Mumbai Quebec Toronto Venice".split())
-NEW_ITEMS = tuple("bikes boots chairs curtains forks locks pipes puzzles soaps speakers tiles wheels".split())
+NEW_NAMES = tuple("Arthur Edward Emily Henry Joseph Luke Matthew Maya Peter Sam Stephen Victor".split())
+NEW_PLACES = tuple("Canada Chicago China France London Paris Texas Virginia Washington".split())
+NEW_ITEMS = tuple("apples balls belts buttons cards chairs frames nuts seeds skirts tools trees".split())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,7 +88,7 @@ def new_order(rng: random.Random, kind: str, index: int, seen: set[str]) -> dict
         day = pick(rng, DAYS)
         words = {
             "name": pick(rng, NEW_NAMES if new else NAMES),
-            "city": pick(rng, NEW_CITIES if new else CITIES),
+            "place": pick(rng, NEW_PLACES if new else PLACES),
             "item": pick(rng, NEW_ITEMS if new else ITEMS),
         }
         said_count = pick(rng, (str(count), NUMBERS[count]))

