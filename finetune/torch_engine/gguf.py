@@ -1,12 +1,14 @@
 """A GGUF file rewritten as a Hugging Face folder. A program to hf_files: the dense copy dies with the process."""
 
 import fcntl
+import functools
 import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,6 +35,8 @@ def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
 
 
 def write(gguf_file: Path, folder: Path) -> None:
+    # transformers parses the whole file three times over, seconds each, for tokenizer, config and weights.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
