@@ -10,16 +10,15 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from backend_manager import BackendManager, environment_error, package_version, versions
 from finetune import data, hf_files, launch, plan, prompts, rundir
-from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.cli import Parser, add_flags, convert, wishes_from
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import GIB, Metrics, table, tracker
 from finetune.schedule import Schedule, warmup_steps
 from finetune.settings import NAMES
+from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 
 
 def build_parser() -> Parser:
@@ -108,8 +107,6 @@ def read_data(run: Run) -> dict:
             raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, flag=flag)
             wished = s.dataset_format if use == "train" else "auto"
             raws[use] = (raw, prompts.detect_format(raw.columns, flag) if wished == "auto" else wished)
-            for line in raw.skipped:
-                print(f"  skipped: {line}")
     return raws
 
 
@@ -138,7 +135,9 @@ def prepare_data(run: Run, raws: dict) -> None:
             f"--dataset {s.dataset}: {len(run.train_set)} rows are fewer than the {run.plan.rows_per_step} of one step. "
             f"Use --batch_size {max(1, len(run.train_set) // s.gradient_accumulation_steps)} or more rows."
         )
-    print(f"data: {raws['train'][1]} rows, {run.train_set.describe()}")
+    for line in run.train_set.skipped[:10]:
+        print(f"  skipped: {line}")
+    print(f"data: {run.train_set.describe()}")
     print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
 
 
@@ -181,12 +180,8 @@ def build_engine(run: Run, model) -> None:
     """The engine on the loaded model, and the plan settled by what was proved on it."""
     from finetune.torch_engine.engine import TorchEngine, device_of
 
-    pad = (
-        run.tokenizer.pad_token_id
-        if run.tokenizer.pad_token_id is not None
-        else run.tokenizer.eos_token_id or 0
-    )
-    run.engine = TorchEngine(wrap_model(model, run.plan), run.plan.settings, device_of(run.plan.backend), pad)
+    device = device_of(run.plan.backend)
+    run.engine = TorchEngine(wrap_model(model, run.plan), run.plan.settings, device, pad_id(run.tokenizer))
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)

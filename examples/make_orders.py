@@ -60,7 +60,7 @@ NEW_ITEMS = tuple("apples balls belts buttons cards chairs frames nuts seeds ski
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rows", type=int, default=176, help="training rows (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=144, help="training rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which rows (default: %(default)s)")
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent, help="default: beside this script")
     args = parser.parse_args(argv)

@@ -65,10 +65,11 @@ class Engine(Protocol):
         """(summed nll, number of targets), without gradients and without dropout."""
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], references=None
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], hopeless=None
     ) -> list[list[int]]: ...
 
-    def trainable_state(self) -> dict[str, np.ndarray]: ...
+    def trainable_state(self) -> dict[str, np.ndarray]:
+        """Weights that train, by their names on disk. Arrays may share the engine's memory: use them before the next step."""
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """(tensors named '<parameter>.<moment>', JSON values such as the loss scale)."""

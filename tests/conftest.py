@@ -1,6 +1,12 @@
-"""Tiny tokenizers, trained here and read back from a folder as a model's are."""
+"""Tiny tokenizers and models, made here and read back from a folder as real ones are."""
+
+import json
+import os
 
 import pytest
+
+# Tiny models gain nothing from threads, and threads that meet other load on the machine cost seconds a test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CORPUS = [
     "The capital of France is Paris. What is 2 plus 3? It is 5.",
@@ -57,3 +63,27 @@ def plain_tokenizer(tmp_path_factory):
 def chat_tokenizer(tmp_path_factory):
     """ChatML with <|im_end|> as a token of its own; eos is </s>."""
     return train_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"), bos=False, chat_template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A folder with a tiny random Llama and a chat tokenizer, as a user would have it."""
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)
+    model = tiny.build("llama", vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=None, bos_token_id=1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory):
+    """24 prompt/completion rows of uneven length."""
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [
+        {"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}" + "." * (i % 5)}
+        for i in range(24)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

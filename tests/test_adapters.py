@@ -9,10 +9,9 @@ from safetensors.torch import save_file
 import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.settings import Settings
-from finetune.torch_engine import adapters, attention, hf_model
+from finetune.torch_engine import adapters, hf_model
 from tests import tiny
 
-attention.register()
 SETTINGS = dataclasses.replace(Settings(), train_type="lora", precision="fp32", lora_rank=4, lora_alpha=8.0)
 KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 IDS = torch.arange(3, 35).view(2, 16)

@@ -37,3 +37,20 @@ def build(architecture: str = "llama", seed: int = 0, **changes):
     config = getattr(transformers, name)(**{**base, **extra, **changes})
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def dataset(lengths=(5, 17, 30, 9, 40, 3, 22, 11), vocab=128, seed=0):
+    """Random documents of these lengths; about half of each is targets, never none."""
+    import numpy as np
+
+    from finetune.data import TokenizedDataset
+
+    rng = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = rng.integers(3, vocab, offsets[-1]).astype(np.int32)
+    is_target = np.concatenate([np.arange(n) >= max(1, int(n * rng.uniform(0, 0.9))) for n in lengths])
+    counts = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()), skipped=0, dropped_empty=0,
+                  prompt_truncated=0, answer_truncated=0)  # fmt: skip
+    return TokenizedDataset(
+        tokens, is_target, offsets, tuple(f"row {i}" for i in range(len(lengths))), counts
+    )

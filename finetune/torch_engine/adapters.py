@@ -35,11 +35,13 @@ class LoRAProduct(torch.autograd.Function):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            x_low = x.to(dtype)
+            rows = x_low.reshape(-1, x.shape[-1])
             dropped = rows if keep is None else rows * keep
             low_R = dropped @ lora_a_RI.to(dtype).t()
-            out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
-            out.addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
+            # The product keeps x's shape: a returned view could not be changed in place by the model's code.
+            out = F.linear(x_low, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+            out.view(len(rows), -1).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
         ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (
             weight_of,
             scaling,
@@ -48,7 +50,7 @@ class LoRAProduct(torch.autograd.Function):
             dtype,
         )
         ctx.save_for_backward(rows, low_R, lora_a_RI, lora_b_OR, keep, *stored)
-        return out.view(*x.shape[:-1], -1)
+        return out
 
     @staticmethod
     def backward(ctx, grad):

@@ -13,7 +13,7 @@ import torch
 
 from backend_manager import resident_bytes
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, PlanError
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import adapters, attention, hf_model, loss, optim
 
@@ -84,9 +84,10 @@ class TorchEngine:
             (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
         )
         for batch in microbatches:
-            with self._offload():
-                nll = self.nll(batch)
-            (nll * ((self.scale or 1.0) / num_targets)).backward()
+            with self._memory_advice(batch):
+                with self._offload():
+                    nll = self.nll(batch)
+                (nll * ((self.scale or 1.0) / num_targets)).backward()
             total += nll.detach().to(total.device, torch.float64)
         parameters = list(self.named.values())
         if self.scale:
@@ -144,6 +145,23 @@ class TorchEngine:
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _memory_advice(self, batch: Batch):
+        """An allocation that fails becomes one line that says what to lower, with what it is now."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not isinstance(
+                error, MemoryError | torch.OutOfMemoryError
+            ) and "can't allocate memory" not in str(error):
+                raise
+            s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
+            raise OutOfMemoryError(
+                f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
+                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
+                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now {s.low_memory})."
+            ) from error
+
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch]) -> tuple[float, int]:
         self.model.eval()
@@ -170,7 +188,7 @@ class TorchEngine:
         return tensors, {"counts": numbers, "scale": self.scale, "clean_steps": self.clean_steps}
 
     def rng_state(self) -> dict[str, np.ndarray]:
-        state = {"cpu": torch.get_rng_state().numpy()}
+        state = {"host": torch.get_rng_state().numpy()}
         if self.device.type != "cpu":
             state[self.device.type] = torch.get_device_module(self.device).get_rng_state().numpy()
         return state
@@ -181,7 +199,7 @@ class TorchEngine:
         named = {self._disk(n): p for n, p in self.named.items()}
         optim.load_state(self.optimizer, named, optimizer, values["counts"])
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
-        torch.set_rng_state(torch.from_numpy(np.array(rng["cpu"])))
+        torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         if self.device.type in rng:
             torch.get_device_module(self.device).set_rng_state(
                 torch.from_numpy(np.array(rng[self.device.type]))

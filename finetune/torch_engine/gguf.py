@@ -45,9 +45,8 @@ def write(gguf_file: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     # A model read from GGUF refuses save_pretrained, and its config would ask for the GGUF reader again.
-    config = {
-        k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")
-    }
+    own = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = {k: v for k, v in model.config.to_diff_dict().items() if k not in own}
     config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     model.generation_config.save_pretrained(folder)

@@ -35,7 +35,6 @@ def load(folder, settings: Settings, device):
 
     Code in the model's folder is never run. Raises PlanError for weights that do not fit the config.
     """
-    attention.register()
     model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
     if settings.train_type == "full":
         model.to(device).requires_grad_(True)
@@ -166,6 +165,7 @@ def prove_flat(model, autocast) -> Proof:
     """Two short documents flat must equal the same two alone under the model's own attention, and the second must not
     change with the first.
     """
+    attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
     one, other, two = (torch.randint(3, max(4, vocab), (n,), generator=generator) for n in (13, 13, 9))

@@ -3,7 +3,6 @@
 import contextlib
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 
