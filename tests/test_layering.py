@@ -1,0 +1,205 @@
+"""Who may import whom: the arrows of docs/architecture.md, read from the source. A module's rule is its room's."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ("train", "generate", "score", "export")
+FRAMEWORKS = {
+    "torch",
+    "transformers",
+    "mlx",
+    "mlx_lm",
+    "peft",
+    "bitsandbytes",
+    "hqq",
+    "datasets",
+    "accelerate",
+}
+# Room -> (rooms or modules of ours it may import at module level, packages it may import at module level).
+ARROWS = {
+    "script": ({"part", "quantization_wrapper", "backend_manager"}, set()),
+    "part": ({"part", "quantization_wrapper", "backend_manager"}, {"numpy"}),
+    "torch_engine": (
+        {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
+         "finetune.settings", "finetune.errors", "finetune.engine"},
+        {"numpy", "torch", "transformers", "safetensors", "gguf"},
+    ),
+    "quantizers": ({"quantizers"}, {"torch"}),
+    "quantization_wrapper": ({"backend_manager"}, set()),
+    "backend_manager": (set(), set()),
+}  # fmt: skip
+# Rooms whose functions may import torch or transformers too, and which of them.
+INSIDE_FUNCTIONS = {
+    "backend_manager": {"torch", "mlx"},
+    "quantization_wrapper": {"torch"},
+    "finetune.tokenizer": {"transformers"},
+    "finetune.hf_files": {"transformers"},
+}
+# launch prints the one line of a failure, trained a note for the scripts beside train.py, profiling where its traces are.
+MAY_PRINT = {"finetune.metrics", "finetune.launch", "finetune.trained", "finetune.torch_engine.profiling"}
+
+
+def shipped() -> dict[str, Path]:
+    """{module name: file} of everything that is not a test, a benchmark, an example or a page."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]
+    names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in files}
+    return {name: p for p, name in names.items()}
+
+
+SHIPPED = shipped()
+TREES = {name: ast.parse(p.read_text()) for name, p in SHIPPED.items()}
+TEST_TREES = {p.name: ast.parse(p.read_text()) for p in sorted((ROOT / "tests").glob("*.py"))}
+PACKAGES = {"finetune", "finetune.torch_engine", "finetune.quantizers"}
+MODULES = sorted(set(SHIPPED) - PACKAGES)
+
+
+def room(module: str) -> str:
+    if module in SCRIPTS:
+        return "script"
+    for name in ("torch_engine", "quantizers"):
+        if module.startswith(f"finetune.{name}."):
+            return name
+    return "part" if module.startswith("finetune.") else module
+
+
+def imported(nodes) -> set[str]:
+    """Modules that these import statements name: ours in full, others by their first word, the standard library left out."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {w if w in SHIPPED else node.module for w in whole}
+    ours = {name for name in found if name in SHIPPED}
+    return ours | {name.split(".")[0] for name in found - ours} - set(sys.stdlib_module_names)
+
+
+def at_module_level(tree) -> set[str]:
+    """Imports that run when the module is imported: those in no function."""
+    inside = {
+        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)
+    }
+    return imported(n for n in ast.walk(tree) if id(n) not in inside)
+
+
+def everywhere(tree) -> set[str]:
+    return imported(ast.walk(tree))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_module_imports_only_what_its_room_may(module):
+    ours, packages = ARROWS[room(module)]
+    for name in at_module_level(TREES[module]):
+        if name in SHIPPED:
+            assert name in ours or room(name) in ours, f"{module} imports {name}"
+        else:
+            assert name in packages, f"{module} imports {name} at module level"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")])
+def test_frameworks_are_imported_inside_functions_of_few_modules_only(module):
+    allowed = INSIDE_FUNCTIONS.get(module, set())
+    assert everywhere(TREES[module]) & {"torch", "transformers", "mlx", "mlx_lm"} <= allowed
+
+
+def test_parts_never_reach_into_an_engine_but_to_open_one():
+    """The loop and the parts speak to an engine; only the scripts, `trained` and the quantizer's table make what is inside."""
+    may = {*SCRIPTS, "finetune.trained", "quantization_wrapper"}
+    for module in MODULES:
+        if room(module) in ("torch_engine", "quantizers") or module in may:
+            continue
+        reached = {n for n in everywhere(TREES[module]) if room(n) in ("torch_engine", "quantizers")}
+        assert not reached, f"{module} imports {reached}"
+
+
+def test_torch_and_mlx_never_meet_in_a_module_of_an_engine():
+    for module in MODULES:
+        if room(module) in ("torch_engine", "quantizers"):
+            assert not everywhere(TREES[module]) & {"mlx", "mlx_lm"}, module
+
+
+def test_imports_at_module_level_have_no_cycle():
+    graph = {m: {n for n in at_module_level(TREES[m]) if n in SHIPPED} for m in MODULES}
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_every_module_is_reached_from_a_script():
+    """By an import anywhere, or as a program of its own that another module starts by its name."""
+    seen, left = set(), list(SCRIPTS)
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        words = {
+            n.value
+            for n in ast.walk(TREES[module])
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }
+        left += [n for n in everywhere(TREES[module]) | words if n in SHIPPED]
+    assert set(MODULES) - seen == set()
+
+
+def test_importing_scripts_and_parts_loads_no_framework():
+    modules = [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")]
+    code = f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_nothing_is_caught_that_was_not_expected():
+    """No bare except, no except Exception. BaseException stands once: it crosses from the loading thread to the main one."""
+    caught = []
+    for name, tree in {**TREES, **TEST_TREES}.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler):
+                kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                words = [k.id if isinstance(k, ast.Name) else "bare" if k is None else "" for k in kinds]
+                caught += [f"{name}: {w}" for w in words if w in ("bare", "Exception", "BaseException")]
+    assert caught == ["train: BaseException"]
+
+
+def test_only_metrics_prints_while_a_run_lasts():
+    def prints(node) -> bool:
+        return any(
+            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"
+            for n in ast.walk(node)
+        )
+
+    parts = {m for m in MODULES if m.startswith("finetune.") and prints(TREES[m])}
+    assert parts <= MAY_PRINT
+    loop = [
+        n
+        for n in TREES["train"].body
+        if isinstance(n, ast.FunctionDef) and n.name in ("train", "evaluate", "save")
+    ]
+    assert len(loop) == 3 and not any(map(prints, loop))
+
+
+def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
+    for module in MODULES:
+        assert "pickle" not in {
+            a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names
+        }
+        for call in (n for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)):
+            assert ast.unparse(call.func) != "torch.load", f"{module}:{call.lineno}"
+            for keyword in call.keywords:
+                if keyword.arg == "trust_remote_code":
+                    assert ast.unparse(keyword.value) == "False", f"{module}:{call.lineno}"
+
+
+def test_tests_mock_nothing():
+    for name, tree in TEST_TREES.items():
+        words = {
+            a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
+        }
+        words |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        words |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args}
+        assert not words & {"mock", "unittest.mock", "MagicMock", "pytest_mock", "mocker"}, name
