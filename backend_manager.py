@@ -53,6 +53,7 @@ class BackendCapabilities:
     engine: str
     notes: str
     bfloat16_speed: float | None = None  # bf16 products per second over fp32 ones, measured here
+    memory_bytes: int | None = None  # of the device; of the system where memory is unified
     probed: bool = False
     reasons: dict = field(default_factory=dict)
 
@@ -275,7 +276,7 @@ class BackendManager:
         return self.__dict__.get("capabilities") or self._with_probes(run=False)
 
     def _with_probes(self, run: bool) -> BackendCapabilities:
-        base = CAPABILITIES[self.backend]
+        base = replace(CAPABILITIES[self.backend], memory_bytes=system_memory()[0])
         if base.engine != "torch":
             return base
         cache = ProbeCache(self.backend)
@@ -514,11 +515,14 @@ def probe_torch(device: str) -> dict:
         "bfloat16_error": None,
         "flash": False,
         "capability": None,
+        "memory": None,
     }
     if device == "cuda":
         facts["device_name"] = torch.cuda.get_device_name()
         facts["capability"] = torch.cuda.get_device_capability()
         facts["flash"] = torch.backends.cuda.is_flash_attention_available() and facts["capability"] >= (8, 0)
+    if device in ("cuda", "xpu"):
+        facts["memory"] = torch.get_device_module(device).mem_get_info()[1]
     try:
         facts["bfloat16_speed"] = _bfloat16_speed(device)
     except (RuntimeError, TypeError) as error:
@@ -583,6 +587,7 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
         supports_bfloat16=bf16,
         supports_flash_attention=base.supports_flash_attention and bool(facts["flash"]),
         bfloat16_speed=speed,
+        memory_bytes=facts["memory"] or base.memory_bytes,
         probed=True,
         reasons=reasons,
     )

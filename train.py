@@ -71,7 +71,9 @@ def make_plan(
         raise PlanError(f"--backend {named}: {error}") from None
     known = manager.capabilities if prepare else manager.documented_or_cached()
     files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
-    shape = plan.ModelShape.from_config(files.config) if files else None
+    shape = files and plan.ModelShape.from_config(
+        files.config, sum(f.stat().st_size for f in files.weight_files)
+    )
     settled = plan.resolve_plan(wishes, manager.backend, known, shape)
     if settled.settings.verbose:
         manager.print_summary()
@@ -212,9 +214,10 @@ def evaluate(run: Run) -> None:
     nll, num_targets = run.engine.evaluate(batches)
     values = {"loss": nll / num_targets, "num_targets": num_targets}
     if run.questions:
-        values["exact_match"], _ = exact_match(
+        values["exact_match"], answers = exact_match(
             run.engine, run.tokenizer, run.questions, s.score_max_new_tokens
         )
+        run.results["first answer"] = answers[0]
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
     run.metrics.say(f"eval  step {run.state.step} | {shown}")
@@ -222,7 +225,7 @@ def evaluate(run: Run) -> None:
     run.results["after"] = values
     if run.state.step and (run.state.best_loss is None or values["loss"] < run.state.best_loss):
         run.state.best_loss, run.state.best_step = values["loss"], run.state.step
-        if s.save_model:
+        if s.save_model and (s.validation_dataset or s.validation_split):
             run.directory.publish(run.engine, run.configs, run.directory.root / "best")
     run.seconds["scoring"] = run.seconds.get("scoring", 0) + time.perf_counter() - started
 
@@ -395,11 +398,15 @@ def _import_framework() -> int:
 def show_sample(run: Run, when: str) -> None:
     """What the model answers to the first scored row, kept for the closing table."""
     if run.questions:
-        prompt, answer, source = run.questions[0]
-        limit = min(run.plan.settings.score_max_new_tokens, 64)
-        text = run.tokenizer.decode(run.engine.generate([prompt], limit, end_ids(run.tokenizer))[0])
-        run.results[f"sample {when}"] = " ".join(text.split())[:300]
-        run.results["sample"] = (run.tokenizer.decode(prompt), answer, source)
+        prompt, wanted, source = run.questions[0]
+        answer = run.results.pop("first answer", None)
+        if answer is None or answer.strip() != wanted.strip():  # scoring ends an answer where it goes wrong
+            new = run.engine.generate(
+                [prompt], run.plan.settings.score_max_new_tokens, end_ids(run.tokenizer)
+            )
+            answer = run.tokenizer.decode(new[0], skip_special_tokens=True)
+        run.results[f"sample {when}"] = " ".join(answer.split())[:300]
+        run.results["sample"] = (run.tokenizer.decode(prompt), wanted, source)
 
 
 def print_summary(run: Run, code: int) -> None:

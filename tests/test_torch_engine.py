@@ -273,12 +273,29 @@ def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length():
     assert stopped[0] == together[0] and stopped[1] == together[1][:2]
 
 
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_frozen_weights_are_the_same_bits_after_training(train_type):
+    built = engine(train_type=train_type)
+    before = hf_model.base_tensors_digest(built.model)
+    for _ in range(3):
+        built.train_step(batches(), 1e-1)
+    built.generate([[3, 4, 5]], 4, {127})
+    assert hf_model.base_tensors_digest(built.model) == before
+
+
 def test_dense_weights_are_kept_only_inside():
     built = engine(train_type="qlora")
-    layer = next(m for m in built.model.modules() if isinstance(m, adapters.QuantizedLinear))
+    layer = next(iter(adapters.layers(built.model).values()))
+    x = torch.randn(3, layer.in_features)
+    apart = layer(x)
     with dense_weights(built.model):
-        assert layer.cached is not None
-    assert layer.cached is None
+        assert layer.merged is not None
+        torch.testing.assert_close(layer(x), apart, rtol=1e-5, atol=1e-6)
+    assert layer.merged is None and layer.base.cached is None
+    built.model.to(torch.bfloat16)  # 16 bits would round the adapter away
+    with dense_weights(built.model):
+        assert layer.merged is None and layer.base.cached is not None
+    assert layer.base.cached is None
 
 
 def test_memory_is_counted_by_item():

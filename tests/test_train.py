@@ -334,24 +334,10 @@ def test_a_saved_plan_gives_the_same_run(run, tmp_path):
     assert first["settled"]["batch_layout"] == "flat"
 
 
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_base_weights_are_the_same_bits_after_training(tiny_model, run, tmp_path, train_type, monkeypatch):
-    from finetune.torch_engine import engine, hf_model
-
-    seen = []
-    begin, publish = engine.TorchEngine.begin_memory, train.rundir.RunDir.publish
-
-    def remember(self, *args):
-        seen.append((self, hf_model.base_tensors_digest(self.model)))
-        return begin(self, *args)
-
-    monkeypatch.setattr(engine.TorchEngine, "begin_memory", remember)
-    monkeypatch.setattr(train.rundir.RunDir, "publish", publish)
-    files = {p.name: p.read_bytes() for p in tiny_model.iterdir()}
-    run(train_type=train_type)
-    built, before = seen[0]
-    assert hf_model.base_tensors_digest(built.model) == before
-    assert {p.name: p.read_bytes() for p in tiny_model.iterdir()} == files
+def test_the_base_folder_is_never_written_to(run, tiny_model):
+    before = {p.name: p.read_bytes() for p in tiny_model.iterdir()}
+    run(max_steps=1)
+    assert {p.name: p.read_bytes() for p in tiny_model.iterdir()} == before
 
 
 @pytest.mark.parametrize(

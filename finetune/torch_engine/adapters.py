@@ -85,6 +85,7 @@ class LoRALinear(nn.Module):
         self.dropout = dropout
         self.lora_magnitude_vector = None
         self.row_square_O = None  # |w|^2 of each row of the frozen weight, made once
+        self.merged = None  # base and adapter as one dense weight while many small forwards run
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self.weight_norm().detach().clone())
 
@@ -113,7 +114,22 @@ class LoRALinear(nn.Module):
             (self.row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.t())) * b).sum(1)).clamp_min(0).sqrt()
         )
 
+    @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """Base and adapter as one weight [O, I], fp32."""
+        weight_OI = torch.addmm(
+            self.weight_of(self.stored(), torch.float32),
+            self.lora_B.float(),
+            self.lora_A.float(),
+            alpha=self.scaling,
+        )
+        if self.lora_magnitude_vector is not None:
+            weight_OI *= (self.lora_magnitude_vector / self.weight_norm()).unsqueeze(1)
+        return weight_OI
+
     def forward(self, x):
+        if self.merged is not None:
+            return F.linear(x, self.merged, self.base.bias)
         keep = None
         if self.dropout and self.training:
             keep = torch.empty(x.numel() // x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device)
@@ -275,10 +291,7 @@ def peft_config(model, settings: Settings, base_name: str) -> dict:
 def merge(model) -> None:
     """Adds each adapter into its dense base weight, in fp32, and takes the adapter away."""
     for name, layer in layers(model).items():
-        weight_OI = layer.weight_of(layer.stored(), torch.float32)
-        merged = weight_OI + layer.scaling * (layer.lora_B.float() @ layer.lora_A.float())
-        if layer.lora_magnitude_vector is not None:
-            merged *= (layer.lora_magnitude_vector / layer.weight_norm()).unsqueeze(1)
+        merged = layer.merged_weight()
         base = layer.base
         base.weight.copy_((merged if isinstance(base, nn.Linear) else merged.t()).to(base.weight.dtype))
         parent, _, leaf = name.rpartition(".")

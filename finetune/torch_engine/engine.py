@@ -173,7 +173,7 @@ class TorchEngine:
         from finetune.torch_engine.generate import generate
 
         self.model.eval()
-        with dense_weights(self.model), self.autocast():
+        with self.autocast(), dense_weights(self.model):
             new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
         trim_heap()
         return new
@@ -272,6 +272,11 @@ class TorchEngine:
                 t.nbytes for s in self.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
             ),
             "buffers": sum(b.nbytes for b in self.model.buffers()),
+            "dequantized": sum(
+                m.cached.nbytes
+                for m in self.model.modules()
+                if isinstance(m, QuantizedLinear) and m.cached is not None
+            ),
         }
         if self.device.type in ("cuda", "xpu"):
             module = torch.get_device_module(self.device)
@@ -288,14 +293,28 @@ class TorchEngine:
 
 @contextlib.contextmanager
 def dense_weights(model):
-    """Keeps dequantized weights while many small forwards run, as in generation; gives the memory back after."""
-    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
+    """Keeps dense weights while many small forwards run, as in generation, and gives the memory back after.
+
+    In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays apart.
+    """
+    merging = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+    merged = [m for m in model.modules() if isinstance(m, adapters.LoRALinear)] if merging else []
+    inside = {id(layer.base) for layer in merged}
+    cached = [
+        m
+        for m in model.modules()
+        if isinstance(m, QuantizedLinear) and m.cached is None and id(m) not in inside
+    ]
     try:
-        for layer in layers:
+        for layer in merged:
+            layer.merged = layer.merged_weight()
+        for layer in cached:
             layer.cache(model.dtype)
         yield
     finally:
-        for layer in layers:
+        for layer in merged:
+            layer.merged = None
+        for layer in cached:
             layer.cached = None
 
 

@@ -12,6 +12,7 @@ import transformers
 
 import quantization_wrapper
 from finetune.errors import PlanError
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import Settings
 from finetune.torch_engine import adapters, attention, loss
 
@@ -47,6 +48,11 @@ def load(folder, settings: Settings, device):
                 settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
             )
             quantization_wrapper.quantize_model(model, config, names, device=device)
+            if settings.cache_dequantized == "true":
+                dtype = AUTOCAST_DTYPES.get(settings.precision, WEIGHT_DTYPES[settings.precision])
+                for layer in model.modules():
+                    if isinstance(layer, QuantizedLinear):
+                        layer.cache(dtype)
         model.to(device)
         adapters.add(model, targets, settings)
     if settings.precision == "bf16_buffers_autocast":
