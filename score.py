@@ -9,6 +9,7 @@ import time
 
 from finetune import launch
 from finetune.cli import Parser
+from finetune.errors import PlanError
 
 
 def build_parser() -> Parser:
@@ -70,6 +71,11 @@ def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
     from finetune import data, prompts, trained
 
+    for name in ("context_length", "max_new_tokens", "batch_size"):
+        if getattr(args, name) < 1:
+            raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
+    if args.samples == 0 or args.samples < -1:
+        raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
     raw = data.read_rows(args.dataset, samples=args.samples)
     form = prompts.detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
     began = time.perf_counter()

@@ -9,16 +9,20 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
-from backend_manager import BackendManager, environment_error, package_version, versions
-from finetune import data, hf_files, launch, plan, prompts, rundir
+from backend_manager import CAPABILITIES, BackendManager, environment_error, package_version, versions
+from finetune import checkpoint, data, hf_files, launch, memory, plan, prompts, rundir
 from finetune.cli import Parser, add_flags, convert, wishes_from
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import GIB, Metrics, table, tracker
 from finetune.schedule import Schedule, warmup_steps
 from finetune.settings import NAMES
 from finetune.tokenizer import end_ids, load_tokenizer, pad_id
+
+ENGINES = ("torch",)
+EVA_ROWS = 256  # rows whose activations --init_lora_weights eva looks at
 
 
 def build_parser() -> Parser:
@@ -62,22 +66,46 @@ def make_plan(
         raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
     found = rundir.find_run(wishes.get("resume"), wishes.get("output_dir"))
     if found:
+        if wishes.get("output_dir") and Path(wishes["output_dir"]).resolve() != found.output_dir.resolve():
+            raise PlanError(
+                f"--output_dir {wishes['output_dir']}: a resumed run goes on in {found.output_dir}. Leave it out."
+            )
         wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
         wishes["output_dir"] = str(found.output_dir)
     try:
         named = wishes.get("backend") or os.environ.get("FSDP_BACKEND") or None
         manager = BackendManager(named, verbose=False)
+        skipped = None
+        if manager.requested is None and CAPABILITIES[manager.backend].engine not in ENGINES:
+            skipped = manager.backend
+            rest = [b for b in manager.available if CAPABILITIES[b].engine in ENGINES]
+            manager = BackendManager(rest[0], verbose=False)
     except ValueError as error:
         raise PlanError(f"--backend {named}: {error}") from None
     known = manager.capabilities if prepare else manager.documented_or_cached()
     files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
-    shape = files and plan.ModelShape.from_config(
-        files.config, sum(f.stat().st_size for f in files.weight_files)
-    )
+    shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     settled = plan.resolve_plan(wishes, manager.backend, known, shape)
+    if skipped:
+        why = f"auto found {skipped}, and this version trains through torch only"
+        settled = replace(
+            settled,
+            adjustments=(plan.Adjustment("backend", "auto", settled.backend, why), *settled.adjustments),
+        )
+    if files is None:
+        settled = replace(settled, notices=(*settled.notices, f"{settled.settings.model_name} is not on this disk yet: "
+                          "limits that depend on it are not checked"))  # fmt: skip
+    for flag in ("dataset", "validation_dataset", "score_dataset"):
+        data.check_local(getattr(settled.settings, flag), f"--{flag}")
+    if found:
+        settled = plan.check_resumed(settled, found.saved_plan)
     if settled.settings.verbose:
         manager.print_summary()
     return settled, files, found
+
+
+def stored_bytes(files: hf_files.ModelFiles) -> int:
+    return sum(file.stat().st_size for file in files.weight_files)
 
 
 def print_plan(settled: plan.RunPlan) -> None:
@@ -163,12 +191,18 @@ class Loading(threading.Thread):
         return self.result
 
 
-def load_model(run: Run):
-    """Loads, quantizes and adapts the model as the plan says; a started Loading."""
+def load_model(run: Run) -> Loading:
+    """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
     from finetune.torch_engine import hf_model
     from finetune.torch_engine.engine import device_of
 
-    loading = Loading(lambda: hf_model.load(run.files.folder, run.plan.settings, device_of(run.plan.backend)))
+    s, batches = run.plan.settings, None
+    if s.init_lora_weights == "eva":
+        rows, _ = data.step_rows(len(run.train_set), min(len(run.train_set), EVA_ROWS), s.seed, data.Cursor())
+        batches = data.microbatches(
+            run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
+        )
+    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches))
     loading.start()
     return loading
 
@@ -235,7 +269,8 @@ def train(run: Run, stop: launch.Stop) -> None:
     s, state = run.plan.settings, run.state
     warmup = warmup_steps(state.total_steps, s.warmup_steps, s.warmup_ratio)
     schedule = Schedule(s.lr_scheduler, s.lr, state.total_steps, warmup, s.cosine_min_lr_ratio)
-    with run.engine.profiler() as profiler:
+    traces = []
+    with run.engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.signal:
             started = time.perf_counter()
             cursor = data.Cursor(state.epoch, state.index)
@@ -251,16 +286,14 @@ def train(run: Run, stop: launch.Stop) -> None:
             state.step, state.epoch, state.index = state.step + 1, after.epoch, after.index
             state.num_tokens += result.num_tokens
             state.loss = result.nll / result.num_targets
-            profiler.step()
+            profile_step()
             seconds = time.perf_counter() - started
             run.seconds["training"] = run.seconds.get("training", 0) + seconds
-            memory = run.engine.memory()
-            run.results["peak"] = max(
-                run.results.get("peak", {"total": 0}), asdict(memory), key=lambda m: m["total"]
-            )
+            used = asdict(run.engine.memory())
+            run.results["peak"] = max(run.results.get("peak", {"total": 0}), used, key=lambda m: m["total"])
             run.metrics.step(
                 state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
-                seconds, asdict(memory), result.skipped,
+                seconds, used, result.skipped,
             )  # fmt: skip
             last = state.step == state.total_steps
             if s.eval_every and state.step % s.eval_every == 0 and not last:
@@ -268,12 +301,14 @@ def train(run: Run, stop: launch.Stop) -> None:
             if s.save_model and (last or stop.signal or (s.save_every and state.step % s.save_every == 0)):
                 save(run)
     run.metrics.end_live()
+    if traces:
+        run.metrics.say(f"profile: {len(traces)} files in {s.profiling_output}")
 
 
 def _not_finite(run: Run, error, rows) -> str:
     step, sources = run.state.step + 1, [run.train_set.sources[r] for r in rows]
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
-    good, _ = rundir.checkpoint.newest(run.directory.root)
+    good, _ = checkpoint.newest(run.directory.root)
     kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {run.plan.settings.lr}, or look at these rows."
 
@@ -284,19 +319,14 @@ def save(run: Run) -> None:
     run.metrics.event("save", step=run.state.step, path=str(path))
 
 
-def start(run: Run, found: rundir.Found | None, raws: dict) -> bool:
-    """Opens the output_dir, takes up its checkpoint if there is one, writes the plan. False: the run is already complete."""
+def start(run: Run, found: rundir.Found | None) -> None:
+    """Takes up the checkpoint if there is one, then writes the plan: from here on the output_dir is this run's."""
     s = run.plan.settings
     steps = data.total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps)
     run.state = plan.TrainState(total_steps=steps, output_dir=s.output_dir)
     run.identity |= {"base model": run.files.digest, "dataset": run.train_set.digest()}
-    resumed = rundir.finished_state(run.directory.root) if found else None
-    if resumed and resumed.step >= steps and not found.step_folder:
-        return False
     offset = None
     if found:
-        for line in plan.check_resumed(run.plan, found.saved_plan):
-            print(f"  {line}")
         saved, lines = run.directory.find_checkpoint(found.step_folder)
         for line in lines:
             print(f"  {line}")
@@ -307,7 +337,12 @@ def start(run: Run, found: rundir.Found | None, raws: dict) -> bool:
                 print(
                     f"  total steps: {run.state.total_steps} -> {steps}; the schedule is that of the new total"
                 )
+            if run.state.step > steps:
+                raise PlanError(
+                    f"--max_steps {s.max_steps}: {saved.folder} is at step {run.state.step} already. Use a larger one."
+                )
             run.state.total_steps, run.state.status = steps, "running"
+    run.directory.begin(resumed=found is not None)
     run.directory.save_plan(run.plan)
     run.tokenizer.save_pretrained(s.output_dir)
     (run.directory.root / "train_state.json").unlink(missing_ok=True)
@@ -320,11 +355,23 @@ def start(run: Run, found: rundir.Found | None, raws: dict) -> bool:
     )
     if offset is not None:
         run.metrics.event("save", step=run.state.step, path=str(saved.folder))
+    run.results["predicted"] = predicted_memory(run)
     run.metrics.event(
         "start", plan=run.plan.digest(), step=run.state.step, versions=versions(), machine=BackendManager(run.plan.backend, False)
-        .describe()["cpu"], predicted_memory_bytes=None, data=run.train_set.counts,
+        .describe()["cpu"], predicted_memory_bytes=run.results["predicted"], data=run.train_set.counts,
     )  # fmt: skip
-    return True
+
+
+def predicted_memory(run: Run) -> dict:
+    """memory.estimate for the first epoch's largest microbatch."""
+    s, size, cursor, steps = run.plan.settings, len(run.train_set), data.Cursor(), []
+    while cursor.epoch == 0:
+        rows, cursor = data.step_rows(size, run.plan.rows_per_step, s.seed, cursor)
+        steps.append(rows)
+    lengths = run.train_set.lengths
+    tokens = memory.largest_microbatch(lengths, steps, s.batch_size, s.microbatch_tokens)
+    shape = plan.ModelShape.from_config(run.files.config, stored_bytes(run.files))
+    return memory.estimate(run.plan, shape, tokens, int(lengths.max()))
 
 
 def run_plan(
@@ -332,6 +379,10 @@ def run_plan(
 ) -> plan.TrainState:
     """The whole run in this process. Its TrainState says how it ended; status `stopped` names a signal in exit_code."""
     run, began = Run(settled, files), time.perf_counter()
+    done = rundir.finished_state(found.output_dir) if found and not found.step_folder else None
+    if done and plan.same_length(settled, found.saved_plan):
+        print(f"already complete: {settled.settings.output_dir} holds all {done.step} steps")
+        return done
     run.directory = rundir.RunDir(settled, resumed=found is not None)
     stop = launch.Stop()
     code, status = 1, "failed"
@@ -343,15 +394,16 @@ def run_plan(
             if notice:
                 print(f"  note: {notice}")
             baseline = _import_framework()
-            loading = load_model(run)
             run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
+            starts_from_data = settled.settings.init_lora_weights == "eva"
+            loading = None if starts_from_data else load_model(run)
             prepare_data(run, raws)
+            loading = loading or load_model(run)
             build_engine(run, loading.model())
             run.results["loading"] = run.engine.begin_memory(baseline)
             run.seconds["loading"] = time.perf_counter() - began
-            if not start(run, found, raws):
-                print(f"already complete: {run.directory.root} holds all {run.state.total_steps} steps")
-                return rundir.finished_state(run.directory.root)
+            with checkpoint.storage(run.directory.root):
+                start(run, found)
             if run.state.step == 0 and not stop.signal:
                 evaluate(run)
                 show_sample(run, "before")
@@ -374,13 +426,14 @@ def run_plan(
         finally:
             if run.metrics:
                 peak = run.results.get("peak", {"total": 0, "items": {}})
+                peak["items"]["loading"] = run.results["loading"]  # beside the total, not in it
                 run.metrics.event(
                     "end", status=status, exit_code=code, step=run.state.step, wall_s=time.perf_counter() - began,
                     peak_memory_bytes=peak,
                 )  # fmt: skip
                 run.metrics.end_live()
                 run.metrics.close()
-            run.directory.lock.release()
+            run.directory.close()
     run.state.output_dir = str(run.directory.root)
     run.seconds["whole run"] = time.perf_counter() - began
     print_summary(run, code)
@@ -430,8 +483,12 @@ def print_summary(run: Run, code: int) -> None:
         print(f"before: {r.get('sample before', '(resumed)')}\nafter:  {r['sample after']}")
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
     rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
-    peak = r.get("peak", {"total": 0})["total"] / GIB
-    print(f"\ntime: {phases}; {rate:,.0f} tokens/s in training; peak memory {peak:.2f} GiB above imports")
+    peak, predicted = (r.get(k, {"total": 0})["total"] / GIB for k in ("peak", "predicted"))
+    loading = r.get("loading", 0) / GIB
+    print(f"\ntime: {phases}; {rate:,.0f} tokens/s in training")
+    print(
+        f"memory above imports: {peak:.2f} GiB in training ({predicted:.2f} predicted), {loading:.2f} GiB while loading"
+    )
     if code == 0 and s.save_model:
         print(f"saved: {s.output_dir}\ntry it: python generate.py --checkpoint {s.output_dir} --prompt '...'")
     elif code:

@@ -77,7 +77,7 @@ def storage(path: Path):
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) or error.errno is None:
             raise
         where, free = path, "unknown"
         while not where.exists() and where != where.parent:
@@ -276,10 +276,12 @@ def clear_run(output_dir: Path) -> None:
     """--overwrite: removes what a run of ours wrote here, and nothing else."""
     for folder in ("checkpoints", "best"):
         shutil.rmtree(output_dir / folder, ignore_errors=True)
-    for name in (
+    ours = (
         "run_plan.json", "train_state.json", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json",
-        "model.safetensors",
-    ):  # fmt: skip
+        "base_model.json", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    )  # fmt: skip
+    for name in (*ours, *(p.name for p in output_dir.glob("model*.safetensors"))):
         (output_dir / name).unlink(missing_ok=True)
 
 

@@ -10,10 +10,11 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from finetune.datafiles import RawDataset, read_rows
+from finetune.datafiles import HUB_NAME, OLDER_WORDS, READERS, RawDataset, find_files, read_rows
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
 from finetune.prompts import (
@@ -401,3 +402,12 @@ def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
         position_ids[b, : len(ids)] = np.arange(len(ids))
         document_ids[b, : len(ids)] = b
     return Batch(input_ids, labels, position_ids, document_ids, tuple(rows))
+
+
+def check_local(dataset: str | None, flag: str) -> None:
+    """Raises PlanError for a data set that cannot be there: no file, no folder, no word, no hub name. Opens no connection."""
+    known = (None, "dummy", *OLDER_WORDS)
+    if dataset in known or Path(dataset).expanduser().exists():
+        return
+    if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
+        find_files(dataset, "train", flag)

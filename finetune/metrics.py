@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from finetune.checkpoint import storage
+
 GIB = 2**30
 
 
@@ -37,8 +39,9 @@ class Metrics:
 
     def event(self, kind: str, **values) -> None:
         """Appends one JSON line; each is flushed, so that a crash tears at most the last."""
-        self.handle.write(json.dumps({"event": kind, "time": time.time(), **values}) + "\n")
-        self.handle.flush()
+        with storage(self.file):
+            self.handle.write(json.dumps({"event": kind, "time": time.time(), **values}) + "\n")
+            self.handle.flush()
         if self.tracker and kind in ("step", "eval"):
             numbers = {
                 f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"

@@ -47,6 +47,11 @@ class ModelShape:
     num_layers: int | None
     hidden_size: int | None
     num_experts: int | None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    tied: bool = False
     num_weights: int | None = None
 
     @classmethod
@@ -69,6 +74,11 @@ class ModelShape:
             num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
             hidden_size=first("hidden_size", "n_embd", "d_model"),
             num_experts=first("num_local_experts", "num_experts", "n_routed_experts"),
+            num_heads=first("num_attention_heads", "n_head"),
+            num_kv_heads=first("num_key_value_heads", "num_kv_heads"),
+            head_dim=first("head_dim"),
+            intermediate_size=first("intermediate_size", "n_inner", "ffn_hidden_size"),
+            tied=bool(text.get("tie_word_embeddings")),
             num_weights=stored_bytes
             // (4 if "32" in str(text.get("dtype") or text.get("torch_dtype")) else 2)
             if stored_bytes
@@ -287,12 +297,12 @@ class _Resolver:
             raise PlanError(
                 f"--backend {self.backend}: this version has no {self.caps.engine.upper()} engine. Use --backend cpu."
             )
+        alone = "one process meets no other"
         for name, why in (
-            ("no_sync", "one process exchanges nothing"),
-            ("sharding_strategy", "one process holds everything"),
-        ):
-            if v[name]:
-                self.set(name, DEFAULTS[name], why)
+            ("no_sync", "one process exchanges nothing"), ("sharding_strategy", "one process holds everything"),
+            ("rank_timeout", alone), ("master_addr", alone), ("master_port", alone),
+        ):  # fmt: skip
+            self.set(name, DEFAULTS[name], why)
 
     def machine(self):
         if self.values["world_size"] != 1:
@@ -474,14 +484,13 @@ def resumed_wishes(given: dict, saved: dict) -> dict:
     return {**saved["requested"], **given}
 
 
-def check_resumed(plan: RunPlan, saved: dict) -> list[str]:
-    """Lines that say what changed since the saved run. Raises PlanError naming each change that is not allowed."""
+def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
+    """The plan with a notice for each setting that differs from the saved run's. PlanError names each that must not."""
     new, old = plan.to_json()["settled"], saved["settled"]
-    changed = {
-        k: (old[k], new[k])
-        for k in new
-        if k in old and old[k] != new[k] and k not in ("backend_type", "engine")
-    }
+    derived = ("backend_type", "engine", "output_dir")
+    changed = {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in derived}
+    if plan.settings.batch_layout == "auto":  # settled on the loaded model, as it was in the saved run
+        changed.pop("batch_layout", None)
     rows = ("batch_size", "gradient_accumulation_steps")
     old_rows, new_rows = (s["batch_size"] * s["gradient_accumulation_steps"] for s in (old, new))
     if any(k in changed for k in rows):
@@ -496,14 +505,15 @@ def check_resumed(plan: RunPlan, saved: dict) -> list[str]:
             "; ".join(refused)
             + ". A resumed run keeps these. Leave them out, or start in another --output_dir."
         )
-    lines = [
-        f"{k}: {_word(a)} -> {_word(b)} since the saved run"
-        for k, (a, b) in changed.items()
-        if k != "output_dir"
-    ]
+    lines = [f"{k}: {_word(a)} -> {_word(b)} since the saved run" for k, (a, b) in changed.items()]
     if "quantization_backend" in changed:
         lines.append("the base is quantized anew from its own weights, so the loss may step a little")
-    return lines
+    return replace(plan, notices=plan.notices + tuple(lines))
+
+
+def same_length(plan: RunPlan, saved: dict) -> bool:
+    """Whether the plan asks for as many steps as the saved run did."""
+    return all(getattr(plan.settings, k) == saved["settled"][k] for k in ("max_steps", "num_epochs"))
 
 
 def _word(value) -> str:

@@ -1,5 +1,6 @@
 """One run's output_dir: who may write there, what a checkpoint of ours holds, how a run is found and taken up again."""
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -68,16 +69,28 @@ class RunDir:
     def __init__(self, plan: RunPlan, resumed: bool):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = checkpoint.Lock(self.root)
-        checkpoint.clean_leftovers(self.root)
-        if checkpoint.holds_a_run(self.root) and not resumed:
-            if not plan.settings.overwrite:
-                self.lock.release()
-                raise PlanError(
-                    f"--output_dir {self.root}: holds another run. Use --resume auto to go on, or --overwrite true to replace it."
-                )
-            checkpoint.clear_run(self.root)
         self.weights_file = ADAPTER if plan.adapter else FULL
         self.run_id = plan.digest()[:16]
+        if checkpoint.holds_a_run(self.root) and not resumed and not plan.settings.overwrite:
+            self.close()
+            raise PlanError(
+                f"--output_dir {self.root}: holds another run. Use --resume auto to go on, or --overwrite true to "
+                "replace it."
+            )
+
+    def begin(self, resumed: bool) -> None:
+        """Removes what crashes left half-made and, with --overwrite, the run before. Call it when nothing can be refused."""
+        checkpoint.clean_leftovers(self.root)
+        if not resumed and self.plan.settings.overwrite:
+            checkpoint.clear_run(self.root)
+
+    def close(self) -> None:
+        """Frees the folder, and takes it away where nothing was written to it."""
+        if [p.name for p in self.root.iterdir()] == [".lock"]:
+            (self.root / ".lock").unlink()
+            with contextlib.suppress(OSError):
+                self.root.rmdir()
+        self.lock.release()
 
     def write_json(self, name: str, content: dict) -> None:
         checkpoint.replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
@@ -138,7 +151,8 @@ class RunDir:
         if self.plan.adapter:
             checkpoint.replace_tensors(folder / ADAPTER, engine.trainable_state())
         else:
-            engine.write_model(folder)
+            with checkpoint.storage(folder):
+                engine.write_model(folder)
         for name, content in configs.items():
             checkpoint.replace_text(folder / name, json.dumps(content, indent=2) + "\n")
 

@@ -214,7 +214,7 @@ def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer()
     old = saved(lr=1e-3, max_steps=10)
     plan = plan_of(**resumed_wishes({"max_steps": 20}, old))
     assert plan.settings.lr == 1e-3
-    assert check_resumed(plan, old) == ["max_steps: 10 -> 20 since the saved run"]
+    assert check_resumed(plan, old).notices[-1] == "max_steps: 10 -> 20 since the saved run"
 
 
 def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
@@ -226,7 +226,8 @@ def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
 def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
     old = saved(batch_size=4, gradient_accumulation_steps=2)
     same = resumed_wishes({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
-    assert check_resumed(plan_of(**same), old) == []
+    plan = plan_of(**same)
+    assert check_resumed(plan, old).notices == plan.notices
     with pytest.raises(PlanError, match="8 -> 16 rows a step"):
         check_resumed(plan_of(**resumed_wishes({"batch_size": 8}, old)), old)
 

@@ -421,6 +421,17 @@ def test_any_architecture_trains_from_a_folder(architecture, make_tokenizer, run
     peft.PeftModel.from_pretrained(theirs, tmp_path / "out")
 
 
+@pytest.mark.parametrize("init", ["gaussian", "eva"])
+def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, tmp_path, init):
+    run(init_lora_weights=init, max_steps=3, train_type="qlora")
+    first = read_events(tmp_path / "out", "step")[0]["loss"]
+    run(max_steps=1, train_type="qlora", output_dir=str(tmp_path / "plain"), lora_dropout=0.0)
+    assert first == pytest.approx(read_events(tmp_path / "plain", "step")[0]["loss"], rel=1e-5)  # B is zero
+    peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out"
+    )
+
+
 def test_traces_are_written(run, tmp_path):
     run(max_steps=4, profile=True, profiling_output=str(tmp_path / "traces"), with_shapes=True)
     traces = list((tmp_path / "traces").glob("trace-*.json"))

@@ -218,8 +218,8 @@ def target_names(model, wish: str) -> list[str]:
     return chosen
 
 
-def add(model, names: list[str], settings: Settings) -> None:
-    """Puts an adapter on each named layer. A is drawn from `seed` and the layer's name alone, on the CPU."""
+def add(model, names: list[str], settings: Settings, starts: dict | None = None) -> None:
+    """Puts an adapter on each named layer. A is drawn from `seed` and the layer's name alone, on the CPU; or is `starts`'."""
     for name in names:
         parent, _, leaf = name.rpartition(".")
         base = model.get_submodule(name)
@@ -235,7 +235,9 @@ def add(model, names: list[str], settings: Settings) -> None:
             (settings.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
         )
         start = torch.empty(layer.lora_A.shape)
-        if settings.init_lora_weights == "gaussian":  # PEFT's: normal with deviation 1/r
+        if starts is not None:
+            start = starts[name]
+        elif settings.init_lora_weights == "gaussian":  # PEFT's: normal with deviation 1/r
             start.normal_(std=1 / settings.lora_rank, generator=generator)
         else:  # PEFT's: Kaiming uniform with a = sqrt(5), that is +-1/sqrt(I)
             bound = 1 / math.sqrt(layer.in_features)
@@ -243,6 +245,24 @@ def add(model, names: list[str], settings: Settings) -> None:
         with torch.no_grad():
             layer.lora_A.copy_(start)
         setattr(model.get_submodule(parent), leaf, layer)
+
+
+def eva_start(model, names: list[str], settings: Settings, batches) -> dict[str, torch.Tensor]:
+    """{layer name: A [R, I]} from the data, by peft's EVA (Paischer et al. 2024): leading directions of each layer's inputs.
+
+    `model` still dense; `batches` are dicts of its inputs. Ranks stay as asked for (rho 1), so that every layer has one.
+    """
+    import peft
+    from peft.tuners.lora.eva import get_eva_state_dict
+
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        target_modules=names,
+        init_lora_weights="eva",
+        eva_config=peft.EvaConfig(rho=1.0),
+    )
+    state = get_eva_state_dict(model, batches, config, show_progress_bar=False)
+    return {name: state[name] for name in names}
 
 
 def layers(model) -> dict[str, LoRALinear]:

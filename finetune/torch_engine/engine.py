@@ -250,10 +250,10 @@ class TorchEngine:
         """A whole model folder in the dtype of its config, as transformers loads it."""
         hf_model.write_folder(self.model, Path(folder))
 
-    def profiler(self):
+    def profiler(self, written: list):
         from finetune.torch_engine import profiling
 
-        return profiling.profiler(self.settings, self.device)
+        return profiling.profiler(self.settings, self.device, written)
 
     # ---- memory
 

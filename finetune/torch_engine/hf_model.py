@@ -31,10 +31,10 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load(folder, settings: Settings, device):
+def load(folder, settings: Settings, device, batches=None):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
-    Code in the model's folder is never run. Raises PlanError for weights that do not fit the config.
+    `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never run. Raises PlanError for weights that do not fit the config.
     """
     model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
     if settings.train_type == "full":
@@ -43,6 +43,9 @@ def load(folder, settings: Settings, device):
         model.requires_grad_(False)
         names = adapters.linear_names(model)
         targets = adapters.target_names(model, settings.lora_target_modules)
+        starts = None
+        if settings.init_lora_weights == "eva":
+            starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
         if settings.train_type == "qlora":
             config = quantization_wrapper.config_for(
                 settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
@@ -54,13 +57,21 @@ def load(folder, settings: Settings, device):
                     if isinstance(layer, QuantizedLinear):
                         layer.cache(dtype)
         model.to(device)
-        adapters.add(model, targets, settings)
+        adapters.add(model, targets, settings, starts)
     if settings.precision == "bf16_buffers_autocast":
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(torch.bfloat16))
     return model
+
+
+def padded_inputs(batch) -> dict:
+    """A padded microbatch as the keyword arguments of a transformers model."""
+    return {
+        "input_ids": torch.from_numpy(batch.input_ids_BS),
+        "attention_mask": torch.from_numpy((batch.document_ids_BS >= 0).astype("int64")),
+    }
 
 
 def load_dense(folder, dtype):

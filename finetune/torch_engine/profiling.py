@@ -6,20 +6,14 @@ from pathlib import Path
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 
-class _Off:
-    def step(self):
-        pass
-
-
 @contextlib.contextmanager
-def profiler(settings, device):
-    """Something with .step(), called once after each optimizer step."""
+def profiler(settings, device, written: list):
+    """A function to call after each optimizer step; the files it writes are appended to `written`."""
     if not settings.profile:
-        yield _Off()
+        yield lambda: None
         return
     folder = Path(settings.profiling_output)
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
 
     def on_trace_ready(prof):
         number = prof.step_num
@@ -38,8 +32,7 @@ def profiler(settings, device):
         activities=activities, schedule=_phase(settings), on_trace_ready=on_trace_ready, profile_memory=memory,
         record_shapes=settings.with_shapes or memory, with_stack=settings.with_stack or memory,
     ) as prof:  # fmt: skip
-        yield prof
-    print(f"profile: {len(written)} files in {folder}")
+        yield prof.step
 
 
 def _phase(settings):
