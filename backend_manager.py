@@ -8,7 +8,6 @@ once, and are cached under the versions and the device they were run with.
 import ctypes
 import glob
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -111,6 +110,8 @@ def allowed(table: dict, backend, value: str) -> str:
 
 def package_version(name: str) -> str | None:
     """Version from the package's metadata, without importing it."""
+    import importlib.metadata  # 40 ms, which --help need not wait for
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,22 @@
 """Fine-tunes any Hugging Face causal LM on this machine: flags -> capabilities -> plan -> model -> loop -> adapter.
 
-python train.py                                   the demo: a real model, a small task, two minutes
+python train.py                                   the demo: a real model on a small task
 python train.py --dataset my.jsonl                your rows, on the demo's model
 python train.py --model_name ID --dataset FILE --train_type lora --output_dir out
 """
+
+from finetune import launch
+from finetune.cli import Parser, add_flags, convert, wishes_from
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="train.py", description=__doc__)
+    add_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":  # --help and a wrong flag are answered before numpy and the rest are imported
+    launch.answer_early(build_parser())
 
 import os
 import sys
@@ -13,8 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from backend_manager import CAPABILITIES, BackendManager, environment_error, package_version, versions
-from finetune import checkpoint, data, hf_files, launch, memory, plan, prompts, rundir
-from finetune.cli import Parser, add_flags, convert, wishes_from
+from finetune import checkpoint, data, hf_files, memory, plan, prompts, rundir
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import GIB, Metrics, table, tracker
 from finetune.schedule import Schedule, warmup_steps
@@ -23,12 +35,6 @@ from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 
 ENGINES = ("torch",)
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva looks at
-
-
-def build_parser() -> Parser:
-    parser = Parser(prog="train.py", description=__doc__)
-    add_flags(parser)
-    return parser
 
 
 @dataclass

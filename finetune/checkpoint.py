@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ class Lock:
             ) from error
         self.handle.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.handle.write(f"pid {os.getpid()} on {socket.gethostname()}, started {started}")
+        self.handle.write(f"pid {os.getpid()} on {os.uname().nodename}, started {started}")
         self.handle.flush()
 
     def release(self) -> None:

