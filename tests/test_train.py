@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 
 import numpy as np
 import peft
@@ -241,7 +242,7 @@ def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_from_there(
 
     def send():
         while not (folder / "metrics.jsonl").exists() or len(read_complete(folder)) < 3:
-            pass
+            time.sleep(0.0005)
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)

@@ -285,7 +285,7 @@ class TorchEngine:
         elif self.device.type == "mps":
             total = torch.mps.driver_allocated_memory()
         else:
-            total = peak_resident_bytes() - self.baseline
+            total = max(0, peak_resident_bytes() - self.baseline)
             reset_peak()
         items["activations and workspace"] = max(0, total - sum(items.values()))
         return MemoryStats(total, items)
