@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from backend_manager import CAPABILITIES, BackendManager, environment_error, package_version, versions
-from finetune import checkpoint, data, hf_files, memory, plan, prompts, rundir
+from finetune import checkpoint, data, hf_files, memory, plan, prompts, report, rundir
 from finetune.errors import NonFiniteError, PlanError
-from finetune.metrics import GIB, Metrics, table, tracker
+from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
 from finetune.settings import NAMES
 from finetune.tokenizer import end_ids, load_tokenizer, pad_id
@@ -114,19 +114,6 @@ def stored_bytes(files: hf_files.ModelFiles) -> int:
     return sum(file.stat().st_size for file in files.weight_files)
 
 
-def print_plan(settled: plan.RunPlan) -> None:
-    s = settled.settings
-    print(f"{s.train_type} of {s.model_name} on {settled.backend} in {s.precision}"
-          + (f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""))  # fmt: skip
-    print(f"rows a step: {settled.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
-          f"x data ranks {settled.data_ranks}), at most {s.microbatch_tokens} tokens a forward")  # fmt: skip
-    for adjustment in settled.adjustments:
-        print(f"  {adjustment}")
-    for notice in settled.notices:
-        print(f"  note: {notice}")
-    print(f"output: {s.output_dir}")
-
-
 # ---- data and model
 
 
@@ -174,6 +161,8 @@ def prepare_data(run: Run, raws: dict) -> None:
     for line in run.train_set.skipped[:10]:
         print(f"  skipped: {line}")
     print(f"data: {run.train_set.describe()}")
+    raw, form = raws.get("score") or raws["train"]
+    run.results["command"] = report.ask_command(s.output_dir, form, raw.rows[0])
     print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
 
 
@@ -288,7 +277,10 @@ def train(run: Run, stop: launch.Stop) -> None:
             try:
                 result = run.engine.train_step(batches, lr)
             except NonFiniteError as error:
-                raise NonFiniteError(_not_finite(run, error, rows)) from None
+                sources = [run.train_set.sources[r] for r in rows]
+                raise NonFiniteError(
+                    report.not_finite(error, state.step + 1, sources, run.directory.root, s.lr)
+                ) from None
             state.step, state.epoch, state.index = state.step + 1, after.epoch, after.index
             state.num_tokens += result.num_tokens
             state.loss = result.nll / result.num_targets
@@ -309,14 +301,6 @@ def train(run: Run, stop: launch.Stop) -> None:
     run.metrics.end_live()
     if traces:
         run.metrics.say(f"profile: {len(traces)} files in {s.profiling_output}")
-
-
-def _not_finite(run: Run, error, rows) -> str:
-    step, sources = run.state.step + 1, [run.train_set.sources[r] for r in rows]
-    shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
-    good, _ = checkpoint.newest(run.directory.root)
-    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
-    return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {run.plan.settings.lr}, or look at these rows."
 
 
 def save(run: Run) -> None:
@@ -414,14 +398,13 @@ def run_plan(
                 evaluate(run)
                 show_sample(run, "before")
             train(run, stop)
-            if stop.signal:
-                code, status = stop.exit_code, "stopped"
-            else:
+            if not stop.signal:
                 if settled.settings.save_model:
                     run.directory.publish(run.engine, run.configs)
                 evaluate(run)
+            if not stop.signal:
                 show_sample(run, "after")
-                code, status = 0, "finished"
+            code, status = (stop.exit_code, "stopped") if stop.signal else (0, "finished")
             run.state.status, run.state.exit_code = status, code
             run.state.scores = {k: run.results.get(k) for k in ("before", "after")}
             if status == "finished":
@@ -442,7 +425,7 @@ def run_plan(
             run.directory.close()
     run.state.output_dir = str(run.directory.root)
     run.seconds["whole run"] = time.perf_counter() - began
-    print_summary(run, code)
+    print("\n".join(report.closing_lines(run, code)))
     return run.state
 
 
@@ -457,7 +440,7 @@ def _import_framework() -> int:
 def show_sample(run: Run, when: str) -> None:
     """What the model answers to the first scored row, kept for the closing table."""
     if run.questions:
-        prompt, wanted, source = run.questions[0]
+        prompt, wanted, _ = run.questions[0]
         answer = run.results.pop("first answer", None)
         if answer is None or answer.strip() != wanted.strip():  # scoring ends an answer where it goes wrong
             new = run.engine.generate(
@@ -465,40 +448,7 @@ def show_sample(run: Run, when: str) -> None:
             )
             answer = run.tokenizer.decode(new[0], skip_special_tokens=True)
         run.results[f"sample {when}"] = " ".join(answer.split())[:300]
-        run.results["sample"] = (run.tokenizer.decode(prompt), wanted, source)
-
-
-def print_summary(run: Run, code: int) -> None:
-    """The closing table: what changed, how long each phase took, what it cost, where it is."""
-    s, r, state = run.plan.settings, run.results, run.state
-    before, after = r.get("before"), r.get("after")
-    rows = [("", "before", "after")]
-    if after and code == 0:
-        rows.append(("loss", f"{before['loss']:.4f}", f"{after['loss']:.4f}"))
-        if "exact_match" in after:
-            rows.append(
-                (
-                    f"exact match of {len(run.questions)}",
-                    f"{before['exact_match']:.1%}",
-                    f"{after['exact_match']:.1%}",
-                )
-            )
-        print("\n" + table(rows))
-    if "sample after" in r:
-        print(f"\nasked:  {r['sample'][0]!r}\nwanted: {r['sample'][1]}")
-        print(f"before: {r.get('sample before', '(resumed)')}\nafter:  {r['sample after']}")
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
-    rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
-    peak, predicted = (r.get(k, {"total": 0})["total"] / GIB for k in ("peak", "predicted"))
-    loading = r.get("loading", 0) / GIB
-    print(f"\ntime: {phases}; {rate:,.0f} tokens/s in training")
-    print(
-        f"memory above imports: {peak:.2f} GiB in training ({predicted:.2f} predicted), {loading:.2f} GiB while loading"
-    )
-    if code == 0 and s.save_model:
-        print(f"saved: {s.output_dir}\ntry it: python generate.py --checkpoint {s.output_dir} --prompt '...'")
-    elif code:
-        print(f"stopped by a signal at step {state.step}; go on with --resume {s.output_dir}")
+        run.results["sample"] = (run.tokenizer.decode(prompt), wanted, run.questions[0][2])
 
 
 def fine_tune(**flags) -> plan.TrainState:
@@ -515,7 +465,7 @@ def main(argv=None) -> int:
     launch.prepare_environment()
     wishes = wishes_from(argv, build_parser())
     settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
-    print_plan(settled)
+    print("\n".join(report.plan_lines(settled)))
     if wishes.get("dry_run"):
         return 0
     state = run_plan(settled, files, found)

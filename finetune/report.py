@@ -1,0 +1,71 @@
+"""What a run says before its first step and after its last: the plan in words, the closing table, what to do next."""
+
+import shlex
+
+from finetune import checkpoint
+from finetune.metrics import GIB, table
+from finetune.prompts import chat_messages
+
+
+def plan_lines(plan) -> list[str]:
+    """The settled plan, and every adjustment with its reason."""
+    s = plan.settings
+    base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
+    return [
+        f"{s.train_type} of {s.model_name} on {plan.backend} in {s.precision}{base}",
+        f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
+        f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
+        *(f"  {adjustment}" for adjustment in plan.adjustments),
+        *(f"  note: {notice}" for notice in plan.notices),
+        f"output: {s.output_dir}",
+    ]
+
+
+def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
+    """The line that ends a diverged run: step, rows, what is left to go on from."""
+    shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+    good, _ = checkpoint.newest(root)
+    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
+    return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
+
+
+def ask_command(output_dir: str, form: str, row: dict) -> str:
+    """The command that puts a row's own question to the result."""
+    command = ["python", "generate.py", "--checkpoint", output_dir]
+    if form == "chat":
+        messages = chat_messages(row, "")
+        system = next((m["content"] for m in messages if m["role"] == "system"), None)
+        command += ["--system", system] if system else []
+        command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
+    elif form == "prompt_completion":
+        command += ["--raw", "--prompt", row["prompt"]]
+    else:
+        command += ["--prompt", row.get("instruction") or row.get("question") or "..."]
+    return shlex.join(command)
+
+
+def closing_lines(run, code: int) -> list[str]:
+    """The closing table: what changed, how long each phase took, what it cost, where it is. `run` is train.Run."""
+    s, r, state = run.plan.settings, run.results, run.state
+    lines, before, after = [""], r.get("before"), r.get("after")
+    if after and code == 0:
+        rows = [("", "before", "after"), ("loss", f"{before['loss']:.4f}", f"{after['loss']:.4f}")]
+        if "exact_match" in after:
+            name = f"exact match of {len(run.questions)}"
+            rows.append((name, f"{before['exact_match']:.1%}", f"{after['exact_match']:.1%}"))
+        lines += [table(rows), ""]
+    if "sample after" in r:
+        asked, wanted, source = r["sample"]
+        lines += [f"one of them ({source}):", asked, f"wanted: {wanted}"]
+        lines += [f"before: {r.get('sample before', '(resumed)')}", f"after:  {r['sample after']}", ""]
+    rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
+    peak, predicted = (r.get(k, {"total": 0})["total"] / GIB for k in ("peak", "predicted"))
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
+    lines += [
+        f"time: {phases}; {rate:,.0f} tokens/s in training",
+        f"memory above imports: {peak:.2f} GiB in training ({predicted:.2f} predicted), "
+        f"{r.get('loading', 0) / GIB:.2f} GiB while loading",
+    ]
+    if code:
+        return lines + [f"stopped by a signal at step {state.step}; go on with --resume {s.output_dir}"]
+    return lines + ([f"saved: {s.output_dir}", f"try it: {r['command']}"] if s.save_model else [])
