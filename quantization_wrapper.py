@@ -4,11 +4,10 @@
 integer tensors and back; the layer that holds them, and its autograd, are the same for all.
 """
 
+import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-
-from backend_manager import package_version
 
 
 class QuantizationMethod(str, Enum):
@@ -221,7 +220,7 @@ def probe_methods(device: str) -> dict:
 
 def probe(name: str, device: str) -> str | None:
     method = METHODS[name]
-    if method.package and package_version(method.package) is None:
+    if method.package and importlib.util.find_spec(method.package) is None:
         return f"{method.package} is not installed: {method.install}"
     import torch
 

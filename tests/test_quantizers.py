@@ -147,6 +147,6 @@ def test_pairs_nobody_has_are_told_with_those_that_are():
 
 def test_every_method_passes_its_probe_here_and_a_missing_package_is_named(monkeypatch):
     assert probe_methods("cpu") == dict.fromkeys(METHODS)
-    missing = {**METHODS, "bnb": dataclasses.replace(METHODS["bnb"], package="no-such-package")}
+    missing = {**METHODS, "bnb": dataclasses.replace(METHODS["bnb"], package="no_such_package")}
     monkeypatch.setattr(quantization_wrapper, "METHODS", missing)
-    assert probe("bnb", "cpu") == "no-such-package is not installed: pip install bitsandbytes"
+    assert probe("bnb", "cpu") == "no_such_package is not installed: pip install bitsandbytes"

@@ -433,6 +433,31 @@ def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, 
     )
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"low_memory": True},
+        {"cache_dequantized": "false"},
+        {"microbatch_tokens": 20},
+        {"use_gradient_checkpointing": "true"},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_what_trades_memory_for_speed_changes_no_loss(run, tmp_path, flags):
+    same = dict(train_type="qlora", max_steps=4, lora_dropout=0.0)
+    run(output_dir=str(tmp_path / "a"), **same)
+    run(output_dir=str(tmp_path / "b"), **same, **flags)
+    one, two = (np.array([s["loss"] for s in steps(tmp_path / n)]) for n in "ab")
+    np.testing.assert_allclose(one, two, rtol=1e-6)  # sums over a batch are cut otherwise
+
+
+def test_verbose_prints_the_machine_and_the_closing_lines_say_how_to_ask(run, capsys, rows_file):
+    run(max_steps=1, verbose=True, log_every_n_steps=5, score_dataset=str(rows_file), score_samples=2)
+    said = capsys.readouterr().out
+    assert "Selected backend: cpu" in said and "exact match of 2" in said
+    assert "try it: python generate.py --checkpoint" in said and "--raw --prompt 'What is 0 plus 0? '" in said
+
+
 def test_traces_are_written(run, tmp_path):
     run(max_steps=4, profile=True, profiling_output=str(tmp_path / "traces"), with_shapes=True)
     traces = list((tmp_path / "traces").glob("trace-*.json"))
