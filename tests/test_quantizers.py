@@ -48,6 +48,15 @@ def test_our_nf4_is_bitsandbytes_nf4_bit_for_bit(weight, dtype):
     )
 
 
+def test_the_table_of_cells_is_bucketize_at_and_beside_every_middle():
+    levels = torch.tensor(nf4.LEVELS)
+    middles = (levels[1:] + levels[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(end)) for end in (2.0, -2.0)]
+    values = torch.cat([torch.rand(100_000) * 2 - 1, middles, *beside, levels, torch.tensor([0.0, -0.0])])
+    wanted = torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
+    assert torch.equal(nf4._nearest_levels(values, middles), wanted)
+
+
 def test_rows_quantize_apart_as_they_do_together():
     weight = torch.randn(12, 200)
     for double in (False, True):

@@ -33,12 +33,27 @@ def quantize(weight_OI: torch.Tensor, block: int, double_quant: bool) -> dict[st
         part = torch.nn.functional.pad(part, (0, blocks * block - cols)).view(-1, blocks, block)
         absmax[start : start + step] = part.abs().amax(-1)
         scale = absmax[start : start + step].clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-        codes = torch.bucketize((part / scale).flatten(1), middles, out_int32=True).to(torch.uint8)
+        codes = _nearest_levels((part / scale).flatten(1), middles)
         packed[start : start + step] = (codes[:, 0::2] << 4) | codes[:, 1::2]
     if not double_quant:
         return {"packed": packed, "absmax": absmax.view(torch.int32)}
     codes_OK, range_O2G = _quantize_absmax(absmax)
     return {"packed": packed, "absmax": codes_OK, "absmax_range": range_O2G.view(torch.int32)}
+
+
+def _nearest_levels(values, middles) -> torch.Tensor:
+    """How many of `middles` each value in [-1, 1] is above: torch.bucketize, ten times as fast on a CPU.
+
+    Values fall into cells so small that none holds two middles: a table gives those below the cell, one comparison the rest.
+    """
+    cells, last = 64, 128
+    index = ((values + 1) * cells).to(torch.int32).clamp_(0, last).flatten()
+    cell_of_middle = ((middles + 1) * cells).to(torch.int64)
+    below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(1, dtype=torch.uint8)
+    own = torch.full((last + 1,), torch.inf, device=values.device)
+    own[cell_of_middle] = middles
+    above = values.flatten() > own.index_select(0, index)
+    return (below.index_select(0, index) + above).view(values.shape)
 
 
 def _quantize_absmax(absmax_OK):
