@@ -38,6 +38,17 @@ TOKENIZER_FILES = (
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
 AGAIN = "Download or save the model again."
 DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 4096
+# Of config.json: sizes, which are counts wherever they are one number, and other numbers that text cannot stand for.
+SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+NUMBERS = (
+    *SIZES, "max_position_embeddings", "n_positions", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
+    "intermediate_size", "n_inner", "num_experts", "num_local_experts", "num_experts_per_tok", "rms_norm_eps",
+    "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range", "attention_dropout",
+    "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+DTYPES = (
+    "auto", "float64", "float32", "float16", "bfloat16", "double", "float", "half", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,44 @@ def read_config(folder: Path, said: str) -> dict:
             f"{said}: config.json asks for code of its own (auto_map) for model_type '{config['model_type']}', which "
             "transformers lacks; a model's code is never run. Use another model, or a newer transformers."
         )
+    check_values(config, said)
     return config
+
+
+def check_values(config: dict, said: str) -> None:
+    """Raises PlanError for a quantized model, and for values that transformers would fail on while it loads."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise PlanError(
+            f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}"
+        )
+    for part in (config, text or {}):
+        for key in ("quantization_config", "quantization"):
+            if part.get(key):
+                method = part[key].get("quant_method") if isinstance(part[key], dict) else None
+                raise PlanError(
+                    f"{said}: its weights are stored quantized (config.json's {key}: {method or 'method not named'}), "
+                    "and this version trains on unquantized folders. Give the unquantized model it was made from."
+                )
+        for key in NUMBERS:
+            value = part.get(key)
+            if isinstance(value, str | bool | dict):
+                raise PlanError(
+                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, must be a number. {AGAIN}"
+                )
+        for key in SIZES:
+            value = part.get(key)
+            if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
+                raise PlanError(
+                    f"{said}: config.json's {key} is {value}, must be a whole number above 0. {AGAIN}"
+                )
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is not None and str(value).removeprefix("torch.") not in DTYPES:
+                raise PlanError(
+                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which names no dtype of weights. "
+                    "Use float32, float16 or bfloat16."
+                )
 
 
 def known_model_type(model_type: str) -> bool:

@@ -60,7 +60,8 @@ class ModelShape:
 
         `stored_bytes`, the size of the weight files, gives the number of weights by the config's dtype.
         """
-        text = {**config, **(config.get("text_config") or {})}
+        nested = config.get("text_config")
+        text = {**config, **(nested if isinstance(nested, dict) else {})}
 
         def first(*keys):
             return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
