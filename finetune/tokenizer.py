@@ -21,20 +21,38 @@ def load_tokenizer(folder: Path):
         raise PlanError(
             f"{folder}: has a slow tokenizer only, which gives no character offsets. Save a tokenizer.json beside it."
         )
+    generation_ends(folder)  # asked for after training began; what is wrong with it is said now
     return tokenizer
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
     """Ids that end an answer: the tokenizer's, what its generation_config.json names, and the chat template's end of turn."""
     ids = {tokenizer.eos_token_id} - {None}
-    file = Path(folder or tokenizer.name_or_path) / "generation_config.json"
-    if file.is_file():
-        named = json.loads(file.read_text()).get("eos_token_id")
-        ids |= set(named if isinstance(named, list) else [named]) - {None}
+    ids |= generation_ends(Path(folder or tokenizer.name_or_path))
     known = tokenizer.get_vocab()
     return ids | {
         known[t] for t in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>") if t in known
     }
+
+
+def generation_ends(folder: Path) -> set[int]:
+    """The eos ids of the folder's generation_config.json; none where there is no such file. Raises PlanError."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return set()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file}: is not JSON ({str(error)[:200]}). Mend or remove it.") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"{file}: holds {type(content).__name__}, must hold an object. Mend or remove it.")
+    named = content.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(i) is int for i in ids):
+        raise PlanError(
+            f"{file}: eos_token_id is {json.dumps(named)[:80]}, must be a token id or a list of them. Mend or remove it."
+        )
+    return set(ids)
 
 
 def pad_id(tokenizer) -> int:
