@@ -3,12 +3,15 @@
 import argparse
 import difflib
 import json
+import os
 import sys
 from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.settings import FIELDS, GROUPS, NAMES
 
+MAX_NAME_BYTES = 255  # of one part of a path, on every file system in use
+MUST_NAME = ("model_name", "dataset", "output_dir")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -67,14 +70,22 @@ def convert(name: str, value, where: str | None = None):
             raise PlanError(f"{where} {value}: is no number. Give one, such as {field.default}.")
         try:
             number = kind(value) if not (kind is int and isinstance(value, float)) else _whole(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             what = "whole number" if kind is int else "number"
-            raise PlanError(f"{where} {value}: is no {what}. Give one, such as {field.default}.") from None
+            raise PlanError(
+                f"{where} {_shown(value)}: is no {what}. Give one, such as {field.default}."
+            ) from None
         low, above = meta["minimum"], meta["above"]
         if number != number or (low is not None and number < low) or (above is not None and number <= above):
             raise PlanError(
                 f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
             )
+        if meta["nonzero"] and number == 0:
+            raise PlanError(f"{where} 0: leaves no rows. Use -1 for all of them.")
+        if number == float("inf"):
+            raise PlanError(f"{where} {_shown(value)}: is infinite. Give a number, such as {field.default}.")
+        if kind is int and number >= 2**63:
+            raise PlanError(f"{where} {_shown(value)}: must be below 2**63 ({2**63}).")
         return number
     if not isinstance(value, str):
         raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be text.")
@@ -87,7 +98,21 @@ def convert(name: str, value, where: str | None = None):
         return word
     if "\0" in value:
         raise PlanError(f"{where}: holds a NUL byte. Remove it.")
+    if name in MUST_NAME and not value.strip():
+        raise PlanError(f"{where} {value!r}: names nothing. Leave it out or give a name.")
+    if {"DIR", "FILE"} & set((meta["metavar"] or "").split("|")):
+        longest = max(len(os.fsencode(part)) for part in value.split("/"))
+        if longest > MAX_NAME_BYTES:
+            raise PlanError(
+                f"{where} {_shown(value)}: a name in it has {longest} bytes, the most is {MAX_NAME_BYTES}. Shorten it."
+            )
     return value
+
+
+def _shown(value) -> str:
+    """A value as a message shows it, cut where it is very long."""
+    text = str(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _whole(value: float) -> int:
@@ -159,12 +184,19 @@ def read_config(path: str) -> dict:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{path}:{error.lineno}: {error.msg}. Mend the JSON.") from None
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path}: cannot be read as JSON ({_fact(error)}). Mend the JSON.") from None
         if isinstance(content, dict) and "requested" in content:
             content = content["requested"]
     else:
         content = _read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: holds {type(content).__name__}, must hold `flag: value` lines.")
+    return checked(content, path)
+
+
+def checked(content: dict, path: str) -> dict:
+    """{flag: value} of a file's content, each value in its flag's own type. Raises PlanError naming file and key."""
     wishes = {}
     for key, value in content.items():
         name = NAMES.get(str(key).replace("-", "_"))
@@ -199,9 +231,21 @@ def _read_yaml(path: str, text: str):
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or error}. Mend the YAML.") from None
+    except PlanError:
+        raise
+    except (ValueError, RecursionError) as error:  # a date such as 2026-13-45 is a ValueError to yaml
+        raise PlanError(f"{path}: cannot be read as YAML ({_fact(error)}). Mend the YAML.") from None
+
+
+def _fact(error) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 
 def wishes_from(argv, parser: Parser) -> dict:
     """{flag: value} of what the user set: the config file's, then the command line's."""
-    given = vars(parser.parse_args(argv))
-    return {**(read_config(given["config"]) if given.get("config") else {}), **given}
+    return with_config(vars(parser.parse_args(argv)))
+
+
+def with_config(given: dict) -> dict:
+    """The wishes given, over those in the file that --config names."""
+    return {**read_config(given["config"]), **given} if given.get("config") else given

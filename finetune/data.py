@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune import hf_files
 from finetune.datafiles import HUB_NAME, OLDER_WORDS, READERS, RawDataset, find_files, read_rows
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
@@ -407,7 +408,7 @@ def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
 def check_local(dataset: str | None, flag: str) -> None:
     """Raises PlanError for a data set that cannot be there: no file, no folder, no word, no hub name. Opens no connection."""
     known = (None, "dummy", *OLDER_WORDS)
-    if dataset in known or Path(dataset).expanduser().exists():
+    if dataset in known or hf_files.local_path(dataset, f"{flag} {dataset}").exists():
         return
     if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
         find_files(dataset, "train", flag)

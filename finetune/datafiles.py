@@ -129,7 +129,7 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
         return files, f"{dataset}: {description}", samples
     if "\0" in dataset or not dataset or len(dataset) > 4000:
         raise PlanError(f"{flag} {dataset[:80]!r}: is no path. Give a file, a folder or a hub name.")
-    path = Path(dataset).expanduser()
+    path = hf_files.local_path(dataset, f"{flag} {dataset}")
     if path.is_dir():
         files = folder_files(path, split, flag)
         return files, f"{dataset} ({_count(files)})", -1

@@ -94,7 +94,7 @@ def find(
     `flag` begins the messages. Raises PlanError.
     """
     said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
-    folder = Path(model_name).expanduser()
+    folder = local_path(model_name, said)
     if model_name and folder.is_dir():
         if revision:
             raise PlanError(
@@ -120,6 +120,17 @@ def find(
 
 
 # ---- a folder on this disk
+
+
+def local_path(name: str, said: str) -> Path:
+    """The path that a flag's value names, ~ expanded, there or not. PlanError where the system can have no such path."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:
+        fact = getattr(error, "strerror", None) or one_line(error).rstrip(".")
+        raise PlanError(f"{said}: is no path that can be looked up here ({fact}). Check the name.") from None
+    return path
 
 
 def read_folder(folder: Path, name: str, revision: str | None, source: str, said: str) -> ModelFiles:

@@ -37,8 +37,19 @@ GROUPS = {
 }
 
 
-def flag(default, group, text, choices=None, aliases=(), minimum=None, above=None, auto=False, metavar=None):
-    """A field of Settings. `auto`: the word auto is a value too. `minimum`: >=; `above`: >."""
+def flag(
+    default,
+    group,
+    text,
+    choices=None,
+    aliases=(),
+    minimum=None,
+    above=None,
+    nonzero=False,
+    auto=False,
+    metavar=None,
+):
+    """A field of Settings. `auto`: the word auto is a value too. `minimum`: >=; `above`: >; `nonzero`: 0 is refused."""
     return field(
         default=default,
         metadata=dict(
@@ -48,6 +59,7 @@ def flag(default, group, text, choices=None, aliases=(), minimum=None, above=Non
             aliases=tuple(aliases),
             minimum=minimum,
             above=above,
+            nonzero=nonzero,
             auto=auto,
             metavar=metavar,
         ),
@@ -68,7 +80,7 @@ class Settings:
     dataset: str = flag(None, "data", "file, folder, hub name or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
                         "dummy; default: the demo's orders", metavar="FILE|NAME")  # fmt: skip
     dataset_format: str = flag("auto", "data", "auto: recognised from the columns", choices=DATASET_FORMATS)
-    dataset_samples: int = flag(-1, "data", "use the first N rows; -1: all", minimum=-1)
+    dataset_samples: int = flag(-1, "data", "use the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int = flag(
         512, "data", "longest row in tokens; longer ones lose the front of their prompt", minimum=2
     )
@@ -81,7 +93,7 @@ class Settings:
     score_dataset: str = flag(
         None, "data", "rows scored by exact match, before and after", metavar="FILE|NAME"
     )
-    score_samples: int = flag(32, "data", "score the first N rows of it; -1: all", minimum=-1)
+    score_samples: int = flag(32, "data", "score the first N rows of it; -1: all", minimum=-1, nonzero=True)
     score_max_new_tokens: int = flag(128, "data", "longest answer generated when scoring", minimum=1)
     # steps
     batch_size: int = flag(8, "steps", "rows for one data rank and one accumulation", minimum=1)
