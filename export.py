@@ -6,6 +6,7 @@ python export.py --checkpoint outputs/my-run --output_dir merged
 from pathlib import Path
 
 from finetune import launch
+from finetune.checkpoint import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
 
@@ -42,9 +43,9 @@ def main(argv=None) -> int:
     files = trained.base_of(args.checkpoint)
     from finetune.torch_engine import hf_model
 
-    off = hf_model.merge_to_folder(checkpoint, files, target, args.dtype)
-    has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
-    tokenizer.load_tokenizer(checkpoint if has_tokenizer else files.folder).save_pretrained(target)
+    with storage(target):
+        off = hf_model.merge_to_folder(checkpoint, files, target, args.dtype)
+        tokenizer.load_tokenizer(trained.tokenizer_folder(checkpoint, files)).save_pretrained(target)
     print(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 

@@ -47,10 +47,8 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def answer(engine, tokenizer, prompt: str, args) -> str:
+def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
     """One answer; tokens appear as they come where output is a terminal."""
-    from finetune.tokenizer import end_ids
-
     ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
     live, shown = sys.stdout.isatty(), [0]
 
@@ -61,7 +59,7 @@ def answer(engine, tokenizer, prompt: str, args) -> str:
             shown[0] = len(text)
 
     new = engine.generate(
-        [ids], args.max_new_tokens, end_ids(tokenizer), on_token=on_token if live else None,
+        [ids], args.max_new_tokens, ends, on_token=on_token if live else None,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
     )[0]  # fmt: skip
     text = tokenizer.decode(new, skip_special_tokens=True)
@@ -70,6 +68,8 @@ def answer(engine, tokenizer, prompt: str, args) -> str:
 
 
 def check(args) -> None:
+    if args.prompt == "":
+        raise PlanError("--prompt: is empty. Give one, or --interactive.")
     if args.prompt is None and not args.interactive:
         raise PlanError("--prompt: none given. Give one, or --interactive.")
     for name, low, high in (
@@ -88,17 +88,17 @@ def main(argv=None) -> int:
     check(args)
     from finetune import trained
 
-    engine, tokenizer = trained.open_engine(args)
+    engine, tokenizer, ends = trained.open_engine(args)
     engine.seed(args.seed)
     if args.prompt is not None:
-        answer(engine, tokenizer, args.prompt, args)
+        answer(engine, tokenizer, ends, args.prompt, args)
     if args.interactive:
         prompting = "> " if sys.stdin.isatty() else ""
         print(prompting, end="", flush=True)
         for line in sys.stdin:
             if not line.strip():
                 break
-            answer(engine, tokenizer, line.rstrip("\n"), args)
+            answer(engine, tokenizer, ends, line.rstrip("\n"), args)
             print(prompting, end="", flush=True)
     return 0
 

@@ -23,6 +23,9 @@ def build_parser() -> Parser:
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
     )
     parser.add_argument(
+        "--split", default="test", metavar="NAME", help="of a folder or a hub name (default: test)"
+    )
+    parser.add_argument(
         "--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)"
     )
     parser.add_argument(
@@ -42,25 +45,25 @@ def build_parser() -> Parser:
 
 
 def exact_match(
-    engine, tokenizer, questions, max_new_tokens: int, batch_size: int = 32
+    engine, tokenizer, questions, max_new_tokens: int, ends: set[int], batch_size: int = 32, stop=None
 ) -> tuple[float, list[str]]:
     """(part of the questions whose greedy answer is the wanted text, every answer as far as it was generated).
 
     `questions` are data.prompts_and_answers'. White space around an answer does not count. A row ends as soon as its text
-    can no longer become the wanted one, which changes no score.
+    can no longer become the wanted one, which changes no score. `ends`: ids that end an answer; `stop()`: give up.
     """
-    from finetune.tokenizer import end_ids
-
     answers = []
     for start in range(0, len(questions), batch_size):
         part = questions[start : start + batch_size]
         wanted = [answer.strip() for _, answer, _ in part]
 
         def hopeless(row, ids, wanted=wanted):
+            if stop and stop():
+                return True
             text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
             return not (wanted[row].startswith(text) or text.strip() == wanted[row])
 
-        new = engine.generate([p for p, _, _ in part], max_new_tokens, end_ids(tokenizer), hopeless)
+        new = engine.generate([p for p, _, _ in part], max_new_tokens, ends, hopeless)
         answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
     right = sum(a.strip() == wanted.strip() for a, (_, wanted, _) in zip(answers, questions, strict=True))
     return right / len(questions), answers
@@ -76,17 +79,18 @@ def main(argv=None) -> int:
             raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
-    raw = data.read_rows(args.dataset, samples=args.samples)
+    raw = data.read_rows(args.dataset, samples=args.samples, split=args.split)
     form = prompts.detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
     began = time.perf_counter()
-    engine, tokenizer = trained.open_engine(args)
+    engine, tokenizer, ends = trained.open_engine(args)
     prompts.ensure_chat_template(tokenizer) if form == "chat" else None
     vocab = engine.model.get_input_embeddings().weight.shape[0]
-    rows = data.tokenize(raw, form, tokenizer, args.context_length, False, vocab_size=vocab)
+    length = min(args.context_length, engine.context_limit() or args.context_length)
+    rows = data.tokenize(raw, form, tokenizer, length, False, vocab_size=vocab)
     batches = data.microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
     questions = data.prompts_and_answers(raw, form, tokenizer)
-    match, answers = exact_match(engine, tokenizer, questions, args.max_new_tokens, args.batch_size)
+    match, answers = exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
     loss = nll / num_targets
     figures = {
         "rows": len(rows), "num_targets": num_targets, "loss": loss, "perplexity": math.exp(min(loss, 700)),

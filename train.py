@@ -6,7 +6,7 @@ python train.py --model_name ID --dataset FILE --train_type lora --output_dir ou
 """
 
 from finetune import launch
-from finetune.cli import Parser, add_flags, convert, wishes_from
+from finetune.cli import Parser, add_flags, convert, wishes_from, with_config
 
 
 def build_parser() -> Parser:
@@ -18,6 +18,7 @@ def build_parser() -> Parser:
 if __name__ == "__main__":  # --help and a wrong flag are answered before numpy and the rest are imported
     launch.answer_early(build_parser())
 
+import math
 import os
 import sys
 import threading
@@ -55,6 +56,11 @@ class Run:
     questions: list = field(default_factory=list)
     seconds: dict = field(default_factory=dict)
     results: dict = field(default_factory=dict)
+    stop: launch.Stop = None
+    ends: set = field(default_factory=set)  # ids that end an answer
+
+    def stopping(self) -> bool:
+        return self.stop.signal is not None
 
 
 def make_plan(
@@ -64,7 +70,7 @@ def make_plan(
     problem = environment_error()
     if problem:
         raise PlanError(problem)
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if (os.environ.get("WORLD_SIZE") or "1") != "1":
         raise PlanError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains in one process. Start it without a launcher."
         )
@@ -91,7 +97,12 @@ def make_plan(
     known = manager.capabilities if prepare else manager.documented_or_cached()
     files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
-    settled = plan.resolve_plan(wishes, manager.backend, known, shape)
+    kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
+    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept)
+    if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
+        raise PlanError(
+            f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."
+        )
     if skipped:
         why = f"auto found {skipped}, and this version trains through torch only"
         settled = replace(
@@ -127,8 +138,9 @@ def read_data(run: Run) -> dict:
     ):
         if name:
             flag = "--dataset" if use == "train" else f"--{use}_dataset"
-            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, flag=flag)
-            wished = s.dataset_format if use == "train" else "auto"
+            split = {"train": "train", "validation": "validation", "score": "test"}[use]
+            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, split=split, flag=flag)
+            wished = s.dataset_format
             raws[use] = (raw, prompts.detect_format(raw.columns, flag) if wished == "auto" else wished)
     return raws
 
@@ -162,7 +174,9 @@ def prepare_data(run: Run, raws: dict) -> None:
         print(f"  skipped: {line}")
     print(f"data: {run.train_set.describe()}")
     raw, form = raws.get("score") or raws["train"]
-    run.results["command"] = report.ask_command(s.output_dir, form, raw.rows[0])
+    shown = run.questions[0][2] if run.questions else run.train_set.sources[0]
+    row = raw.rows[raw.sources.index(shown)] if shown in raw.sources else {}
+    run.results["command"] = report.ask_command(s.output_dir, form, row)
     print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
 
 
@@ -212,7 +226,9 @@ def build_engine(run: Run, model) -> None:
     from finetune.torch_engine.engine import TorchEngine, device_of
 
     device = device_of(run.plan.backend)
-    run.engine = TorchEngine(wrap_model(model, run.plan), run.plan.settings, device, pad_id(run.tokenizer))
+    run.engine = TorchEngine(
+        wrap_model(model, run.plan), run.plan.settings, device, pad_id(run.tokenizer), run.files.config
+    )
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
@@ -240,17 +256,25 @@ def evaluate(run: Run) -> None:
         s.microbatch_tokens,
         run.engine.pad_id,
     )
-    nll, num_targets = run.engine.evaluate(batches)
+    nll, num_targets = run.engine.evaluate(batches, run.stopping)
+    if run.stopping():
+        return
     values = {"loss": nll / num_targets, "num_targets": num_targets}
+    if not math.isfinite(nll):
+        raise NonFiniteError(f"step {run.state.step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
     if run.questions:
         values["exact_match"], answers = exact_match(
-            run.engine, run.tokenizer, run.questions, s.score_max_new_tokens
+            run.engine, run.tokenizer, run.questions, s.score_max_new_tokens, run.ends, stop=run.stopping
         )
+        if run.stopping():
+            return
         run.results["first answer"] = answers[0]
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
     run.metrics.say(f"eval  step {run.state.step} | {shown}")
-    run.results.setdefault("before", values)
+    if run.state.step == 0:
+        run.state.before = values
+    run.results["before"] = run.state.before or values
     run.results["after"] = values
     if run.state.step and (run.state.best_loss is None or values["loss"] < run.state.best_loss):
         run.state.best_loss, run.state.best_step = values["loss"], run.state.step
@@ -316,6 +340,7 @@ def start(run: Run, found: rundir.Found | None) -> None:
     run.state = plan.TrainState(total_steps=steps, output_dir=s.output_dir)
     run.identity |= {"base model": run.files.digest, "dataset": run.train_set.digest()}
     offset = None
+    saved = None
     if found:
         saved, lines = run.directory.find_checkpoint(found.step_folder)
         for line in lines:
@@ -332,10 +357,12 @@ def start(run: Run, found: rundir.Found | None) -> None:
                     f"--max_steps {s.max_steps}: {saved.folder} is at step {run.state.step} already. Use a larger one."
                 )
             run.state.total_steps, run.state.status = steps, "running"
-    run.directory.begin(resumed=found is not None)
+    dropped = run.directory.begin(run.state.step if found else None)
+    if dropped:
+        print(f"  dropped {', '.join(dropped)}: this run goes on from step {run.state.step}")
+    run.results["tokens before"] = run.state.num_tokens
     run.directory.save_plan(run.plan)
     run.tokenizer.save_pretrained(s.output_dir)
-    (run.directory.root / "train_state.json").unlink(missing_ok=True)
     run.metrics = Metrics(
         run.directory.root,
         s.log_to,
@@ -370,11 +397,11 @@ def run_plan(
     """The whole run in this process. Its TrainState says how it ended; status `stopped` names a signal in exit_code."""
     run, began = Run(settled, files), time.perf_counter()
     done = rundir.finished_state(found.output_dir) if found and not found.step_folder else None
-    if done and plan.same_length(settled, found.saved_plan):
+    if done and done.step == done.total_steps and plan.same_length(settled, found.saved_plan):
         print(f"already complete: {settled.settings.output_dir} holds all {done.step} steps")
         return done
     run.directory = rundir.RunDir(settled, resumed=found is not None)
-    stop = launch.Stop()
+    stop = run.stop = launch.Stop()
     code, status = 1, "failed"
     with stop.listening():
         try:
@@ -383,6 +410,7 @@ def run_plan(
             notice = prompts.ensure_chat_template(run.tokenizer) if raws["train"][1] == "chat" else None
             if notice:
                 print(f"  note: {notice}")
+            run.ends = end_ids(run.tokenizer, files.folder)
             baseline = _import_framework()
             run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
@@ -396,7 +424,8 @@ def run_plan(
                 start(run, found)
             if run.state.step == 0 and not stop.signal:
                 evaluate(run)
-                show_sample(run, "before")
+                if not stop.signal:
+                    show_sample(run, "before")
             train(run, stop)
             if not stop.signal:
                 if settled.settings.save_model:
@@ -444,7 +473,7 @@ def show_sample(run: Run, when: str) -> None:
         answer = run.results.pop("first answer", None)
         if answer is None or answer.strip() != wanted.strip():  # scoring ends an answer where it goes wrong
             new = run.engine.generate(
-                [prompt], run.plan.settings.score_max_new_tokens, end_ids(run.tokenizer)
+                [prompt], run.plan.settings.score_max_new_tokens, run.ends, lambda row, ids: run.stopping()
             )
             answer = run.tokenizer.decode(new[0], skip_special_tokens=True)
         run.results[f"sample {when}"] = " ".join(answer.split())[:300]
@@ -457,19 +486,17 @@ def fine_tune(**flags) -> plan.TrainState:
     unknown = sorted(set(flags) - set(NAMES))
     if unknown:
         raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
-    wishes = {NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None}
-    return run_plan(*make_plan(wishes))
+    wishes = with_config({NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None})
+    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
+    print("\n".join(report.plan_lines(settled)))
+    if wishes.get("dry_run"):
+        return plan.TrainState(status="planned", output_dir=settled.settings.output_dir)
+    return run_plan(settled, files, found)
 
 
 def main(argv=None) -> int:
     launch.prepare_environment()
-    wishes = wishes_from(argv, build_parser())
-    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
-    print("\n".join(report.plan_lines(settled)))
-    if wishes.get("dry_run"):
-        return 0
-    state = run_plan(settled, files, found)
-    return state.exit_code
+    return fine_tune(**wishes_from(argv, build_parser())).exit_code
 
 
 if __name__ == "__main__":

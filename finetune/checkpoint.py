@@ -21,6 +21,7 @@ from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, P
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+WRITING = ".writing-"  # begins the name of a file that is not whole yet
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ def save(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int
         _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
         _sync(beside)
         if target.exists():
-            trash = root / f".trash-step-{step}-{os.getpid()}"
-            target.rename(trash)
+            _to_trash(target)
         beside.rename(target)
         _sync(root)
         replace_text(root / "latest", target.name)
@@ -152,7 +152,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_bytes(path: Path, data: bytes) -> None:
     with storage(path):
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
         _write_bytes(beside, data)
         beside.replace(path)
         _sync(path.parent)
@@ -161,7 +161,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 def replace_tensors(path: Path, arrays: dict) -> None:
     """A safetensors file under its final name, whole or not at all."""
     with storage(path):
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
         _write_tensors(beside, arrays)
         beside.replace(path)
         _sync(path.parent)
@@ -236,13 +236,26 @@ def newest(output_dir: Path) -> tuple[Saved | None, list[str]]:
     return None, skipped
 
 
+def drop_newer(output_dir: Path, step: int) -> list[str]:
+    """Deletes checkpoints after `step`, the one a run goes on from: they are of a line that is given up. Their names."""
+    newer = [folder for folder in steps_of(output_dir) if int(folder.name[5:]) > step]
+    for folder in newer:
+        shutil.rmtree(_to_trash(folder), ignore_errors=True)
+    return [folder.name for folder in newer]
+
+
+def _to_trash(folder: Path) -> Path:
+    trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}-{time.time_ns()}")
+    folder.rename(trash)
+    return trash
+
+
 def rotate(output_dir: Path, keep_last: int) -> None:
     """Deletes all but the newest `keep_last` checkpoints that verify by size; one that does not is no reason to delete another."""
     kept = 0
     for folder in steps_of(output_dir):
         if kept >= keep_last:
-            trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
-            folder.rename(trash)
+            _to_trash(folder)
         elif _whole(folder):
             kept += 1
     for trash in (output_dir / "checkpoints").glob(".trash-*"):
@@ -260,10 +273,10 @@ def _whole(folder: Path) -> bool:
 def clean_leftovers(output_dir: Path) -> None:
     """Removes what a crash left half-made. The caller holds the Lock."""
     root = output_dir / "checkpoints"
-    for leftover in [*root.glob(".tmp-*"), *root.glob(".trash-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in [*output_dir.glob(".*.*[0-9]"), *root.glob(".latest.*")]:
-        if leftover.is_file():
+    for folder in (output_dir, output_dir / "best", root):
+        for leftover in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in folder.glob(f"{WRITING}*"):
             leftover.unlink(missing_ok=True)
 
 
@@ -272,7 +285,9 @@ def holds_a_run(output_dir: Path) -> bool:
 
 
 def clear_run(output_dir: Path) -> None:
-    """--overwrite: removes what a run of ours wrote here, and nothing else."""
+    """--overwrite: removes what a run of ours wrote here, and nothing else; nothing at all where there was none."""
+    if not holds_a_run(output_dir):
+        return
     for folder in ("checkpoints", "best"):
         shutil.rmtree(output_dir / folder, ignore_errors=True)
     ours = (

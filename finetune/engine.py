@@ -61,8 +61,8 @@ class Engine(Protocol):
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult: ...
 
-    def evaluate(self, microbatches: list[Batch]) -> tuple[float, int]:
-        """(summed nll, number of targets), without gradients and without dropout."""
+    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
+        """(summed nll, number of targets), without gradients and without dropout; ends early where `stop()` says so."""
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], hopeless=None

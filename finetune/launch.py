@@ -1,6 +1,7 @@
 """How a process starts and ends: environment before any framework, signals, one line and an exit code for each failure."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -89,7 +90,13 @@ def exit_with(main) -> None:
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+        code = 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print(f"error: {error.filename or 'output'}: {error.strerror}. Free some space.", file=sys.stderr)
+        code = StorageError.exit_code
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -4,6 +4,7 @@ The only room that prints while a run lasts; built with `quiet` on every rank bu
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -34,13 +35,17 @@ class Metrics:
         self.times = []
         if self.file.exists():
             with open(self.file, "r+b") as file:
-                file.truncate(0 if offset is None else offset)
+                file.truncate(0 if offset is None else min(offset, self.file.stat().st_size))
         self.handle = open(self.file, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
 
     def event(self, kind: str, **values) -> None:
         """Appends one JSON line; each is flushed, so that a crash tears at most the last."""
         with storage(self.file):
-            self.handle.write(json.dumps({"event": kind, "time": time.time(), **values}) + "\n")
+            values = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+            }
+            line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=False)
+            self.handle.write(line + "\n")
             self.handle.flush()
         if self.tracker and kind in ("step", "eval"):
             numbers = {
@@ -50,8 +55,9 @@ class Metrics:
 
     def offset(self) -> int:
         """Bytes written so far, on disk."""
-        self.handle.flush()
-        os.fsync(self.handle.fileno())
+        with storage(self.file):
+            self.handle.flush()
+            os.fsync(self.handle.fileno())
         return self.handle.tell()
 
     def step(

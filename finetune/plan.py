@@ -136,6 +136,7 @@ class TrainState:
     best_step: int | None = None
     status: str = "running"
     output_dir: str | None = None
+    before: dict | None = None  # the evaluation at step 0
     scores: dict | None = None
     exit_code: int = 0
 
@@ -146,9 +147,13 @@ def resolve_plan(
     capabilities: BackendCapabilities,
     shape: ModelShape | None,
     now: datetime | None = None,
+    kept: dict | None = None,
 ) -> RunPlan:
-    """Settles the wishes against what the machine can do and the model's config. Raises PlanError."""
-    return _Resolver(requested, backend, capabilities, shape).plan(now or datetime.now())
+    """Settles the wishes against what the machine can do and the model's config. Raises PlanError.
+
+    `kept`: what a saved run settled where the user left it open; see kept_settings.
+    """
+    return _Resolver(requested, backend, capabilities, shape, kept).plan(now or datetime.now())
 
 
 def settle(plan: RunPlan, proofs: dict) -> RunPlan:
@@ -168,11 +173,11 @@ def demo_defaults(requested: dict) -> dict:
 class _Resolver:
     """One setting after another, in the order a reader would ask; each change is recorded with its reason."""
 
-    def __init__(self, requested, backend, capabilities, shape):
+    def __init__(self, requested, backend, capabilities, shape, kept):
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.backend, self.caps, self.shape = backend, capabilities, shape
         self.demo = demo_defaults(self.requested)
-        self.values = {**DEFAULTS, **self.demo, **self.requested}
+        self.values = {**DEFAULTS, **self.demo, **(kept or {}), **self.requested}
         self.adjustments, self.notices = [], []
 
     def plan(self, now) -> RunPlan:
@@ -407,6 +412,8 @@ class _Resolver:
                 False,
                 f"activations on {self.backend} already are in host memory",
             )
+        if v["use_flash_attention"] and self.caps.supports_flash_attention:
+            self.notices.append("flash attention: torch's own kernels, which it takes for bf16 and fp16")
         if v["use_flash_attention"] and not self.caps.supports_flash_attention:
             reason = self.caps.reasons.get("flash_attention", f"no flash attention kernels on {self.backend}")
             self.set(
@@ -470,7 +477,7 @@ class _Resolver:
 # ---- resume: what may differ
 
 MAY_CHANGE = {
-    "max_steps", "num_epochs", "save_every", "keep_last", "save_model", "eval_every", "validation_dataset", "validation_split",
+    "max_steps", "num_epochs", "save_every", "keep_last", "save_model", "eval_every", "validation_dataset",
     "score_dataset", "score_samples", "score_max_new_tokens", "log_to", "log_every_n_steps", "verbose", "project_name",
     "name", "group", "entity", "output_dir", "backend", "world_size", "dp_degree", "dp_shards", "tp_degree", "cp_degree",
     "pp_degree", "parallel_backend", "quantization_backend", "microbatch_tokens", "low_memory", "profile",
@@ -483,6 +490,14 @@ MAY_CHANGE = {
 def resumed_wishes(given: dict, saved: dict) -> dict:
     """The wishes of a resumed run: the saved run's, under what is given now."""
     return {**saved["requested"], **given}
+
+
+def kept_settings(saved: dict, backend: str) -> dict:
+    """What a resumed run takes from the saved one instead of deciding anew, on the same backend."""
+    if saved["settled"].get("backend") != backend:
+        return {}
+    names = ("precision", "quantization_backend", "use_gradient_checkpointing", "cache_dequantized")
+    return {name: saved["settled"][name] for name in names if name in saved["settled"]}
 
 
 def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:

@@ -58,7 +58,8 @@ def closing_lines(run, code: int) -> list[str]:
         asked, wanted, source = r["sample"]
         lines += [f"one of them ({source}):", asked, f"wanted: {wanted}"]
         lines += [f"before: {r.get('sample before', '(resumed)')}", f"after:  {r['sample after']}", ""]
-    rate = state.num_tokens / run.seconds["training"] if run.seconds.get("training") else 0
+    tokens = state.num_tokens - r.get("tokens before", 0)
+    rate = tokens / run.seconds["training"] if run.seconds.get("training") else 0
     peak, predicted = (r.get(k, {"total": 0})["total"] / GIB for k in ("peak", "predicted"))
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
     lines += [
@@ -66,6 +67,9 @@ def closing_lines(run, code: int) -> list[str]:
         f"memory above imports: {peak:.2f} GiB in training ({predicted:.2f} predicted), "
         f"{r.get('loading', 0) / GIB:.2f} GiB while loading",
     ]
+    if code and not (s.save_model and state.step):
+        return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
-        return lines + [f"stopped by a signal at step {state.step}; go on with --resume {s.output_dir}"]
+        return lines + [f"stopped by a signal, saved in {s.output_dir}/checkpoints/step-{state.step}; "
+                        f"go on with --resume {s.output_dir}"]  # fmt: skip
     return lines + ([f"saved: {s.output_dir}", f"try it: {r['command']}"] if s.save_model else [])

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from finetune import checkpoint
+from finetune import checkpoint, cli, hf_files
 from finetune.errors import CheckpointDamaged, PlanError
 from finetune.plan import RunPlan, TrainState
+from finetune.settings import FIELDS
 
 ADAPTER, FULL = "adapter_model.safetensors", "model.safetensors"
 
@@ -31,22 +33,47 @@ def find_run(resume: str | None, output_dir: str | None) -> Found | None:
         if root is None or not (root / "run_plan.json").is_file():
             return None
     else:
-        root = Path(resume)
+        root = hf_files.local_path(resume, f"--resume {resume}")
         if not root.exists():
             raise PlanError(
                 f"--resume {resume}: no such folder. Give an output_dir or one of its checkpoints/step-N."
             )
-        if root.name.startswith("step-"):
-            root, step_folder = root.resolve().parent.parent, root
+        if not root.is_dir():
+            raise PlanError(
+                f"--resume {resume}: is a file. Give an output_dir or one of its checkpoints/step-N."
+            )
+        whole = root.resolve()
+        if re.fullmatch(r"step-\d+", whole.name) and whole.parent.name == "checkpoints":
+            root, step_folder = whole.parent.parent, whole
+    file = root / "run_plan.json"
     try:
-        saved = json.loads((root / "run_plan.json").read_text())
+        saved = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(
             f"--resume {resume}: {root} holds no run_plan.json, so no run of ours. Give its output_dir."
         ) from None
-    except (ValueError, OSError) as error:
-        raise CheckpointDamaged(f"{root / 'run_plan.json'}: cannot be read ({error})") from None
-    return Found(root, saved, step_folder)
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file}: cannot be read ({error})") from None
+    return Found(root, _checked_plan(saved, file), step_folder)
+
+
+def _checked_plan(saved, file: Path) -> dict:
+    """A saved plan that a resumed run can be compared with, its wishes in the flags' own types. Raises PlanError."""
+    again = "Restore the file as the run wrote it, or start in another --output_dir."
+    if not isinstance(saved, dict):
+        raise PlanError(f"{file}: holds {type(saved).__name__}, must hold an object. {again}")
+    for key in ("requested", "settled"):
+        if not isinstance(saved.get(key), dict):
+            fact = f"is {type(saved[key]).__name__}, must be an object" if key in saved else "is missing"
+            raise PlanError(f"{file}: '{key}' {fact}. {again}")
+    settled = {
+        k: cli.convert(k, v, f"{file}: settled {k}") if k in FIELDS else v
+        for k, v in saved["settled"].items()
+    }
+    for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
+        if settled.get(key) is None:
+            raise PlanError(f"{file}: 'settled' has no {key}. {again}")
+    return saved | {"requested": cli.checked(saved["requested"], str(file)), "settled": settled}
 
 
 def finished_state(root: Path) -> TrainState | None:
@@ -71,6 +98,11 @@ class RunDir:
         self.lock = checkpoint.Lock(self.root)
         self.weights_file = ADAPTER if plan.adapter else FULL
         self.run_id = plan.digest()[:16]
+        if not checkpoint.holds_a_run(self.root) and (self.root / "config.json").exists():
+            self.close()
+            raise PlanError(
+                f"--output_dir {self.root}: holds a model that no run of ours wrote. Give another folder."
+            )
         if checkpoint.holds_a_run(self.root) and not resumed and not plan.settings.overwrite:
             self.close()
             raise PlanError(
@@ -78,17 +110,23 @@ class RunDir:
                 "replace it."
             )
 
-    def begin(self, resumed: bool) -> None:
-        """Removes what crashes left half-made and, with --overwrite, the run before. Call it when nothing can be refused."""
+    def begin(self, resumed_step: int | None) -> list[str]:
+        """Makes the folder this run's, once nothing can be refused: leftovers of crashes go, with --overwrite the run before,
+        and checkpoints after `resumed_step` (None: a run that starts anew), whose names it returns.
+        """
         checkpoint.clean_leftovers(self.root)
-        if not resumed and self.plan.settings.overwrite:
+        if resumed_step is None and self.plan.settings.overwrite:
             checkpoint.clear_run(self.root)
+        (self.root / "train_state.json").unlink(
+            missing_ok=True
+        )  # first: from here on the run is not complete
+        return [] if resumed_step is None else checkpoint.drop_newer(self.root, resumed_step)
 
     def close(self) -> None:
         """Frees the folder, and takes it away where nothing was written to it."""
-        if [p.name for p in self.root.iterdir()] == [".lock"]:
-            (self.root / ".lock").unlink()
-            with contextlib.suppress(OSError):
+        if not checkpoint.holds_a_run(self.root):
+            (self.root / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds files of somebody's
                 self.root.rmdir()
         self.lock.release()
 
@@ -147,7 +185,8 @@ class RunDir:
     def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
         """Puts the present weights at the top level (or in `folder`), each file whole or not at all."""
         folder = folder or self.root
-        folder.mkdir(exist_ok=True)
+        with checkpoint.storage(folder):
+            folder.mkdir(exist_ok=True)
         if self.plan.adapter:
             checkpoint.replace_tensors(folder / ADAPTER, engine.trainable_state())
         else:

@@ -8,7 +8,7 @@ from backend_manager import BackendManager
 from finetune import hf_files
 from finetune.errors import PlanError
 from finetune.settings import Settings
-from finetune.tokenizer import load_tokenizer, pad_id
+from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 
 
 def add_flags(parser) -> None:
@@ -31,6 +31,11 @@ def base_of(checkpoint: str) -> hf_files.ModelFiles:
     folder = Path(checkpoint)
     config = folder / "adapter_config.json"
     if not config.is_file():
+        latest = folder / "checkpoints" / "latest"
+        if latest.is_file() and not (folder / "config.json").is_file():
+            raise PlanError(
+                f"--checkpoint {checkpoint}: the run did not finish. Give {latest.parent / latest.read_text()}."
+            )
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise PlanError(
                 f"--checkpoint {checkpoint}: holds no config.json and no adapter_config.json. Give an output_dir."
@@ -53,7 +58,7 @@ def base_of(checkpoint: str) -> hf_files.ModelFiles:
 
 
 def open_engine(args):
-    """(engine for evaluation and generation, tokenizer)."""
+    """(engine for evaluation and generation, tokenizer, ids that end an answer)."""
     files = base_of(args.checkpoint)
     try:
         manager = (
@@ -73,9 +78,17 @@ def open_engine(args):
     device = device_of(str(manager.backend))
     model = hf_model.load_trained(args.checkpoint, files, device, hf_model.WEIGHT_DTYPES[precision])
     settle_heap(low_memory=False)
-    has_tokenizer = (Path(args.checkpoint) / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(Path(args.checkpoint) if has_tokenizer else files.folder)
+    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     settings = replace(Settings(), train_type="lora", precision=precision)
     engine = TorchEngine(model, settings, device, pad_id(tokenizer))
     engine.settle_layout("auto")
-    return engine, tokenizer
+    return engine, tokenizer, end_ids(tokenizer, files.folder)
+
+
+def tokenizer_folder(checkpoint: Path, files: hf_files.ModelFiles) -> Path:
+    """Where the tokenizer is: the folder itself, the run that a step-N or best folder belongs to, or the base."""
+    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
+        run = folder == checkpoint or (folder / "run_plan.json").is_file()
+        if run and (folder / "tokenizer_config.json").is_file():
+            return folder
+    return files.folder

@@ -1,14 +1,16 @@
 """Files and flags as hands, other tools and other machines leave them: each is one line that names it, before anything loads."""
 
 import json
-import os
 import shutil
 
 import pytest
 
 import train
+from finetune.cli import convert
 from finetune.errors import PlanError
 from finetune.plan import ModelShape
+from finetune.rundir import find_run
+from finetune.tokenizer import generation_ends
 
 
 @pytest.fixture
@@ -82,3 +84,155 @@ def test_a_malformed_config_names_its_key(flags, tiny_model, tmp_path, key, valu
 
 def test_a_text_config_that_is_no_object_is_no_shape():
     assert ModelShape.from_config({"model_type": "x", "text_config": "y", "vocab_size": 5}).vocab_size == 5
+
+
+# ---- a model's generation_config.json
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        ("{", "is not JSON ("),
+        ("[2]", "holds list, must hold an object"),
+        ("5", "holds int, must hold an object"),
+        ('{"eos_token_id": "2"}', 'eos_token_id is "2", must be a token id'),
+        ('{"eos_token_id": [2, "3"]}', 'eos_token_id is [2, "3"], must be a token id'),
+        ('{"eos_token_id": {"a": 1}}', 'eos_token_id is {"a": 1}, must be a token id'),
+    ],
+)
+def test_a_malformed_generation_config_is_said_before_the_model_loads(
+    flags, tiny_model, tmp_path, content, fact, capsys
+):
+    folder = with_config(tiny_model, tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(PlanError) as error:
+        train.fine_tune(**flags | {"model_name": str(folder)})
+    line = str(error.value)
+    assert line.startswith(f"{folder / 'generation_config.json'}: {fact}") and "\n" not in line
+    assert "trainable parameters" not in capsys.readouterr().out
+
+
+def test_the_ends_that_a_generation_config_names_are_read(tmp_path):
+    assert generation_ends(tmp_path) == set()
+    for named, ids in ((None, set()), (2, {2}), ([2, 5], {2, 5})):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert generation_ends(tmp_path) == ids
+
+
+# ---- a run_plan.json edited by hand
+
+PLAN = {
+    "requested": {"lr": 0.001},
+    "settled": {"batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": -1, "num_epochs": 1},
+    "adjustments": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "fact"),
+    [
+        ([], ": holds list, must hold an object."),
+        (5, ": holds int, must hold an object."),
+        ({}, ": 'requested' is missing."),
+        (PLAN | {"requested": []}, ": 'requested' is list, must be an object."),
+        (PLAN | {"settled": "x"}, ": 'settled' is str, must be an object."),
+        (PLAN | {"settled": PLAN["settled"] | {"batch_size": "x"}}, ": settled batch_size x: is no whole number."),
+        (PLAN | {"settled": PLAN["settled"] | {"precision": 5}}, ": settled precision: is int 5, must be text."),
+        (PLAN | {"settled": {}}, ": 'settled' has no batch_size."),
+        (PLAN | {"requested": {"lora_rnk": 4}}, ": unknown key 'lora_rnk'. Nearest: lora_rank."),
+        (PLAN | {"requested": {"lora_rank": "many"}}, ": lora_rank many: is no whole number."),
+        (PLAN | {"requested": {"lora_rank": [4]}}, ": lora_rank [4]: is no whole number."),
+        (PLAN | {"requested": {"dataset": 5}}, ": dataset: is int 5, must be text."),
+        (PLAN | {"requested": {"optimizer": "adamm"}}, ": optimizer adamm: is none of "),
+    ],
+)  # fmt: skip
+def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan, fact):
+    file = tmp_path / "run_plan.json"
+    file.write_text(json.dumps(plan))
+    assert refused({"resume": tmp_path}).startswith(f"{file}{fact}")
+
+
+def test_wishes_of_a_saved_plan_are_converted_as_those_of_a_config_file_are(tmp_path):
+    saved = PLAN | {"requested": {"learning-rate": "1e-3", "lora_rank": 8.0, "use_dora": "yes"}}
+    (tmp_path / "run_plan.json").write_text(json.dumps(saved))
+    found = find_run(str(tmp_path), None)
+    assert found.saved_plan["requested"] == {"lr": 0.001, "lora_rank": 8, "use_dora": True}
+    assert type(found.saved_plan["requested"]["lora_rank"]) is int
+
+
+@pytest.mark.parametrize("name", ["step-by-step", "step-3"])
+def test_only_a_step_folder_under_checkpoints_is_a_checkpoint(tmp_path, name, monkeypatch):
+    root = tmp_path / "checkpoints" / name if name == "step-by-step" else tmp_path / name
+    step = root / "checkpoints" / "step-3"
+    step.mkdir(parents=True)
+    (root / "run_plan.json").write_text(json.dumps(PLAN))
+    assert (find_run(str(root), None).output_dir, find_run(str(root), None).step_folder) == (root, None)
+    assert (find_run(str(step), None).output_dir, find_run(str(step), None).step_folder) == (root, step)
+    monkeypatch.chdir(step)
+    assert find_run(".", None).step_folder == step
+
+
+def test_a_file_is_no_run(rows_file):
+    assert refused({"resume": rows_file}).startswith(f"--resume {rows_file}: is a file.")
+
+
+# ---- values of flags
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "fact"),
+    [
+        ("lr", "inf", " inf: is infinite."),
+        ("lr", "1e999", " 1e999: is infinite."),
+        ("seed", 2**63, f" {2**63}: must be below 2**63"),
+        ("batch_size", 10**99, f" {10**79}...: must be below 2**63"),
+        ("batch_size", "9" * 5000, f" {'9' * 80}...: is no whole number."),
+        ("dataset_samples", 0, " 0: leaves no rows. Use -1"),
+        ("score_samples", 0, " 0: leaves no rows. Use -1"),
+        ("model_name", "", " '': names nothing. Leave it out"),
+        ("dataset", "", " '': names nothing. Leave it out"),
+        ("output_dir", " ", " ' ': names nothing. Leave it out"),
+        *((flag, "a" * 300, f" {'a' * 80}...: a name in it has 300 bytes, the most is 255.")
+          for flag in ("model_name", "dataset", "output_dir", "resume", "validation_dataset", "score_dataset", "config")),
+        ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a name in it has 306 bytes"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
+    assert refused(flags, **{flag: value}).startswith(f"--{flag}{fact}")
+
+
+def test_the_largest_seed_is_taken():
+    assert convert("seed", str(2**63 - 1)) == 2**63 - 1
+
+
+@pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a/" * 2500])
+def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
+    assert refused(flags, **{flag: name}).startswith(
+        f"--{flag} {name}: is no path that can be looked up here ("
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("batch_size: .inf", ": batch_size inf: is no whole number."),
+        ("batch_size: .nan", ": batch_size nan: is no whole number."),
+        ("batch_size: 1.0e+300", ": batch_size 1e+300: must be below 2**63"),
+        ("lr: .inf", ": lr inf: is infinite."),
+        ("lr: 1" + "0" * 400, f": lr 1{'0' * 79}...: is no number."),
+        ("dataset: ''", ": dataset '': names nothing."),
+        ("dataset: 2026-13-45", ": cannot be read as YAML (month must be in 1..12)."),
+        ("dataset: " + "[" * 5000, ": cannot be read as YAML (nested too deep)."),
+    ],
+)
+def test_a_value_in_a_config_file_names_file_and_key(flags, tmp_path, text, fact):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert refused(flags, config=file).startswith(f"{file}{fact}")
+
+
+def test_json_nested_too_deep_is_one_line(flags, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("[" * 100_000)
+    assert refused(flags, config=file) == f"{file}: cannot be read as JSON (nested too deep). Mend the JSON."

@@ -54,3 +54,15 @@ def dataset(lengths=(5, 17, 30, 9, 40, 3, 22, 11), vocab=128, seed=0):
     return TokenizedDataset(
         tokens, is_target, offsets, tuple(f"row {i}" for i in range(len(lengths))), counts
     )
+
+
+def base_tensors_digest(model) -> str:
+    """sha256 over every frozen tensor, names included: equal before and after training, or the base was touched."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()

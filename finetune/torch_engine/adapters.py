@@ -37,6 +37,7 @@ class LoRAProduct(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             x_low = x.to(dtype)
             rows = x_low.reshape(-1, x.shape[-1])
+            keep = None if keep is None else keep.to(dtype)
             dropped = rows if keep is None else rows * keep
             low_R = dropped @ lora_a_RI.to(dtype).t()
             # The product keeps x's shape: a returned view could not be changed in place by the model's code.
@@ -99,6 +100,15 @@ class LoRALinear(nn.Module):
         weight = stored[0].to(dtype)
         return weight if isinstance(self.base, nn.Linear) else weight.t()
 
+    def exact_weight(self) -> torch.Tensor:
+        """The frozen weight in fp32 from what is stored, not from a copy kept in 16 bits."""
+        if isinstance(self.base, QuantizedLinear) and self.base.cached is not None:
+            if self.base.cached.dtype != torch.float32:
+                return self.base.dequantize(
+                    dict(zip(self.base.names, self.base.stored(), strict=True)), torch.float32
+                )
+        return self.weight_of(self.stored(), torch.float32)
+
     @torch.no_grad()
     def weight_norm(self) -> torch.Tensor:
         """|w + s B A| of each row [O], fp32. DoRA (Liu et al. 2024, eq. 6) holds it constant in backward (section 4.3).
@@ -106,7 +116,7 @@ class LoRALinear(nn.Module):
         Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, so that no matrix of the weight's size is made twice.
         """
         a, b, s = self.lora_A.float(), self.lora_B.float(), self.scaling
-        weight_OI = self.weight_of(self.stored(), torch.float32)
+        weight_OI = self.exact_weight()
         if self.row_square_O is None:
             self.row_square_O = weight_OI.square().sum(1)
         cross = ((weight_OI @ a.t()) * b).sum(1)
@@ -118,7 +128,7 @@ class LoRALinear(nn.Module):
     def merged_weight(self) -> torch.Tensor:
         """Base and adapter as one weight [O, I], fp32."""
         weight_OI = torch.addmm(
-            self.weight_of(self.stored(), torch.float32),
+            self.exact_weight(),
             self.lora_B.float(),
             self.lora_A.float(),
             alpha=self.scaling,

@@ -26,7 +26,8 @@ SCALE_START, SCALE_GROWS_EVERY = (
 class TorchEngine:
     """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step."""
 
-    def __init__(self, model, settings, device, pad_id: int = 0):
+    def __init__(self, model, settings, device, pad_id: int = 0, base_config: dict | None = None):
+        self.saved_dtype = hf_model.load_config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = optim.build(self.named, settings, device) if self.named else None
@@ -44,11 +45,11 @@ class TorchEngine:
 
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
-        proof = (
-            hf_model.Proof(False, "asked for")
-            if wished == "padded"
-            else hf_model.prove_flat(self.model, self.autocast)
-        )
+        self.model.eval()
+        hf_model.prove_causal(self.model, self.autocast)
+        proof = hf_model.Proof(False, "asked for")
+        if wished != "padded":
+            proof = hf_model.prove_flat(self.model, self.autocast, self.settings.context_length)
         if wished == "flat" and not proof.holds:
             raise PlanError(f"--batch_layout flat: {proof.reason}. Use auto or padded.")
         self.layout = "flat" if proof.holds else "padded"
@@ -106,7 +107,8 @@ class TorchEngine:
             what = "loss" if not np.isfinite(nll) else "gradient"
             raise NonFiniteError(f"{what} is {nll if what == 'loss' else norm}")
         optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        with self._memory_advice(microbatches[0]):  # the first step makes the moments
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scale:
             self.clean_steps += 1
@@ -163,9 +165,16 @@ class TorchEngine:
             ) from error
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[Batch]) -> tuple[float, int]:
+    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
         self.model.eval()
-        return sum(self.nll(b).item() for b in microbatches), sum(b.num_targets for b in microbatches)
+        total, count = 0.0, 0
+        for batch in microbatches:
+            if stop and stop():
+                break
+            with self._memory_advice(batch):
+                total += self.nll(batch).item()
+            count += batch.num_targets
+        return total, count
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, hopeless=None, **sampling) -> list[list[int]]:
@@ -226,6 +235,12 @@ class TorchEngine:
 
     # ---- what is saved
 
+    def context_limit(self) -> int | None:
+        """Positions the model has, where its config says."""
+        from finetune.torch_engine.generate import context_limit
+
+        return context_limit(self.model)
+
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) weights, packed ones counted as what they stand for."""
         packed = [m for m in self.model.modules() if isinstance(m, QuantizedLinear)]
@@ -237,6 +252,7 @@ class TorchEngine:
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} that stands beside the weights so that others can load them."""
         if self.settings.train_type == "full":
+            self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
         return {
             "adapter_config.json": adapters.peft_config(self.model, self.settings, base_name),
@@ -248,7 +264,7 @@ class TorchEngine:
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
-        hf_model.write_folder(self.model, Path(folder))
+        hf_model.write_folder(self.model, Path(folder), self.saved_dtype)
 
     def profiler(self, written: list):
         from finetune.torch_engine import profiling

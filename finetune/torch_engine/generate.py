@@ -1,7 +1,7 @@
 """Batched generation with a key/value cache: greedy or sampled, rows ended one by one."""
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 
 class _RowsDone(StoppingCriteria):
@@ -34,24 +34,37 @@ def generate(
 
     temperature 0 is greedy. The model's attention is set to its own for the time of the call: a cache is no flat row.
     """
-    own = model.config._attn_implementation
+    own, own_settings = model.config._attn_implementation, model.generation_config
+    # The folder's own settings (penalties, banned tokens, sampling) would make greedy something else.
+    model.generation_config = GenerationConfig()
+    limit = context_limit(model)
+    if limit:
+        max_new_tokens = min(max_new_tokens, limit - 1)
+        prompts = [p[-(limit - max_new_tokens) :] for p in prompts]
     model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     sampled = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    # A chat model's own generation settings (repetition penalty, sampling) would not be greedy: all are given here.
-    plain = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    plain = {"do_sample": False}
     try:
         out = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad_id,
-            eos_token_id=sorted(eos_ids) or None, repetition_penalty=1.0, num_beams=1, use_cache=True,
+            eos_token_id=sorted(eos_ids) or None, use_cache=True,
             stopping_criteria=StoppingCriteriaList([_RowsDone(longest, hopeless, on_token)]),
             **(sampled if temperature > 0 else plain),
         )  # fmt: skip
     finally:
         model.set_attn_implementation(own)
+        model.generation_config = own_settings
     return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
+
+
+def context_limit(model) -> int | None:
+    """Positions the model has, where its config says."""
+    config = model.config.get_text_config()
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((n for n in found if isinstance(n, int) and n > 1), None)
 
 
 def _until_end(ids, eos_ids, pad_id):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import quantization_wrapper
-from finetune.errors import PlanError
+from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import Settings
 from finetune.torch_engine import adapters, attention, loss
@@ -90,7 +90,11 @@ def load_dense(folder, dtype):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+        if "can't allocate memory" in str(error):
+            raise OutOfMemoryError(
+                f"--model_name {folder}: its weights do not fit in memory. Use a smaller model."
+            ) from error
         raise PlanError(
             f"--model_name {folder}: its weights do not load: {str(error).splitlines()[0]}"
         ) from error
@@ -124,9 +128,8 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     before = model(input_ids=ids).logits
     adapters.merge(model)
     own = load_config_dtype(files.config)
-    model.config.dtype = own if dtype == "auto" else WEIGHT_DTYPES[dtype]
     target.mkdir(parents=True, exist_ok=True)
-    write_folder(model, target)
+    write_folder(model, target, own if dtype == "auto" else WEIGHT_DTYPES[dtype])
     after = load_dense(target, torch.float32)(input_ids=ids).logits
     return ((after - before).abs().max() / before.abs().max()).item()
 
@@ -142,11 +145,11 @@ def load_config_dtype(config: dict) -> torch.dtype:
     return getattr(torch, str(name).removeprefix("torch."), torch.float32)
 
 
-def write_folder(model, folder) -> None:
-    """config.json and model.safetensors (sharded when large) in the config's dtype, each renamed when whole."""
+def write_folder(model, folder, dtype: torch.dtype) -> None:
+    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when whole."""
     import tempfile
 
-    dtype = getattr(model.config, "dtype", None) or next(model.parameters()).dtype
+    model.config.dtype = dtype  # save_pretrained leaves text here
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
         tensors = {
             n: t.detach().to(dtype).cpu() if t.is_floating_point() else t
@@ -155,18 +158,6 @@ def write_folder(model, folder) -> None:
         model.save_pretrained(beside, state_dict=tensors)
         for file in sorted(Path(beside).iterdir()):
             file.replace(folder / file.name)
-
-
-def base_tensors_digest(model) -> str:
-    """sha256 over every frozen tensor, names included: equal before and after training, or the base was touched."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if not parameter.requires_grad:
-            digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -178,14 +169,38 @@ class Proof:
 
 
 @torch.no_grad()
-def prove_flat(model, autocast) -> Proof:
+def prove_causal(model, autocast) -> None:
+    """Raises PlanError where the loaded model does not run as it is, or lets a token see those after it."""
+    ids = torch.arange(3, 15)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
+    other = ids.clone()
+    other[0, -1] = 2
+    name = type(model).__name__
+    try:
+        with autocast():
+            one, two = (model(input_ids=i, use_cache=False).logits[0, :-1].float() for i in (ids, other))
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        first = str(error).splitlines()[0][:150]
+        raise PlanError(f"--model_name: {name} does not run with these adapters and types ({first}). "
+                        "Use --train_type full, or another model.") from error  # fmt: skip
+    moved = (one - two).abs().max().item() / max(one.abs().max().item(), 1e-30)
+    if not moved <= (1e-4 if one.dtype == torch.float32 and model.dtype == torch.float32 else 2e-2):
+        raise PlanError(f"--model_name: {name} lets a token see those after it (logits move by {moved:.1e}), so it is no "
+                        "causal language model. Give another.")  # fmt: skip
+
+
+@torch.no_grad()
+def prove_flat(model, autocast, context_length: int = 0) -> Proof:
     """Two short documents flat must equal the same two alone under the model's own attention, and the second must not
     change with the first.
     """
     attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
-    one, other, two = (torch.randint(3, max(4, vocab), (n,), generator=generator) for n in (13, 13, 9))
+    # Longer than the attention window, where rows can be: a window that is only in the model's mask would not be seen.
+    window = attention_window(model)
+    first_length = window + 8 if window and window < context_length else 13
+    lengths = (first_length, first_length, 9)
+    one, other, two = (torch.randint(3, max(4, vocab), (n,), generator=generator) for n in lengths)
     try:
         with autocast():
             alone = torch.cat(
@@ -196,7 +211,7 @@ def prove_flat(model, autocast) -> Proof:
     except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         return Proof(False, f"this model does not take flat rows: {str(error).splitlines()[0][:120]}")
     size = alone.abs().max().item()
-    leak = (flat[13:] - changed[13:]).abs().max().item() / size
+    leak = (flat[first_length:] - changed[first_length:]).abs().max().item() / size
     off = (flat - alone).abs().max().item() / size
     dtype = torch.get_autocast_dtype(flat.device.type) if autocast is not _no_autocast else model.dtype
     exact = dtype == torch.float32
@@ -206,6 +221,13 @@ def prove_flat(model, autocast) -> Proof:
     if not off <= allowed:
         return Proof(False, f"two documents flat are not the same two alone (logits off by {off:.1e})")
     return Proof(True, f"two documents flat equal the same two alone (logits within {off:.0e})")
+
+
+def attention_window(model) -> int | None:
+    """Tokens a token sees back in the layers that see least, where the config says."""
+    config = model.config.get_text_config()
+    found = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((n for n in found if isinstance(n, int) and n > 0), default=None)
 
 
 def _no_autocast():
@@ -248,4 +270,5 @@ def prove_head(model, layout, autocast) -> Proof:
 
 def base_model(model):
     """The model without its head: what gives last_hidden_state."""
-    return getattr(model, model.base_model_prefix)
+    inner = getattr(model, model.base_model_prefix, None)
+    return inner if inner is not None else model.get_decoder()

@@ -38,8 +38,9 @@ class Head:
 
     def nll(self, hidden_TH, labels_T) -> torch.Tensor:
         """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head."""
+        learning = torch.is_grad_enabled()  # inside a Function it never is
         return _ChunkedNLL.apply(
-            hidden_TH, self.linear.weight, self.linear.bias, labels_T, self.scale, self.softcap
+            hidden_TH, self.linear.weight, self.linear.bias, labels_T, self.scale, self.softcap, learning
         )
 
 
@@ -47,12 +48,12 @@ class _ChunkedNLL(torch.autograd.Function):
     """Gradients are made in forward, beside the logits they need, so no chunk of logits outlives its turn."""
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap):
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning):
         device = hidden_TH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
         with torch.autocast(device, enabled=False):
             weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
-            need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+            need_hidden, need_weight, need_bias = (learning and need for need in ctx.needs_input_grad[:3])
             grad_hidden = torch.empty_like(hidden) if need_hidden else None
             grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
             grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
@@ -94,7 +95,7 @@ class _ChunkedNLL(torch.autograd.Function):
             None if hidden is None else (hidden.float() * upstream).to(ctx.hidden_dtype),
             None if weight is None else (weight * upstream).to(ctx.weight_dtype),
             None if bias is None else (bias * upstream).to(ctx.weight_dtype),
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip
 
 

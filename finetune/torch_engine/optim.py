@@ -5,8 +5,6 @@ import torch
 
 from finetune.errors import PlanError
 
-MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
-
 
 def build(named: dict, settings, device):
     """The optimizer over {name: parameter}. LoRA+ (Hayou et al. 2024): B learns `loraplus_lr_ratio` times as fast as A."""
@@ -69,12 +67,18 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
             f"--resume: the checkpoint holds optimizer state of {unknown[0]}, which does not train here."
         )
     eight_bit = type(optimizer).__module__.startswith("bitsandbytes")
+    fused = any(
+        group.get("fused") for group in optimizer.param_groups
+    )  # whose step counters live on the device
     for name, moments in found.items():
         parameter = named[name]
         restored = {}
         for moment, value in moments.items():
             if moment == "step":
-                restored["step"] = int(value) if eight_bit else torch.tensor(value, dtype=torch.float32)
+                device = parameter.device if fused else "cpu"
+                restored["step"] = (
+                    int(value) if eight_bit else torch.tensor(value, dtype=torch.float32, device=device)
+                )
             else:
                 restored[moment] = torch.from_numpy(np.array(value)).to(parameter.device)
         optimizer.state[parameter] = restored
