@@ -143,7 +143,7 @@ def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
     raise ValueError(f"bits {bits}: no method of this version has them on {backend}.")
 
 
-def quantized_linear(weight_OI, bias, config: QuantizationConfig):
+def quantized_linear(weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False):
     """A QuantizedLinear that holds `weight_OI` as `config` says."""
     from finetune.quantizers.linear import QuantizedLinear
 
@@ -160,7 +160,7 @@ def quantized_linear(weight_OI, bias, config: QuantizationConfig):
         back = partial(_bnb_back, shape=shape, quant_type=config.quant_type, block=config.group_size)
     else:
         raise ValueError(f"method {config.method}: is not in this version, which has {', '.join(METHODS)}.")
-    return QuantizedLinear(tensors, shape, back, bias)
+    return QuantizedLinear(tensors, shape, back, bias, fan_in_fan_out)
 
 
 def _nf4_back(tensors, dtype, columns, block):
@@ -200,7 +200,11 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
         if device is not None:
             weight_OI = weight_OI.to(device)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, quantized_linear(weight_OI, module.bias, own))
+        setattr(
+            model.get_submodule(parent),
+            leaf,
+            quantized_linear(weight_OI, module.bias, own, not isinstance(module, nn.Linear)),
+        )
     return model
 
 

@@ -36,8 +36,11 @@ class QuantizedLinear(nn.Module):
     `tensors` are the method's; `dequantize(tensors, dtype)` gives the weight back.
     """
 
-    def __init__(self, tensors: dict, shape: tuple, dequantize, bias=None):
+    def __init__(self, tensors: dict, shape: tuple, dequantize, bias=None, fan_in_fan_out: bool = False):
         super().__init__()
+        self.fan_in_fan_out = (
+            fan_in_fan_out  # the layer it replaced kept its weight as [I, O], as GPT-2's Conv1D does
+        )
         self.out_features, self.in_features = shape
         self.names, self.dequantize, self.cached = tuple(tensors), dequantize, None
         for name, tensor in tensors.items():

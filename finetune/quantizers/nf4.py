@@ -49,7 +49,9 @@ def _nearest_levels(values, middles) -> torch.Tensor:
     cells, last = 64, 128
     index = ((values + 1) * cells).to(torch.int32).clamp_(0, last).flatten()
     cell_of_middle = ((middles + 1) * cells).to(torch.int64)
-    below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(1, dtype=torch.uint8)
+    below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(
+        1, dtype=torch.uint8
+    )
     own = torch.full((last + 1,), torch.inf, device=values.device)
     own[cell_of_middle] = middles
     above = values.flatten() > own.index_select(0, index)

@@ -295,7 +295,10 @@ def peft_config(model, settings: Settings, base_name: str) -> dict:
     }
     linear = {n.removesuffix(".base") for n in linear}
     by_leaf = {n for n in linear if n.rpartition(".")[2] in leaves}
-    conv = any(type(m.base).__name__ == "Conv1D" for m in layers(model).values())
+    conv = any(
+        m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
+        for m in layers(model).values()
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
