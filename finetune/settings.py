@@ -88,10 +88,18 @@ class Settings:
     skip_bad_rows: int = flag(
         0, "data", "skip and list up to N broken rows instead of refusing the file", minimum=0
     )
-    validation_dataset: str = flag(None, "data", "rows whose loss is watched", metavar="FILE|NAME")
+    validation_dataset: str = flag(
+        None,
+        "data",
+        "rows whose loss is watched; of a folder or hub name, its split validation",
+        metavar="FILE|NAME",
+    )
     validation_split: float = flag(0.0, "data", "part of the training rows to hold out for that", minimum=0.0)
     score_dataset: str = flag(
-        None, "data", "rows scored by exact match, before and after", metavar="FILE|NAME"
+        None,
+        "data",
+        "rows scored by exact match, before and after; of a folder or hub name, its split test",
+        metavar="FILE|NAME",
     )
     score_samples: int = flag(32, "data", "score the first N rows of it; -1: all", minimum=-1, nonzero=True)
     score_max_new_tokens: int = flag(128, "data", "longest answer generated when scoring", minimum=1)
