@@ -108,7 +108,7 @@ def save(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int
         beside.mkdir(parents=True)
         entries = {}
         for file, arrays in tensors.items():
-            _write_tensors(beside / file, arrays)
+            _write_bytes(beside / file, _tensor_bytes(arrays))
         for file, text in texts.items():
             _write_text(beside / file, text)
         for file in (*tensors, *texts):
@@ -126,12 +126,10 @@ def save(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int
     return target
 
 
-def _write_tensors(path: Path, arrays: dict) -> None:
+def _tensor_bytes(arrays: dict) -> bytes:
     from safetensors.numpy import save
 
-    _write_bytes(
-        path, save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"format": "pt"})
-    )
+    return save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"format": "pt"})
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -160,11 +158,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 def replace_tensors(path: Path, arrays: dict) -> None:
     """A safetensors file under its final name, whole or not at all."""
-    with storage(path):
-        beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
-        _write_tensors(beside, arrays)
-        beside.replace(path)
-        _sync(path.parent)
+    replace_bytes(path, _tensor_bytes(arrays))
 
 
 def _sync(folder: Path) -> None:

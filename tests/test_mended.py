@@ -96,12 +96,14 @@ def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
 
 def test_the_state_of_a_finished_run_goes_first_when_it_is_taken_further(run, tmp_path, monkeypatch):
     run(max_steps=2)
-    from finetune.rundir import RunDir
+    real = Path.replace
 
-    def full_disk(self, plan):
-        raise OSError(28, "No space left on device")
+    def full_disk(self, target):
+        if Path(target).name == "run_plan.json":
+            raise OSError(28, "No space left on device")
+        return real(self, target)
 
-    monkeypatch.setattr(RunDir, "save_plan", full_disk)
+    monkeypatch.setattr(Path, "replace", full_disk)
     with pytest.raises(OSError):
         fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
     monkeypatch.undo()
