@@ -216,19 +216,12 @@ def load_model(run: Run) -> Loading:
     return loading
 
 
-def wrap_model(model, settled: plan.RunPlan):
-    """One process holds the whole model: nothing to wrap."""
-    return model
-
-
 def build_engine(run: Run, model) -> None:
     """The engine on the loaded model, and the plan settled by what was proved on it."""
     from finetune.torch_engine.engine import TorchEngine, device_of
 
     device = device_of(run.plan.backend)
-    run.engine = TorchEngine(
-        wrap_model(model, run.plan), run.plan.settings, device, pad_id(run.tokenizer), run.files.config
-    )
+    run.engine = TorchEngine(model, run.plan.settings, device, pad_id(run.tokenizer), run.files.config)
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)

@@ -152,10 +152,8 @@ class TorchEngine:
         """An allocation that fails becomes one line that says what to lower, with what it is now."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not isinstance(
-                error, MemoryError | torch.OutOfMemoryError
-            ) and "can't allocate memory" not in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if not hf_model.out_of_memory(error):
                 raise
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(

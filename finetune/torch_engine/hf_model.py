@@ -34,8 +34,27 @@ AUTOCAST_DTYPES = {
 def load(folder, settings: Settings, device, batches=None):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
-    `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never run. Raises PlanError for weights that do not fit the config.
+    `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never
+    run. Raises PlanError for weights that do not fit the config, OutOfMemoryError.
     """
+    try:
+        return _load(folder, settings, device, batches)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora "
+            f"(now {settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller model."
+        ) from error
+
+
+def out_of_memory(error) -> bool:
+    """Whether it is torch's or Python's word for memory that is not there; the CPU allocator raises a plain RuntimeError."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def _load(folder, settings, device, batches):
     model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
     if settings.train_type == "full":
         model.to(device).requires_grad_(True)
@@ -91,10 +110,8 @@ def load_dense(folder, dtype):
             str(folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
     except (RuntimeError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
-        if "can't allocate memory" in str(error):
-            raise OutOfMemoryError(
-                f"--model_name {folder}: its weights do not fit in memory. Use a smaller model."
-            ) from error
+        if out_of_memory(error):
+            raise
         raise PlanError(
             f"--model_name {folder}: its weights do not load: {str(error).splitlines()[0]}"
         ) from error
