@@ -374,10 +374,9 @@ def start(run: Run, found: rundir.Found | None) -> None:
 
 def predicted_memory(run: Run) -> dict:
     """memory.estimate for the first epoch's largest microbatch."""
-    s, size, cursor, steps = run.plan.settings, len(run.train_set), data.Cursor(), []
-    while cursor.epoch == 0:
-        rows, cursor = data.step_rows(size, run.plan.rows_per_step, s.seed, cursor)
-        steps.append(rows)
+    s, rows = run.plan.settings, run.plan.rows_per_step
+    order = data.epoch_order(len(run.train_set), s.seed, 0)
+    steps = [order[i : i + rows] for i in range(0, len(order), rows)]
     lengths = run.train_set.lengths
     tokens = memory.largest_microbatch(lengths, steps, s.batch_size, s.microbatch_tokens)
     shape = plan.ModelShape.from_config(run.files.config, stored_bytes(run.files))

@@ -145,6 +145,11 @@ def document_attention(
     return flat[documents.scatter_T].unsqueeze(0), None
 
 
+def own_implementation(model) -> str:
+    """The attention a model comes with: what a cache, and rows that cannot be flat, run through."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
 def register() -> None:
     """Makes `model.set_attn_implementation(NAME)` possible. The mask function gives none: documents bound themselves."""
     AttentionInterface.register(NAME, document_attention)

@@ -53,13 +53,12 @@ class TorchEngine:
         if wished == "flat" and not proof.holds:
             raise PlanError(f"--batch_layout flat: {proof.reason}. Use auto or padded.")
         self.layout = "flat" if proof.holds else "padded"
-        self.model.set_attn_implementation(attention.NAME if proof.holds else self._own_attention())
+        self.model.set_attn_implementation(
+            attention.NAME if proof.holds else attention.own_implementation(self.model)
+        )
         head = hf_model.prove_head(self.model, self.layout, self.autocast)
         self.head = loss.Head.of(self.model) if head.holds else None
         return {"batch_layout": (self.layout, proof.reason)}
-
-    def _own_attention(self) -> str:
-        return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
 
     def _checkpoint_activations(self):
         if not self.model.supports_gradient_checkpointing:

@@ -3,6 +3,8 @@
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from finetune.torch_engine.attention import own_implementation
+
 
 class _RowsDone(StoppingCriteria):
     """Ends the rows whose text can no longer become what is wanted, and calls `on_token` for a live view."""
@@ -41,7 +43,7 @@ def generate(
     if limit:
         max_new_tokens = min(max_new_tokens, limit - 1)
         prompts = [p[-(limit - max_new_tokens) :] for p in prompts]
-    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    model.set_attn_implementation(own_implementation(model))
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
