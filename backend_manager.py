@@ -54,6 +54,7 @@ class BackendCapabilities:
     bfloat16_speed: float | None = None  # bf16 products per second over fp32 ones, measured here
     memory_bytes: int | None = None  # of the device; of the system where memory is unified
     probed: bool = False
+    quantizers: dict = field(default_factory=dict)  # 'method/bits': what quantization_wrapper.probe gave here
     reasons: dict = field(default_factory=dict)
 
 
@@ -280,20 +281,49 @@ class BackendManager:
         base = replace(CAPABILITIES[self.backend], memory_bytes=system_memory()[0])
         if base.engine != "torch":
             return base
-        cache = ProbeCache(self.backend)
-        facts = cache.read()
-        if facts is None and run:
-            facts = probe_torch(str(self.backend))
-            cache.write(facts)
-        if facts is None:
+        facts = self.cache.read()
+        if "bfloat16_speed" not in facts and run:
+            facts = self.cache.add(probe_torch(str(self.backend)))
+        if "bfloat16_speed" not in facts:
             return replace(base, reasons={"probes": "documented, not probed: a run probes first"})
         return _merged(self.backend, base, facts)
 
+    @cached_property
+    def cache(self) -> "ProbeCache":
+        return ProbeCache(self.backend)
+
+    def probe_quantization(self, method: str, bits: int) -> dict:
+        """What one layer of `method` at `bits` did on this device: quantization_wrapper.probe's dict, from the cache where it
+        has it. `error` None: it passed. ValueError for a pair that METHODS lacks.
+        """
+        import quantization_wrapper
+
+        if bits not in getattr(quantization_wrapper.METHODS.get(method), "bits", ()):
+            raise ValueError(quantization_wrapper.unsupported(method, bits, None, 64))
+        known = self.known_quantization(method, bits)
+        if known is None:
+            known = quantization_wrapper.probe(method, bits, str(self.backend))
+            if "is not installed" not in (known["error"] or ""):  # may be by the next start
+                pairs = self.cache.read().get("quantizers", {}) | {f"{method}/{bits}": known}
+                self.cache.add({"quantizers": pairs})
+        self.__dict__.pop("capabilities", None)
+        return known
+
+    def known_quantization(self, method: str, bits: int) -> dict | None:
+        """The same from the cache alone; None where the pair was never probed."""
+        return self.cache.read().get("quantizers", {}).get(f"{method}/{bits}")
+
     def supports_quantization(self, bits: int) -> bool:
-        return bits in self.capabilities.quantization_bits
+        """Whether some method passes its probe here at these bits; 16 is no quantization."""
+        import quantization_wrapper
+
+        if CAPABILITIES[self.backend].engine != "torch":
+            return bits in CAPABILITIES[self.backend].quantization_bits
+        pairs = [p for p in quantization_wrapper.pairs() if p[1] == bits]
+        return bits == 16 or any(self.probe_quantization(*p)["error"] is None for p in pairs)
 
     def supported_quantizers(self) -> tuple[str, ...]:
-        """Names of the quantizers that passed their probe here."""
+        """Names of the quantizers that are documented or passed a probe here, without those that failed all of theirs."""
         return self.capabilities.quantization_backends
 
     def get_device(self):
@@ -389,7 +419,8 @@ class BackendManager:
             f"Available backends: {', '.join(facts['available'])}",
             *(f"  not {name}: {why}" for name, why in facts["unavailable"].items()),
             f"Device: {self.get_device()}",
-            f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} by {', '.join(caps.quantization_backends)}",
+            f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} by {', '.join(caps.quantization_backends)}"
+            f" ({len(caps.quantizers)} of the pairs probed; --doctor probes all)",
             f"Distributed: {yes[caps.supports_distributed]} ({caps.distributed_backend})",
             f"FSDP: {yes[caps.supports_fsdp]}",
             f"bf16: {yes[caps.supports_bfloat16]}",
@@ -473,28 +504,37 @@ def environment_error() -> str | None:
 
 
 class ProbeCache:
-    """Probe results on disk, keyed by backend, library versions, processor and this file's own text."""
+    """Probe results on disk, keyed by backend, library versions, processor and the text of what is probed."""
 
     def __init__(self, backend):
+        here = Path(__file__).parent
+        probed = [
+            Path(__file__),
+            here / "quantization_wrapper.py",
+            *sorted((here / "finetune/quantizers").glob("*.py")),
+        ]
         key = [
             str(backend),
             versions(),
             cpu_facts(),
             environment().get("CUDA_VISIBLE_DEVICES"),
-            Path(__file__).read_text(),
+            [file.read_text() for file in probed],
         ]
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
 
-    def read(self) -> dict | None:
+    def read(self) -> dict:
+        """What was found so far; {} where nothing was, or where the file is torn."""
         try:
-            return json.loads(self.file.read_text())
+            facts = json.loads(self.file.read_text())
         except (OSError, ValueError):
-            return None
+            return {}
+        return facts if isinstance(facts, dict) else {}
 
-    def write(self, facts: dict) -> None:
-        """Keeps the facts where the cache can be written; a read-only home only costs the next start some time."""
+    def add(self, facts: dict) -> dict:
+        """All facts with these among them, kept where the cache can be written; a read-only home only costs time."""
+        facts = self.read() | facts
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             beside = self.file.with_suffix(f".{os.getpid()}")
@@ -502,13 +542,12 @@ class ProbeCache:
             beside.replace(self.file)
         except OSError:
             pass
+        return facts
 
 
 def probe_torch(device: str) -> dict:
-    """Runs each probe on `device`; {'bfloat16_speed', 'bfloat16_error', 'flash', 'quantizers': {name: None | reason}, ...}."""
+    """Runs each probe on `device` but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
     import torch
-
-    from quantization_wrapper import METHODS, probe_methods
 
     facts = {
         "device_name": device,
@@ -528,8 +567,6 @@ def probe_torch(device: str) -> dict:
         facts["bfloat16_speed"] = _bfloat16_speed(device)
     except (RuntimeError, TypeError) as error:
         facts["bfloat16_error"] = str(error).splitlines()[0]
-    facts["quantizers"] = probe_methods(device)
-    facts["quantizer_bits"] = {name: method.bits for name, method in METHODS.items()}
     return facts
 
 
@@ -567,11 +604,16 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
         reasons["bf16"] = f"this processor has no bf16 products: {speed:.2f} x the speed of fp32, measured"
     elif bf16 and not base.supports_bfloat16:
         reasons["bf16"] = f"works here at {speed:.2f} x the speed of fp32, measured"
-    passed = tuple(name for name, why in facts["quantizers"].items() if why is None)
-    for name, why in facts["quantizers"].items():
-        if why is not None:
-            reasons[f"quantization_backend {name}"] = why
-    bits = tuple(sorted({16}.union(*(facts["quantizer_bits"][name] for name in passed))))
+    pairs = facts.get("quantizers", {})
+    failed = {pair: found["error"] for pair, found in pairs.items() if found["error"]}
+    reasons |= {f"quantization {pair}": why for pair, why in failed.items()}
+    passed = [pair.split("/") for pair in pairs if pair not in failed]
+    names = {name for name, _ in passed} | (
+        set(base.quantization_backends) - {p.split("/")[0] for p in failed}
+    )
+    widths = {int(bits) for _, bits in passed}
+    lost = {int(p.split("/")[1]) for p in failed} - widths
+    bits = tuple(sorted((set(base.quantization_bits) - lost) | widths))
     if bits != base.quantization_bits:
         reasons["quantization_bits"] = f"probed {bits}, documented {base.quantization_bits}"
     if base.supports_flash_attention and not facts["flash"]:
@@ -583,7 +625,8 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
     return replace(
         base,
         quantization_bits=bits,
-        quantization_backends=passed,
+        quantization_backends=tuple(sorted(names)),
+        quantizers=pairs,
         precisions=("fp32", "fp16", "bf16") if speed is not None else ("fp32", "fp16"),
         supports_bfloat16=bf16,
         supports_flash_attention=base.supports_flash_attention and bool(facts["flash"]),

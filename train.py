@@ -98,7 +98,8 @@ def make_plan(
     files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
-    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept)
+    probe = manager.probe_quantization if prepare else manager.known_quantization
+    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept, probe=probe)
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
             f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."

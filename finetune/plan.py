@@ -6,6 +6,7 @@ Nothing changes after that.
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -148,12 +149,16 @@ def resolve_plan(
     shape: ModelShape | None,
     now: datetime | None = None,
     kept: dict | None = None,
+    probe: Callable[[str, int], dict | None] | None = None,
 ) -> RunPlan:
     """Settles the wishes against what the machine can do and the model's config. Raises PlanError.
 
-    `kept`: what a saved run settled where the user left it open; see kept_settings.
+    `kept`: what a saved run settled where the user left it open; see kept_settings. `probe(method, bits)`: the probe of one
+    quantizer, None where it was not run; by default what `capabilities.quantizers` holds.
     """
-    return _Resolver(requested, backend, capabilities, shape, kept).plan(now or datetime.now())
+    known = capabilities.quantizers
+    probe = probe or (lambda method, bits: known.get(f"{method}/{bits}"))
+    return _Resolver(requested, backend, capabilities, shape, kept, probe).plan(now or datetime.now())
 
 
 def settle(plan: RunPlan, proofs: dict) -> RunPlan:
@@ -173,7 +178,8 @@ def demo_defaults(requested: dict) -> dict:
 class _Resolver:
     """One setting after another, in the order a reader would ask; each change is recorded with its reason."""
 
-    def __init__(self, requested, backend, capabilities, shape, kept):
+    def __init__(self, requested, backend, capabilities, shape, kept, probe):
+        self.probe = probe
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.backend, self.caps, self.shape = backend, capabilities, shape
         self.demo = demo_defaults(self.requested)
@@ -360,29 +366,23 @@ class _Resolver:
         if v["train_type"] != "qlora":
             self.values["quantization_backend"] = "none"
             return
-        passed = self.caps.quantization_backends
         if v["quantization_backend"] == "auto":
-            fits = [n for n in quantization_wrapper.AUTO_ORDER if n in (passed if self.caps.probed else quantization_wrapper.METHODS)
-                    and not quantization_wrapper.unsupported(n, v["n_bits"], v["quant_type"], v["group_size"])]  # fmt: skip
-            if not fits:
-                first = next(iter(quantization_wrapper.METHODS))
-                raise PlanError(
-                    quantization_wrapper.unsupported(first, v["n_bits"], v["quant_type"], v["group_size"])
-                    or f"--train_type qlora: no quantizer passed its probe on {self.backend}. Use --train_type lora."
-                )
-            self.set("quantization_backend", fits[0], "the first that passed its probe here" if self.caps.probed
-                     else "the first documented; not probed yet")  # fmt: skip
-        name = v["quantization_backend"]
-        problem = quantization_wrapper.unsupported(name, v["n_bits"], v["quant_type"], v["group_size"])
+            self.first_quantizer()
+        name, asked = (
+            v["quantization_backend"],
+            (v["n_bits"], v["quant_type"], v["group_size"], v["double_quant"]),
+        )
+        problem = quantization_wrapper.unsupported(name, *asked)
         if problem:
             raise PlanError(problem)
-        if self.caps.probed and name not in passed:
-            why = self.caps.reasons.get(f"quantization_backend {name}", "it did not pass its probe")
+        found = self.probe(name, v["n_bits"])
+        if found and found["error"]:
             raise PlanError(
-                f"--quantization_backend {name}: {why}. On {self.backend} these work: {', '.join(passed) or 'none'}."
+                f"--quantization_backend {name}: {found['error']}. On {self.backend} these work: {self.working()}."
             )
         if v["quant_type"] is None:
-            self.values["quant_type"] = quantization_wrapper.METHODS[name].quant_types[0]
+            books = quantization_wrapper.METHODS[name].code_books[v["n_bits"]]
+            self.values["quant_type"] = books[0] if books else None
         if self.backend is Backend.MPS:
             self.notices.append(
                 "4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones"
@@ -391,6 +391,43 @@ class _Resolver:
             self.notices.append(
                 "quantization on a CPU saves memory, not time: weights are dequantized at each use"
             )
+
+    def first_quantizer(self):
+        """auto: the first of AUTO_ORDER that has what is asked for and passes its probe here."""
+        v, failed = self.values, []
+        asked = (v["n_bits"], v["quant_type"], v["group_size"], v["double_quant"])
+        able = [n for n in quantization_wrapper.AUTO_ORDER if not quantization_wrapper.unsupported(n, *asked)]
+        if not able:
+            able_widths = [
+                n
+                for n in quantization_wrapper.AUTO_ORDER
+                if v["n_bits"] in quantization_wrapper.METHODS[n].bits
+            ]
+            raise PlanError(quantization_wrapper.unsupported((able_widths or ["nf4"])[0], *asked))
+        for name in able:
+            found = self.probe(name, v["n_bits"])
+            if found is None:
+                self.set("quantization_backend", name, "the first documented, not probed: run --doctor")
+                return
+            if found["error"] is None:
+                why = f"the first that passed its probe here{''.join(f'; {line}' for line in failed)}"
+                self.set("quantization_backend", name, why)
+                return
+            failed.append(f"{name} {found['error']}")
+        raise PlanError(
+            f"--n_bits {v['n_bits']}: no quantizer passed its probe on {self.backend} ({'; '.join(failed)}). These work: "
+            f"{self.working()}. Use one of them, or --train_type lora."
+        )
+
+    def working(self) -> str:
+        """The pairs that pass their probes here, in words."""
+        results = {pair: self.probe(*pair) for pair in quantization_wrapper.pairs()}
+        passed = [
+            f"{name} at {bits} bits"
+            for (name, bits), found in results.items()
+            if found and not found["error"]
+        ]
+        return ", ".join(passed) or "none"
 
     def memory(self):
         v = self.values

@@ -105,7 +105,7 @@ def test_merged_is_the_adapter(architecture, kind):
 def test_an_adapter_on_a_quantized_base_is_one_on_its_dequantized_weights(kind):
     model, dense = tiny.build(), tiny.build()
     names = adapters.linear_names(model)
-    quantization_wrapper.quantize_model(model, quantization_wrapper.config_for("nf4", None, 64, False), names)
+    quantization_wrapper.quantize_model(model, quantization_wrapper.config_for("nf4"), names)
     with torch.no_grad():
         for name in names:
             layer = model.get_submodule(name)

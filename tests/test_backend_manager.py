@@ -135,7 +135,6 @@ def test_capabilities_are_probed_and_each_difference_carries_its_reason():
         or "quantization_bits" in caps.reasons
     )
     assert caps.supports_bfloat16 or "bf16" in caps.reasons
-    assert "nf4" in caps.quantization_backends
     assert isinstance(caps.supports_flash_attention, bool)
 
 
@@ -143,16 +142,24 @@ def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     unprobed = BackendManager("cpu", verbose=False).documented_or_cached()
     assert not unprobed.probed and "not probed" in unprobed.reasons["probes"]
-    probed = BackendManager("cpu", verbose=False).capabilities
+    manager = BackendManager("cpu", verbose=False)
+    assert manager.known_quantization("nf4", 4) is None
+    found = manager.probe_quantization("nf4", 4)
+    assert found["error"] is None and manager.known_quantization("nf4", 4) == found
+    probed = manager.capabilities
+    assert list(probed.quantizers) == ["nf4/4"] and 4 in probed.quantization_bits
     assert BackendManager("cpu", verbose=False).documented_or_cached() == probed
     file = next((tmp_path / "finetune" / "probes").iterdir())
     file.write_text("{")  # a torn cache is probed anew
     assert BackendManager("cpu", verbose=False).capabilities.probed
 
 
-def test_bits_nobody_has_are_not_supported():
+def test_widths_are_supported_where_a_method_has_them_and_passes():
     manager = BackendManager("cpu", verbose=False)
-    assert manager.supports_quantization(4) and not manager.supports_quantization(5)
+    assert all(manager.supports_quantization(bits) for bits in (16, 8, 4))
+    assert not manager.supports_quantization(7)
+    with pytest.raises(ValueError, match="hqq has 2/3/4/8 bits"):
+        manager.probe_quantization("hqq", 5)
 
 
 @pytest.mark.parametrize("size", [0.001, 0.135, 7, 70, 1000])

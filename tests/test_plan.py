@@ -4,6 +4,7 @@ from datetime import datetime
 
 import pytest
 
+import quantization_wrapper
 from backend_manager import CAPABILITIES, Backend
 from finetune.cli import convert, read_config, wishes_from
 from finetune.errors import PlanError
@@ -14,11 +15,14 @@ from train import build_parser
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 
 
+PASSED = {f"{name}/{bits}": {"error": None} for name, bits in quantization_wrapper.pairs()}
+
+
 def capabilities(backend=Backend.CPU, **changes):
     """A machine's probed facts as data: the plan reads nothing else of it."""
     probed = dict(
         probed=True,
-        quantization_backends=("nf4", "bnb"),
+        quantizers=PASSED,
         bfloat16_speed=0.3,
         reasons={"bf16": "no bf16 products"},
     )
@@ -89,13 +93,18 @@ def test_cpu_warns_once_of_speed_and_once_of_quantization():
 
 def test_quantizer_auto_is_the_first_that_passed():
     assert plan_of().settings.quantization_backend == "nf4"
-    only_bnb = capabilities(quantization_backends=("bnb",))
-    assert plan_of(caps=only_bnb).settings.quantization_backend == "bnb"
+    failed = capabilities(quantizers=PASSED | {"nf4/4": {"error": "failed on cpu: no kernel"}})
+    plan = plan_of(caps=failed)
+    assert plan.settings.quantization_backend == "bnb"
+    assert "nf4 failed on cpu: no kernel" in adjustment(plan, "quantization_backend").reason
+    assert plan_of(n_bits=3).settings.quantization_backend == "hqq"
+    unknown = plan_of(caps=capabilities(quantizers={}))
+    assert "not probed" in adjustment(unknown, "quantization_backend").reason
 
 
 @pytest.mark.parametrize("word", sorted(OLDER_TRAIN_TYPES))
 def test_older_product_names_map_or_say_what_is_missing(word):
-    if word.startswith("hqq") or word.endswith("pro"):
+    if word.endswith("pro"):
         with pytest.raises(PlanError):
             plan_of(train_type=word)
         return
@@ -112,13 +121,24 @@ REFUSED = [
     (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
     (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
     (
-        dict(quantization_backend="hqq"),
-        "--quantization_backend hqq: is not in this version, which has nf4 at 4 bits",
+        dict(n_bits=7),
+        "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits",
     ),
-    (dict(n_bits=3), "--n_bits 3: nf4 has 4 bits"),
-    (dict(quantization_backend="bnb", n_bits=8), "--n_bits 8: bnb has 4 bits"),
-    (dict(quant_type="affine"), "--quant_type affine: nf4 has nf4"),
-    (dict(group_size=60), "--group_size 60: must be a power of two"),
+    (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb has 4/8 bits"),
+    (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
+    (
+        dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"),
+        "--quant_type nf4: bnb at 8 bits has no choice",
+    ),
+    (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
+    (
+        dict(quantization_backend="mlx", group_size=16),
+        "--group_size 16: mlx has powers of two from 32 to 128",
+    ),
+    (
+        dict(quantization_backend="hqq", double_quant=True),
+        "--double_quant true: hqq at 4 bits has none; nf4 and bnb",
+    ),
     (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
     (
         dict(train_type="full", quantization_backend="nf4"),
@@ -154,11 +174,13 @@ def test_what_cannot_be_done_is_one_line_that_names_the_flag(wishes, text):
 
 
 def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed():
-    caps = capabilities(
-        quantization_backends=("nf4",), reasons={"quantization_backend bnb": "bitsandbytes is not installed"}
-    )
-    with pytest.raises(PlanError, match="bitsandbytes is not installed. On cpu these work: nf4"):
-        plan_of(caps=caps, quantization_backend="bnb")
+    results = {"nf4/4": {"error": None}, "bnb/4": {"error": "bitsandbytes is not installed"}}
+    with pytest.raises(PlanError, match="bitsandbytes is not installed. On cpu these work: nf4 at 4 bits"):
+        plan_of(caps=capabilities(quantizers=results), quantization_backend="bnb")
+    with pytest.raises(PlanError, match="no quantizer passed its probe on cpu .hqq broken; mlx broken"):
+        plan_of(
+            caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3
+        )
 
 
 def test_mlx_with_two_processes_gives_the_documented_text():

@@ -26,7 +26,7 @@ def engine(architecture="llama", layout="auto", train_type="lora", model=None, *
     else:
         model.requires_grad_(False)
         if train_type == "qlora":
-            config = quantization_wrapper.config_for("nf4", None, 64, False)
+            config = quantization_wrapper.config_for("nf4")
             quantization_wrapper.quantize_model(model, config, adapters.linear_names(model))
         adapters.add(model, adapters.target_names(model, "all"), settings)
         generator = torch.Generator().manual_seed(1)

@@ -1,37 +1,42 @@
-"""bitsandbytes' 4-bit formats (NF4, FP4) through its own functional kernels, held as plain integer tensors.
+"""bitsandbytes' 4-bit formats (NF4, FP4) and its INT8, through its own functional kernels, held as plain integer tensors.
 
-Its blocks of 64 run over the flattened matrix, and its double quantization shares one mean over the whole of it.
+Its 4-bit blocks run over the flattened matrix, and its double quantization shares one mean over the whole of it. INT8 has
+one scale a row (LLM.int8, Dettmers et al. 2022); its outlier columns are a matter of activations, and products here run
+on the dequantized weight, so none are set apart.
 """
 
 import torch
 
 
-def quantize(
-    weight_OI: torch.Tensor, quant_type: str, block: int, double_quant: bool
-) -> dict[str, torch.Tensor]:
-    """{'packed' uint8 [O, I/2] (flat where a row is no whole number of blocks), 'absmax' int32 bits of fp32}; with
-    double_quant 'absmax' uint8, 'absmax2' and 'offset' int32 bits.
+def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+    """8 bits: {'packed' int8 [O, I], 'absmax' int32 bits [O, 1]}. 4 bits: {'packed' uint8 [O, I/2] (flat where a row is no
+    whole number of blocks), 'absmax' int32 bits of fp32}; with double_quant 'absmax' uint8, 'absmax2' and 'offset' int32 bits.
     """
     import bitsandbytes.functional as bnb
 
+    if fmt.bits == 8:  # the library quantizes from fp16 alone
+        codes, absmax, _ = bnb.int8_vectorwise_quant(weight_OI.to(torch.float16).contiguous())
+        return {"packed": codes, "absmax": _bits(absmax.reshape(-1, 1))}
     rows, columns = weight_OI.shape
     packed, state = bnb.quantize_4bit(
         weight_OI.float().contiguous(),
-        blocksize=block,
-        quant_type=quant_type,
-        compress_statistics=double_quant,
+        blocksize=fmt.group_size,
+        quant_type=fmt.quant_type,
+        compress_statistics=fmt.double_quant,
     )
-    by_rows = (rows, -1) if columns % block == 0 else (1, -1)
+    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (1, -1)
     tensors = {"packed": packed.reshape(by_rows), "absmax": _bits(state.absmax).reshape(by_rows)}
-    if double_quant:
+    if fmt.double_quant:
         tensors |= {"absmax2": _bits(state.state2.absmax), "offset": _bits(state.offset.reshape(1))}
     return tensors
 
 
-def dequantize(tensors: dict, shape: tuple, quant_type: str, block: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The weight [O, I] in `dtype`, by bitsandbytes' kernel for the device."""
     import bitsandbytes.functional as bnb
 
+    if fmt.bits == 8:
+        return bnb.int8_vectorwise_dequant(tensors["packed"], _floats(tensors["absmax"])).to(dtype)
     absmax = tensors["absmax"].reshape(-1)
     if "absmax2" in tensors:
         code = bnb.create_dynamic_map().to(absmax.device)
@@ -41,12 +46,13 @@ def dequantize(tensors: dict, shape: tuple, quant_type: str, block: int, dtype: 
         absmax = bnb.dequantize_blockwise(absmax, nested) + _floats(tensors["offset"])
     else:
         absmax = _floats(absmax)
+    by_rows = shape[1] % fmt.group_size == 0  # then `tensors` may hold any of the rows
     state = bnb.QuantState(
         absmax=absmax.float(),
-        shape=torch.Size(shape),
-        code=bnb.get_4bit_type(quant_type, device=absmax.device),
-        blocksize=block,
-        quant_type=quant_type,
+        shape=torch.Size((len(tensors["packed"]), shape[1]) if by_rows else shape),
+        code=bnb.get_4bit_type(fmt.quant_type, device=absmax.device),
+        blocksize=fmt.group_size,
+        quant_type=fmt.quant_type,
         dtype=dtype,
     )
     return bnb.dequantize_4bit(tensors["packed"].reshape(-1, 1), state)

@@ -3,18 +3,30 @@
 Scales are held as integer bits, so that no dtype policy or `model.to(dtype)` can change them.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one weight is stored: what a quantizer's `quantize` and `dequantize` are told. `scale_dtype`: the weight's own type."""
+
+    bits: int
+    group_size: int
+    quant_type: str | None
+    double_quant: bool
+    scale_dtype: torch.dtype
 
 
 class FrozenLinear(torch.autograd.Function):
     """y = x W^T (+ b) with W frozen and made anew by `weight_of(tensors, dtype)` in forward and in backward."""
 
     @staticmethod
-    def forward(ctx, x, bias, weight_of, *stored):
-        dtype = (
-            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        )
+    def forward(ctx, x, bias, compute_dtype, weight_of, *stored):
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = compute_dtype or (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
         ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
         ctx.save_for_backward(*stored)
         return nn.functional.linear(
@@ -27,17 +39,27 @@ class FrozenLinear(torch.autograd.Function):
         grad_x = (
             (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         )
-        return grad_x, None, None, *(None for _ in stored)
+        return grad_x, None, None, None, *(None for _ in stored)
 
 
 class QuantizedLinear(nn.Module):
     """A frozen linear whose weight [O, I] lives in integer parameters of `method` (a row of quantization_wrapper.METHODS).
 
-    `tensors` are the method's; `dequantize(tensors, dtype)` gives the weight back.
+    `tensors` are the method's; `dequantize(tensors, dtype)` gives the weight back. `compute_dtype`: what products run in;
+    None: the input's type, or autocast's.
     """
 
-    def __init__(self, tensors: dict, shape: tuple, dequantize, bias=None, fan_in_fan_out: bool = False):
+    def __init__(
+        self,
+        tensors: dict,
+        shape: tuple,
+        dequantize,
+        bias=None,
+        fan_in_fan_out: bool = False,
+        compute_dtype=None,
+    ):
         super().__init__()
+        self.compute_dtype = compute_dtype
         self.fan_in_fan_out = (
             fan_in_fan_out  # the layer it replaced kept its weight as [I, O], as GPT-2's Conv1D does
         )
@@ -60,7 +82,7 @@ class QuantizedLinear(nn.Module):
         return self.dequantize(dict(zip(self.names, stored, strict=True)), dtype)
 
     def forward(self, x):
-        return FrozenLinear.apply(x, self.bias, self.weight_of, *self.stored())
+        return FrozenLinear.apply(x, self.bias, self.compute_dtype, self.weight_of, *self.stored())
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, stored={self.names}"

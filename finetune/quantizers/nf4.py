@@ -17,11 +17,11 @@ LEVELS = (
 SCALES_GROUP = 256
 
 
-def quantize(weight_OI: torch.Tensor, block: int, double_quant: bool) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, P/2], 'absmax' int32 bits of fp32 [O, K]}; with double_quant, 'absmax' uint8 [O, K] and
     'absmax_range' int32 bits [O, 2G] instead. First of two codes in the high nibble. Frees its temporaries by rows.
     """
-    rows, cols = weight_OI.shape
+    (rows, cols), block = weight_OI.shape, fmt.group_size
     blocks = -(-cols // block)
     packed = torch.empty(rows, blocks * block // 2, dtype=torch.uint8, device=weight_OI.device)
     absmax = torch.empty(rows, blocks, dtype=torch.float32, device=weight_OI.device)
@@ -35,7 +35,7 @@ def quantize(weight_OI: torch.Tensor, block: int, double_quant: bool) -> dict[st
         scale = absmax[start : start + step].clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         codes = _nearest_levels((part / scale).flatten(1), middles)
         packed[start : start + step] = (codes[:, 0::2] << 4) | codes[:, 1::2]
-    if not double_quant:
+    if not fmt.double_quant:
         return {"packed": packed, "absmax": absmax.view(torch.int32)}
     codes_OK, range_O2G = _quantize_absmax(absmax)
     return {"packed": packed, "absmax": codes_OK, "absmax_range": range_O2G.view(torch.int32)}
@@ -70,15 +70,15 @@ def _quantize_absmax(absmax_OK):
     return codes.view(rows, -1)[:, :blocks].contiguous(), torch.cat([low, high], -1).view(rows, -1)
 
 
-def dequantize(tensors: dict, columns: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The weight [O, I] in `dtype`: level[code] * absmax, in fp32, then cast."""
     packed_OP, absmax_OK = tensors["packed"], _absmax(tensors)
     rows = packed_OP.shape[0]
     # One lookup gives both codes of a byte: a pair of fp32 levels travels as one 8-byte number.
     pairs = _level_pairs(packed_OP.device)
     weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)
-    weight = weight.view(rows, -1, block).mul_(absmax_OK.unsqueeze(-1)).view(rows, -1)
-    return weight[:, :columns].to(dtype)
+    weight = weight.view(rows, -1, fmt.group_size).mul_(absmax_OK.unsqueeze(-1)).view(rows, -1)
+    return weight[:, : shape[1]].to(dtype)
 
 
 def _level_pairs(device) -> torch.Tensor:

@@ -67,7 +67,11 @@ def _load(folder, settings, device, batches):
             starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
         if settings.train_type == "qlora":
             config = quantization_wrapper.config_for(
-                settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
+                settings.quantization_backend,
+                settings.n_bits,
+                settings.quant_type,
+                settings.group_size,
+                settings.double_quant,
             )
             quantization_wrapper.quantize_model(model, config, names, device=device)
             if settings.cache_dequantized == "true":

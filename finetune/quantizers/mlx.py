@@ -1,0 +1,52 @@
+"""The affine format of MLX in plain torch: the same packed bits as `mx.quantize`, on any device.
+
+w = q * scale + bias for each group of a row; the group's edge of larger magnitude is exact (mlx 0.32, `affine_quantize`).
+Scales and biases are kept in the weight's own type, as MLX keeps them. O rows, I columns, K groups of a row.
+"""
+
+import torch
+
+from finetune.quantizers import packing
+
+LEAST_SCALE = 1e-7
+
+
+def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+    """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError where groups do not fill a row."""
+    rows, columns = weight_OI.shape
+    size, most = fmt.group_size, 2**fmt.bits - 1
+    if columns % size:
+        raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, as mlx needs")
+    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
+    scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
+    step = max(1, 2**22 // columns)  # 16 MiB of fp32 at a time
+    for start in range(0, rows, step):
+        part = weight_OI[start : start + step].float().view(-1, columns // size, size)
+        codes, scale, bias = _codes(part, most)
+        packed[start : start + step] = packing.pack(codes.view(len(part), columns), fmt.bits)
+        scales[start : start + step], biases[start : start + step] = scale, bias
+    return {"packed": packed, "scales": packing.as_bits(scales), "biases": packing.as_bits(biases)}
+
+
+def _codes(groups, most: int):
+    """(uint8 codes, scale, bias) of fp32 groups [..., K, size]; scale and bias [..., K]."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / most).clamp_min(LEAST_SCALE)
+    lower = low.abs() > high.abs()
+    scale = torch.where(lower, scale, -scale)
+    edge = torch.where(lower, low, high)
+    zero = (edge / scale).round()
+    exact = zero != 0
+    scale = torch.where(exact, edge / torch.where(exact, zero, 1), scale)
+    bias = torch.where(exact, edge, 0)
+    codes = ((groups - bias.unsqueeze(-1)) / scale.unsqueeze(-1)).round().clamp_(0, most)
+    return codes.to(torch.uint8), scale, bias
+
+
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+    """The weight [O, I] in `dtype`; computed in the scales' type, each operation rounded, as `mx.dequantize` does."""
+    packed = tensors["packed"]
+    kept = torch.float32 if tensors["scales"].dtype == torch.int32 else fmt.scale_dtype
+    scales, biases = (packing.as_scales(tensors[name], kept).unsqueeze(-1) for name in ("scales", "biases"))
+    codes = packing.unpack(packed, fmt.bits).to(kept).view(len(packed), -1, fmt.group_size)
+    return codes.mul_(scales).add_(biases).view(len(packed), -1).to(dtype)
