@@ -106,7 +106,7 @@ BAD_FLAGS = {
     "folder without data": ({"dataset": str(ROOT / "docs")}, "--dataset "),
     "context": ({"context_length": 100_000}, "--context_length 100000: is over this model's limit of 256"),
     "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
-    "pair": ({"train_type": "qlora", "quantization_backend": "quanto"}, "--quantization_backend quanto: is not in this version"),
+    "pair": ({"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"}, "--n_bits 3: quanto has 2/4/8 bits"),
     "bits": ({"train_type": "qlora", "n_bits": 3}, "--n_bits 3: nf4 has 4 bits"),
     "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no linear layer"),
     "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),

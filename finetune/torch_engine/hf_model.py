@@ -3,18 +3,16 @@
 No list of model classes: layers are found by what they are, and what a model does is proved on the loaded model.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 
 import quantization_wrapper
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import Settings
-from finetune.torch_engine import adapters, attention, loss
+from finetune.torch_engine import adapters, attention, loading, loss
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -31,14 +29,14 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load(folder, settings: Settings, device, batches=None):
+def load(folder, settings: Settings, device, batches=None, say=print):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
-    `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never
+    `say` is called with lines worth telling. `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never
     run. Raises PlanError for weights that do not fit the config, OutOfMemoryError.
     """
     try:
-        return _load(folder, settings, device, batches)
+        return _load(folder, settings, device, batches, say)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
@@ -54,32 +52,45 @@ def out_of_memory(error) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _load(folder, settings, device, batches):
-    model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
-    if settings.train_type == "full":
-        model.to(device).requires_grad_(True)
-    else:
-        model.requires_grad_(False)
-        names = adapters.linear_names(model)
+def _load(folder, settings, device, batches, say):
+    model = loading.empty_model(folder, WEIGHT_DTYPES[settings.precision])
+    targets = starts = None
+    quantized = {}
+    if settings.train_type != "full":
         targets = adapters.target_names(model, settings.lora_target_modules)
-        starts = None
-        if settings.init_lora_weights == "eva":
+    if settings.train_type == "qlora":
+        config = quantization_wrapper.config_for(
+            settings.quantization_backend,
+            settings.n_bits,
+            settings.quant_type,
+            settings.group_size,
+            settings.double_quant,
+        )
+        quantized = {f"{name}.weight": config for name in adapters.linear_names(model)}
+    from_data = settings.init_lora_weights == "eva"  # looks at the inputs of unquantized layers
+    for line in loading.fill(
+        model,
+        folder,
+        WEIGHT_DTYPES[settings.precision],
+        device,
+        {} if from_data else quantized,
+        1 if settings.low_memory else settings.loading_workers,
+    ):
+        say(f"  note: {line}")
+    if settings.train_type == "full":
+        model.requires_grad_(True)
+    else:
+        if from_data:
             starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
-        if settings.train_type == "qlora":
-            config = quantization_wrapper.config_for(
-                settings.quantization_backend,
-                settings.n_bits,
-                settings.quant_type,
-                settings.group_size,
-                settings.double_quant,
-            )
-            quantization_wrapper.quantize_model(model, config, names, device=device)
-            if settings.cache_dequantized == "true":
-                dtype = AUTOCAST_DTYPES.get(settings.precision, WEIGHT_DTYPES[settings.precision])
-                for layer in model.modules():
-                    if isinstance(layer, QuantizedLinear):
-                        layer.cache(dtype)
-        model.to(device)
+            if quantized:
+                quantization_wrapper.quantize_model(
+                    model, config, [name.removesuffix(".weight") for name in quantized], device=device
+                )
+        if settings.cache_dequantized == "true":
+            dtype = AUTOCAST_DTYPES.get(settings.precision, WEIGHT_DTYPES[settings.precision])
+            for layer in model.modules():
+                if isinstance(layer, QuantizedLinear):
+                    layer.cache(dtype)
         adapters.add(model, targets, settings, starts)
     if settings.precision == "bf16_buffers_autocast":
         for module in model.modules():
@@ -97,41 +108,16 @@ def padded_inputs(batch) -> dict:
     }
 
 
-def load_dense(folder, dtype):
-    """transformers' own load of a folder, checked: no missing weight is ever filled in at random."""
-    transformers.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, output_loading_info=True,
-            local_files_only=True,
-        )  # fmt: skip
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
-            raise PlanError(f"--model_name {folder}: {str(error).splitlines()[0]}") from error
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, trust_remote_code=False, output_loading_info=True, local_files_only=True
-        )
-    except (RuntimeError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
-        if out_of_memory(error):
-            raise
-        raise PlanError(
-            f"--model_name {folder}: its weights do not load: {str(error).splitlines()[0]}"
-        ) from error
-    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape for")):
-        if info.get(kind):
-            first = sorted(map(str, info[kind]))[0]
-            raise PlanError(
-                f"--model_name {folder}: {what} {len(info[kind])} weights of its config, such as {first}. "
-                "Give a folder whose weights fit its config.json."
-            )
-    return model.eval()
+def load_dense(folder, dtype, device="cpu"):
+    """The folder's model with plain weights in `dtype`, in evaluation mode; no missing weight is ever filled in at random."""
+    model = loading.empty_model(folder, dtype)
+    loading.fill(model, folder, dtype, torch.device(device), {})
+    return model.requires_grad_(True)
 
 
 def load_trained(checkpoint, files, device, dtype):
     """A model to use, not to train: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
-    model = load_dense(files.folder, dtype).requires_grad_(False).to(device)
+    model = load_dense(files.folder, dtype, device).requires_grad_(False)
     if (Path(checkpoint) / "adapter_config.json").is_file():
         adapters.attach(model, checkpoint)
     return model

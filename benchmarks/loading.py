@@ -1,0 +1,166 @@
+"""Peak memory of loading a large checkpoint: ours (streamed to 4 bits) beside from_pretrained followed by quantization.
+
+python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if missing
+python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk)
+
+Each way runs in a process of its own; RssAnon is read every 2 ms, above the process after its imports.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+GIB = 2**30
+SHAPES = {
+    "tiny": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+                 num_key_value_heads=2, vocab_size=8000),
+    "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+               num_key_value_heads=4, vocab_size=32000),
+    "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+               num_key_value_heads=32, vocab_size=32000),
+}  # fmt: skip
+WAYS = ("ours", "ours-low-memory", "ours-bf16", "transformers")
+
+
+def make(folder: Path, shape: str, files: int = 8) -> None:
+    """A Llama folder of that shape with random bf16 weights in `files` shards, written a shard at a time."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16"
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    h, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    kv = h // config.num_attention_heads * config.num_key_value_heads
+    shapes = {"model.embed_tokens.weight": (v, h)}
+    for i in range(config.num_hidden_layers):
+        at = f"model.layers.{i}."
+        shapes |= {at + f"self_attn.{n}_proj.weight": s for n, s in
+                   (("q", (h, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, h)))}  # fmt: skip
+        shapes |= {
+            at + f"mlp.{n}_proj.weight": s for n, s in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
+        }
+        shapes |= {at + n + ".weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
+    shapes |= {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, names, index = torch.Generator().manual_seed(0), list(shapes), {}
+    each = -(-len(names) // files)
+    for k in range(files):
+        name = f"model-{k + 1:05d}-of-{files:05d}.safetensors"
+        part = {
+            n: torch.empty(shapes[n], dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+            if len(shapes[n]) > 1
+            else torch.ones(shapes[n], dtype=torch.bfloat16)
+            for n in names[k * each : (k + 1) * each]
+        }
+        save_file(part, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, name)
+    total = sum(2 * (s[0] * (s[1] if len(s) > 1 else 1)) for s in shapes.values())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
+    config.save_pretrained(folder)
+
+
+class Watch(threading.Thread):
+    """The largest RssAnon since it began, read every 2 ms."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.base = self.peak = anonymous_bytes()
+        self.done = False
+        self.start()
+
+    def run(self):
+        while not self.done:
+            self.peak = max(self.peak, anonymous_bytes())
+            time.sleep(0.002)
+
+
+def anonymous_bytes() -> int:
+    return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+
+
+def one_way(way: str, folder: Path) -> dict:
+    """{'peak', 'stored', 'two_layers', 'seconds'} of one way, in this process."""
+    import torch
+
+    import quantization_wrapper
+    from finetune.settings import Settings
+    from finetune.torch_engine import adapters, hf_model
+
+    config = json.loads((folder / "config.json").read_text())
+    h, f = config["hidden_size"], config["intermediate_size"]
+    kv = h // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f
+    precision = "fp32" if way == "ours-fp32" else "bf16"
+    torch.set_num_threads(2)
+    if way == "transformers":
+        from transformers import AutoModelForCausalLM
+    watch, began = Watch(), time.perf_counter()
+    if way == "transformers":
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
+        quantization_wrapper.quantize_model(
+            model, quantization_wrapper.config_for("nf4"), adapters.linear_names(model)
+        )
+    else:
+        settings = Settings(
+            train_type="lora" if way == "ours-bf16" else "qlora", quantization_backend="nf4", quant_type="nf4",
+            precision=precision, cache_dequantized="false", low_memory=way == "ours-low-memory", lora_rank=1,
+        )  # fmt: skip
+        model = hf_model.load(folder, settings, torch.device("cpu"))
+    seconds = time.perf_counter() - began
+    watch.done = True
+    stored = sum(p.nbytes for p in model.parameters())
+    return {
+        "peak": watch.peak - watch.base,
+        "stored": stored,
+        "two_layers": 2 * 2 * layer,
+        "seconds": seconds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    folder = args.folder or Path.home() / ".cache" / "finetune" / "benchmarks" / f"llama-{args.shape}"
+    if args.way:
+        print(json.dumps(one_way(args.way, folder)))
+        return
+    if not (folder / "config.json").is_file():
+        print(f"making {folder}", flush=True)
+        make(folder, args.shape)
+    print("way                stored GiB   peak GiB   peak / stored   1.1 x stored + two layers   seconds")
+    for _ in range(args.rounds):
+        for way in args.ways.split(","):
+            command = [sys.executable, __file__, "--way", way, "--folder", str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"{way:18} failed: {done.stderr.strip().splitlines()[-1]}")
+                continue
+            r = json.loads(done.stdout.splitlines()[-1])
+            allowed = 1.1 * r["stored"] + r["two_layers"]
+            print(
+                f"{way:18} {r['stored'] / GIB:10.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['stored']:15.2f} "
+                f"{allowed / GIB:20.3f} {'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

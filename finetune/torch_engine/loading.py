@@ -1,0 +1,302 @@
+"""Weights from safetensors straight to where they stay: read, cast, quantized and let go, a few tensors at a time.
+
+The model is built without weights; transformers' own conversion mapping says which tensors of the files make which
+weight of the model. At no time are more than `workers` weights of the model in their unquantized form.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import conversion_mapping, core_model_loading
+
+import quantization_wrapper
+from finetune.errors import PlanError
+from finetune.torch_engine import stored
+
+MOST_WORKERS = 4  # more tensors in flight cost memory and gain nothing on the disks tried
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, read one at a time into memory of their own (nothing stays mapped)."""
+
+    def __init__(self, files, quantization: dict | None = None):
+        self.file_of, self._open = {}, {}
+        self.quantization = quantization or {}
+        for file in files:
+            self._open[file] = safe_open(file, framework="pt", backend="pread")
+            for name in self._open[file].keys():
+                if name in self.file_of:
+                    raise PlanError(f"{file.parent}: {name} is in {self.file_of[name].name} and in {file.name}. "
+                                    "Download or save the model again.")  # fmt: skip
+                self.file_of[name] = file
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._open[self.file_of[name]].get_tensor(name)
+
+    def mlx_format(self, layer: str) -> tuple[int, int]:
+        """(bits, group_size) of a layer of an MLX folder: its own in config.json's `quantization`, else the model's."""
+        own = self.quantization.get(layer)
+        chosen = own if isinstance(own, dict) else self.quantization
+        return chosen["bits"], chosen["group_size"]
+
+    def shape(self, name: str) -> tuple:
+        return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
+
+
+@contextlib.contextmanager
+def _parameters_on_meta():
+    """Modules made inside have parameters without memory; their buffers are real, so that nothing computed is lost."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def empty_model(folder, dtype: torch.dtype):
+    """The folder's model with parameters on the meta device. Code in the folder is never run. Raises PlanError."""
+    transformers.logging.set_verbosity_error()
+    try:
+        try:
+            model = _built(folder, dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
+                raise
+            model = _built(folder, dtype)
+    except (
+        ValueError,
+        RuntimeError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        AssertionError,
+    ) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(
+            f"--model_name {folder}: its config.json makes no causal language model: {first}"
+        ) from error
+    model.name_or_path = str(folder)
+    return model.eval().requires_grad_(False)
+
+
+def _built(folder, dtype, **options):
+    config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    for name in (
+        "quantization_config",
+        "quantization",
+    ):  # the files' format is read by `stored`, not by transformers
+        if hasattr(config, name):
+            delattr(config, name)
+    with _parameters_on_meta():
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, **options
+        )
+
+
+@dataclass
+class _Weight:
+    """One or more weights of the model that are made together: by name, or by a conversion of several tensors."""
+
+    target: str
+    names: list = field(default_factory=list)
+    mapping: object = None  # transformers' WeightConverter, with its sources collected
+
+
+def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None) -> list[str]:
+    """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
+
+    `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(name, tensor, config)`
+    makes the module for one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
+    weights that are missing, of another shape, or stored in a way that is not read.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    checkpoint = Checkpoint(files_of(folder), config.get("quantization"))
+    wanted = model.state_dict()
+    weights, extra = _assign(model, checkpoint, wanted)
+    said = f"--model_name {model.name_or_path}"
+    _check_shapes(said, checkpoint, weights, wanted)
+    place = _Placer(model, checkpoint, dtype, device, quantized, hold, said)
+    missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
+    import tqdm
+
+    workers = min(MOST_WORKERS, torch.get_num_threads()) if workers < 1 else workers
+    bar = tqdm.tqdm(
+        total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty()
+    )
+    with bar, ThreadPoolExecutor(workers) as pool:
+        try:
+            for _ in pool.map(place, weights):
+                bar.update()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    missing |= {name for name, p in model.named_parameters() if p.is_meta}
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    lost = sorted(name for name, p in model.named_parameters() if p.is_meta)
+    if lost:
+        raise PlanError(f"{said}: lacks {len(lost)} weights of its config, such as {lost[0]}. "
+                        "Give a folder whose weights fit its config.json.")  # fmt: skip
+    model.to(device)  # buffers
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
+    return (
+        [f"{len(extra)} tensors of its files are no part of the model, such as {extra[0]}: left out"]
+        if extra
+        else []
+    )
+
+
+def _assign(model, checkpoint, wanted) -> tuple[list[_Weight], list[str]]:
+    """What is made of which tensors, in the order of the layers, by transformers' own mapping; and the names left over."""
+    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    weights, extra, prefix = {}, [], model.base_model_prefix
+    for name in sorted(checkpoint.file_of, key=core_model_loading.dot_natural_key):
+        whole, part = stored.owner(name, checkpoint)  # of a weight stored quantized, its scales go with it
+        if part:
+            continue
+        target, pattern = core_model_loading.rename_source_key(whole, renamings, converters, prefix, wanted)
+        if target not in wanted and whole in wanted:
+            target, pattern = core_model_loading.rename_source_key(whole, [], [], prefix, wanted)
+        if target not in wanted:
+            extra.append(name)
+            continue
+        weight = weights.setdefault(target, _Weight(target))
+        weight.names.append(whole)
+        if pattern is not None:
+            weight.mapping = weight.mapping or deepcopy(by_pattern[pattern])
+            weight.mapping.add_tensor(target, whole, pattern, partial(checkpoint.read, whole))
+    return list(weights.values()), extra
+
+
+def _check_shapes(said, checkpoint, weights, wanted) -> None:
+    for weight in weights:
+        if weight.mapping is None and not stored.parts(weight.names[0], checkpoint):
+            found, expected = checkpoint.shape(weight.names[0]), tuple(wanted[weight.target].shape)
+            if found != expected:
+                raise PlanError(f"{said}: {weight.target} is {list(found)} in its files, {list(expected)} by its config. "
+                                "Give a folder whose weights fit its config.json.")  # fmt: skip
+
+
+class _Placer:
+    """Called with one _Weight after another, from several threads: reads it, and puts what it becomes into the model."""
+
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said):
+        self.model, self.checkpoint, self.dtype, self.device, self.said = (
+            model,
+            checkpoint,
+            dtype,
+            device,
+            said,
+        )
+        self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
+        # A folder that is stored quantized says itself which layers are not.
+        self.all_stored = any(stored.parts(name, checkpoint) for name in checkpoint.file_of)
+        strict = model._keep_in_fp32_modules_strict or ()
+        kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept)) if kept else None
+
+    def targets_of(self, weight: _Weight) -> list[str]:
+        """Names of the model that this makes. A conversion may make several of one tensor."""
+        if weight.mapping is None:
+            return [weight.target]
+        first = weight.mapping.target_patterns[0]
+        return [weight.target.replace(first, other) for other in weight.mapping.target_patterns]
+
+    @torch.no_grad()
+    def __call__(self, weight: _Weight) -> None:
+        try:
+            if weight.mapping is not None:
+                made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
+                made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+            else:
+                ready = stored.ready(weight.names[0], self.checkpoint, self.quantized.get(weight.target))
+                if ready is not None:
+                    self.put_layer(weight.target, ready)
+                    return
+                made = {weight.target: stored.dense(weight.names[0], self.checkpoint)}
+        except (ValueError, KeyError, IndexError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PlanError(f"{self.said}: {weight.target} cannot be made of its files: {first}") from error
+        while made:
+            self.put(*made.popitem())
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        parent, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(parent)
+        old = getattr(module, leaf)
+        if old.shape != tensor.shape:
+            raise PlanError(f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(old.shape)} by its config. "
+                            "Give a folder whose weights fit its config.json.")  # fmt: skip
+        if tensor.is_floating_point():
+            low = self.fp32 is None or not self.fp32.search(name)
+            tensor = tensor.to(self.dtype if low else torch.float32)
+        config = None if self.all_stored else self.quantized.get(name)
+        if config is not None and leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
+            self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)))
+        elif config is not None:
+            self.hold(name, tensor.to(self.device), config)
+        else:
+            tensor = tensor.to(self.device)
+            with self.lock:
+                if leaf in module._buffers:
+                    module._buffers[leaf] = tensor
+                else:
+                    owner = self.model.get_submodule(
+                        parent
+                    )  # a linear may have become a quantized one meanwhile
+                    setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+
+    def quantize(self, name, tensor, config, conv1d):
+        weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
+        try:
+            return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d)
+        except ValueError as error:
+            raise PlanError(f"--quantization_backend {config.backend}: {name}: {error}. "
+                            "Use another --group_size, or nf4, which takes any width.") from error  # fmt: skip
+
+    def put_layer(self, name: str, layer) -> None:
+        """Replaces the linear whose weight `name` is; a bias that was there, or comes later, is the new one's."""
+        path = name.rpartition(".")[0]
+        parent, _, leaf = path.rpartition(".")
+        with self.lock:
+            layer.bias = self.model.get_submodule(path).bias
+            setattr(self.model.get_submodule(parent), leaf, layer.eval())
+
+
+def is_conv1d(module) -> bool:
+    """transformers' Conv1D: a linear whose weight is kept as [I, O]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def files_of(folder) -> list[Path]:
+    """The weight files of a folder that finetune.hf_files has checked."""
+    folder = Path(folder)
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
