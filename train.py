@@ -99,7 +99,7 @@ def make_plan(
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
-    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept, probe=probe)
+    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept, probe=probe, stored=files and files.stored)
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
             f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."

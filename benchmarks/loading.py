@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from finetune import launch  # noqa: E402
+
 GIB = 2**30
 SHAPES = {
     "tiny": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
@@ -138,6 +140,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    launch.prepare_environment()  # as train.py does
     folder = args.folder or Path.home() / ".cache" / "finetune" / "benchmarks" / f"llama-{args.shape}"
     if args.way:
         print(json.dumps(one_way(args.way, folder)))

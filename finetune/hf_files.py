@@ -62,6 +62,7 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     tokenizer_files: tuple[Path, ...]
     source: str
+    stored: dict | None = None  # how its weights are stored quantized, see stored_format
 
     @cached_property
     def digest(self) -> str:
@@ -140,7 +141,8 @@ def read_folder(folder: Path, name: str, revision: str | None, source: str, said
     for path in weights:
         check_safetensors(path, said)
     tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
-    return ModelFiles(name, folder, revision, config, weights, tokenizer, source)
+    stored = stored_format(config, said)
+    return ModelFiles(name, folder, revision, config, weights, tokenizer, source, stored)
 
 
 def read_config(folder: Path, said: str) -> dict:
@@ -169,20 +171,13 @@ def read_config(folder: Path, said: str) -> dict:
 
 
 def check_values(config: dict, said: str) -> None:
-    """Raises PlanError for a quantized model, and for values that transformers would fail on while it loads."""
+    """Raises PlanError for values that transformers would fail on while it loads."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise PlanError(
             f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}"
         )
     for part in (config, text or {}):
-        for key in ("quantization_config", "quantization"):
-            if part.get(key):
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else None
-                raise PlanError(
-                    f"{said}: its weights are stored quantized (config.json's {key}: {method or 'method not named'}), "
-                    "and this version trains on unquantized folders. Give the unquantized model it was made from."
-                )
         for key in NUMBERS:
             value = part.get(key)
             if isinstance(value, str | bool | dict):
@@ -202,6 +197,48 @@ def check_values(config: dict, said: str) -> None:
                     f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which names no dtype of weights. "
                     "Use float32, float16 or bfloat16."
                 )
+
+
+def stored_format(config: dict, said: str) -> dict | None:
+    """How a folder's weights are stored quantized, as settings ({'quantization_backend', 'n_bits', ...}); None: they are not.
+
+    MLX folders and bitsandbytes' are read as they are. Raises PlanError for any other method.
+    """
+    text = config.get("text_config") or {}
+    for part in (config, text):
+        for key in ("quantization_config", "quantization"):
+            how = part.get(key)
+            if not how:
+                continue
+            method = how.get("quant_method") if isinstance(how, dict) else None
+            if method == "bitsandbytes" and how.get("load_in_8bit"):
+                return {"quantization_backend": "bnb", "n_bits": 8}
+            if method == "bitsandbytes" and how.get("load_in_4bit"):
+                book, double = (
+                    how.get("bnb_4bit_quant_type", "fp4"),
+                    how.get("bnb_4bit_use_double_quant", False),
+                )
+                return {
+                    "quantization_backend": "bnb",
+                    "n_bits": 4,
+                    "quant_type": book,
+                    "double_quant": bool(double),
+                }
+            if isinstance(how, dict) and method is None and {"bits", "group_size"} <= how.keys():
+                if how.get("mode", "affine") == "affine":
+                    return {
+                        "quantization_backend": "mlx",
+                        "n_bits": how["bits"],
+                        "group_size": how["group_size"],
+                        "quant_type": "affine",
+                    }
+                method = f"mlx, mode {how['mode']}"
+            raise PlanError(
+                f"{said}: its weights are stored quantized (config.json's {key}: {method or 'method not named'}), and of "
+                "quantized folders this version reads MLX's affine ones and bitsandbytes'. Give the unquantized model it "
+                "was made from."
+            )
+    return None
 
 
 def known_model_type(model_type: str) -> bool:

@@ -150,15 +150,17 @@ def resolve_plan(
     now: datetime | None = None,
     kept: dict | None = None,
     probe: Callable[[str, int], dict | None] | None = None,
+    stored: dict | None = None,
 ) -> RunPlan:
     """Settles the wishes against what the machine can do and the model's config. Raises PlanError.
 
     `kept`: what a saved run settled where the user left it open; see kept_settings. `probe(method, bits)`: the probe of one
-    quantizer, None where it was not run; by default what `capabilities.quantizers` holds.
+    quantizer, None where it was not run; by default what `capabilities.quantizers` holds. `stored`: the settings
+    of a base that is stored quantized (hf_files.stored_format).
     """
     known = capabilities.quantizers
     probe = probe or (lambda method, bits: known.get(f"{method}/{bits}"))
-    return _Resolver(requested, backend, capabilities, shape, kept, probe).plan(now or datetime.now())
+    return _Resolver(requested, backend, capabilities, shape, kept, probe, stored).plan(now or datetime.now())
 
 
 def settle(plan: RunPlan, proofs: dict) -> RunPlan:
@@ -178,8 +180,8 @@ def demo_defaults(requested: dict) -> dict:
 class _Resolver:
     """One setting after another, in the order a reader would ask; each change is recorded with its reason."""
 
-    def __init__(self, requested, backend, capabilities, shape, kept, probe):
-        self.probe = probe
+    def __init__(self, requested, backend, capabilities, shape, kept, probe, stored):
+        self.probe, self.stored = probe, stored
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.backend, self.caps, self.shape = backend, capabilities, shape
         self.demo = demo_defaults(self.requested)
@@ -188,6 +190,8 @@ class _Resolver:
 
     def plan(self, now) -> RunPlan:
         self.older_names()
+        if self.stored:
+            self.stored_base()
         self.contradictions()
         self.not_in_this_version()
         self.machine()
@@ -240,6 +244,29 @@ class _Resolver:
                 "torch's fused kernels are used wherever the device has them",
             )
 
+    def stored_base(self):
+        """A base that is stored quantized is trained on as it is."""
+        v, how = self.values, self.stored
+        words = f"its weights are stored quantized ({how['quantization_backend']} at {how['n_bits']} bits)"
+        if v["train_type"] == "full":
+            raise PlanError(
+                f"--train_type full: {v['model_name']}: {words}, and only adapters train on those. Use --train_type qlora, or "
+                "give the unquantized model it was made from."
+            )
+        self.set("train_type", "qlora", words)
+        for name, value in how.items():
+            if self.given(name) and v[name] not in ("auto", value):
+                raise PlanError(
+                    f"--{name} {_word(v[name])}: {v['model_name']}: {words}, and quantizing again would lose more. Leave it out, or "
+                    "give the unquantized model it was made from."
+                )
+            self.set(name, value, words)
+        if v["init_lora_weights"] not in ("default", "gaussian"):
+            raise PlanError(
+                f"--init_lora_weights {v['init_lora_weights']}: starts from unquantized weights; of {v['model_name']} {words}. "
+                "Use default or gaussian."
+            )
+
     def contradictions(self):
         v = self.values
         for one, other in (
@@ -288,7 +315,6 @@ class _Resolver:
             ("parallel_backend", ("ptd",), one_process),
             ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
             ("llama_pro_path", (None,), "block expansion is not in this version"),
-            ("loading_workers", (-1,), "this version reads tensors one after another"),
             ("init_lora_weights", ("default", "gaussian", "eva"), "it changes the base, which this version leaves as it is"),
             ("mlx_config", (None,), "this version has no MLX engine"),
             ("doctor", (False,), "this version probes what a run uses; --verbose prints it"),

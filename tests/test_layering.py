@@ -28,7 +28,7 @@ ARROWS = {
     "torch_engine": (
         {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
          "finetune.settings", "finetune.errors", "finetune.engine"},
-        {"numpy", "torch", "transformers", "safetensors", "gguf"},
+        {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch"}),
     "quantization_wrapper": ({"backend_manager"}, set()),

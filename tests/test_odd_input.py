@@ -46,7 +46,8 @@ def with_config(tiny_model, tmp_path, **changes):
 
 
 QUANTIZED = {
-    "bnb": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "hqq": {"quant_method": "hqq", "quant_config": {}},
     "gptq": {"quant_method": "gptq", "bits": 4},
     "awq": {"quant_method": "awq", "bits": 4},
     "unknown": {"quant_method": "nope"},
@@ -60,7 +61,7 @@ def test_a_quantized_model_is_refused(flags, tiny_model, tmp_path, case):
     folder = with_config(tiny_model, tmp_path, quantization_config=QUANTIZED[case])
     line = refused(flags, model_name=folder)
     assert line.startswith(f"--model_name {folder}: its weights are stored quantized (config.json's quantiz")
-    assert line.endswith("Give the unquantized model it was made from.")
+    assert line.endswith("bitsandbytes'. Give the unquantized model it was made from.")
 
 
 CONFIGS = {

@@ -9,6 +9,7 @@ import torch
 from finetune.quantizers import packing
 
 LEAST_SCALE = 1e-7
+CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which stays in the cache
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -19,7 +20,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, as mlx needs")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
-    step = max(1, 2**22 // columns)  # 16 MiB of fp32 at a time
+    step = max(1, CHUNK // columns)
     for start in range(0, rows, step):
         part = weight_OI[start : start + step].float().view(-1, columns // size, size)
         codes, scale, bias = _codes(part, most)

@@ -15,6 +15,7 @@ LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 SCALES_GROUP = 256
+CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which stays in the cache
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     absmax = torch.empty(rows, blocks, dtype=torch.float32, device=weight_OI.device)
     levels = torch.tensor(LEVELS, device=weight_OI.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    step = max(1, 2**22 // max(1, blocks * block))  # 16 MiB of fp32 at a time
+    step = max(1, CHUNK // max(1, blocks * block))
     for start in range(0, rows, step):
         part = weight_OI[start : start + step].float()
         part = torch.nn.functional.pad(part, (0, blocks * block - cols)).view(-1, blocks, block)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import tqdm
 import transformers
 from safetensors import safe_open
 from torch import nn
@@ -138,19 +139,7 @@ def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=
     _check_shapes(said, checkpoint, weights, wanted)
     place = _Placer(model, checkpoint, dtype, device, quantized, hold, said)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
-    import tqdm
-
-    workers = min(MOST_WORKERS, torch.get_num_threads()) if workers < 1 else workers
-    bar = tqdm.tqdm(
-        total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty()
-    )
-    with bar, ThreadPoolExecutor(workers) as pool:
-        try:
-            for _ in pool.map(place, weights):
-                bar.update()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    _run(place, weights, workers)
     missing |= {name for name, p in model.named_parameters() if p.is_meta}
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     lost = sorted(name for name, p in model.named_parameters() if p.is_meta)
@@ -165,6 +154,27 @@ def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=
         if extra
         else []
     )
+
+
+def _run(place, weights, workers: int) -> None:
+    """Calls `place` for each weight, `workers` at a time, which share the processor's threads."""
+    threads = torch.get_num_threads()
+    workers = min(MOST_WORKERS, threads) if workers < 1 else workers
+    each = max(1, threads // workers)
+    bar = tqdm.tqdm(
+        total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty()
+    )
+    try:
+        with bar, ThreadPoolExecutor(workers, "loading", torch.set_num_threads, (each,)) as pool:
+            waiting = [pool.submit(place, weight) for weight in weights]
+            try:
+                for done in waiting:
+                    done.result()
+                    bar.update()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _assign(model, checkpoint, wanted) -> tuple[list[_Weight], list[str]]:
