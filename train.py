@@ -26,8 +26,15 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from backend_manager import CAPABILITIES, BackendManager, environment_error, package_version, versions
-from finetune import checkpoint, data, hf_files, memory, plan, prompts, report, rundir
+from backend_manager import (
+    CAPABILITIES,
+    Backend,
+    BackendManager,
+    environment_error,
+    package_version,
+    versions,
+)
+from finetune import checkpoint, data, doctor, hf_files, memory, plan, prompts, report, rundir
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
@@ -84,22 +91,15 @@ def make_plan(
             )
         wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
         wishes["output_dir"] = str(found.output_dir)
-    try:
-        named = wishes.get("backend") or os.environ.get("FSDP_BACKEND") or None
-        manager = BackendManager(named, verbose=False)
-        skipped = None
-        if manager.requested is None and CAPABILITIES[manager.backend].engine not in ENGINES:
-            skipped = manager.backend
-            rest = [b for b in manager.available if CAPABILITIES[b].engine in ENGINES]
-            manager = BackendManager(rest[0], verbose=False)
-    except ValueError as error:
-        raise PlanError(f"--backend {named}: {error}") from None
+    manager, skipped = manager_of(wishes)
     known = manager.capabilities if prepare else manager.documented_or_cached()
     files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
-    settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept, probe=probe, stored=files and files.stored)
+    settled = plan.resolve_plan(
+        wishes, manager.backend, known, shape, kept=kept, probe=probe, stored=files and files.stored
+    )
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
             f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."
@@ -120,6 +120,19 @@ def make_plan(
     if settled.settings.verbose:
         manager.print_summary()
     return settled, files, found
+
+
+def manager_of(wishes: dict) -> tuple[BackendManager, Backend | None]:
+    """The backend that is asked for, else FSDP_BACKEND's, else detected; and one that detection passed over for its engine."""
+    named = wishes.get("backend") or os.environ.get("FSDP_BACKEND") or None
+    try:
+        manager = BackendManager(named, verbose=False)
+        if manager.requested is None and CAPABILITIES[manager.backend].engine not in ENGINES:
+            rest = [b for b in manager.available if CAPABILITIES[b].engine in ENGINES]
+            return BackendManager(rest[0], verbose=False), manager.backend
+    except ValueError as error:
+        raise PlanError(f"--backend {named}: {error}") from None
+    return manager, None
 
 
 def stored_bytes(files: hf_files.ModelFiles) -> int:
@@ -473,6 +486,17 @@ def show_sample(run: Run, when: str) -> None:
         run.results["sample"] = (run.tokenizer.decode(prompt), wanted, run.questions[0][2])
 
 
+def examine(wishes: dict) -> None:
+    """What --doctor and --recommend print."""
+    manager, _ = manager_of(wishes)
+    if wishes.get("doctor", "false") != "false":
+        found = doctor.examine(manager)
+        as_json = wishes["doctor"] == "json"
+        print(doctor.as_json(found) if as_json else "\n".join(doctor.lines(manager, found)))
+    if wishes.get("recommend"):
+        print("\n".join(doctor.recommend(manager)))
+
+
 def fine_tune(**flags) -> plan.TrainState:
     """Trains with the flags of the command line as keyword arguments; the TrainState at the end. Raises what the CLI prints."""
     launch.prepare_environment()
@@ -480,6 +504,9 @@ def fine_tune(**flags) -> plan.TrainState:
     if unknown:
         raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
     wishes = with_config({NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None})
+    if wishes.get("doctor", "false") != "false" or wishes.get("recommend"):
+        examine(wishes)
+        return plan.TrainState(status="examined")
     settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
     print("\n".join(report.plan_lines(settled)))
     if wishes.get("dry_run"):

@@ -317,8 +317,6 @@ class _Resolver:
             ("llama_pro_path", (None,), "block expansion is not in this version"),
             ("init_lora_weights", ("default", "gaussian", "eva"), "it changes the base, which this version leaves as it is"),
             ("mlx_config", (None,), "this version has no MLX engine"),
-            ("doctor", (False,), "this version probes what a run uses; --verbose prints it"),
-            ("recommend", (False,), "not in this version; --dry_run says what would be used"),
             ("assume_memory", (None,), "this version plans for the machine it is on"),
             ("assume_world_size", (None,), one_process),
         ):  # fmt: skip

@@ -232,8 +232,9 @@ class Settings:
         None, "ask", "YAML of any flags, or a run_plan.json; the command line wins", metavar="FILE"
     )
     dry_run: bool = flag(False, "ask", "print the plan with its reasons, load nothing")
-    doctor: bool = flag(False, "ask", "probe this machine and print what was found")
-    recommend: bool = flag(False, "ask", "what to use on this machine")
+    doctor: str = flag("false", "ask", "probe this machine, every quantizer included, and print what was found; json: as JSON",
+                       choices=("false", "true", "json"))  # fmt: skip
+    recommend: bool = flag(False, "ask", "walk the decision tree for this machine")
     assume_memory: str = flag(None, "ask", "plan for a device of this size, such as 24GiB")
     assume_world_size: int = flag(None, "ask", "plan for this many devices", minimum=1)
 

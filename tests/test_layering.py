@@ -30,7 +30,7 @@ ARROWS = {
          "finetune.settings", "finetune.errors", "finetune.engine"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
-    "quantizers": ({"quantizers"}, {"torch"}),
+    "quantizers": ({"quantizers"}, {"torch", "triton"}),
     "quantization_wrapper": ({"backend_manager"}, set()),
     "backend_manager": (set(), set()),
 }  # fmt: skip

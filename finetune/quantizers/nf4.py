@@ -7,6 +7,8 @@ and with in_features a multiple of the block, equal to bitsandbytes' NF4 bit for
 O out_features, I in_features, P I padded to whole blocks, K blocks of a row (P / block), G groups of 256 blocks.
 """
 
+import importlib.util
+
 import torch
 
 LEVELS = (
@@ -72,9 +74,14 @@ def _quantize_absmax(absmax_OK):
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The weight [O, I] in `dtype`: level[code] * absmax, in fp32, then cast."""
-    packed_OP, absmax_OK = tensors["packed"], _absmax(tensors)
-    rows = packed_OP.shape[0]
+    """The weight [O, I] in `dtype`: level[code] * absmax, in fp32, then cast. On CUDA by one triton kernel."""
+    packed_OP = tensors["packed"]
+    if packed_OP.is_cuda and importlib.util.find_spec("triton"):
+        from finetune.quantizers import nf4_triton
+
+        levels = torch.tensor(LEVELS, device=packed_OP.device)
+        return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
+    absmax_OK, rows = _absmax(tensors), packed_OP.shape[0]
     # One lookup gives both codes of a byte: a pair of fp32 levels travels as one 8-byte number.
     pairs = _level_pairs(packed_OP.device)
     weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)

@@ -1,0 +1,67 @@
+"""Writes the tables of docs/quantization.md: which methods there are, and what each did when probed on this machine.
+
+python docs/make_quantization.py
+"""
+
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import quantization_wrapper  # noqa: E402
+from backend_manager import BackendManager  # noqa: E402
+from finetune import doctor  # noqa: E402
+
+PAGE = ROOT / "docs" / "quantization.md"
+BEGIN, END = "<!-- {}: written by docs/make_quantization.py -->", "<!-- end of {} -->"
+
+
+def between(page: str, name: str, lines: list[str]) -> str:
+    """The page with these lines in the place marked `name`."""
+    begin, end = BEGIN.format(name), END.format(name)
+    head, rest = page.split(begin)
+    return head + "\n".join([begin, "", *lines, "", end]) + rest.split(end)[1]
+
+
+def methods() -> list[str]:
+    """The table of METHODS."""
+    lines = [
+        "| `--quantization_backend` | `--n_bits` | `--quant_type` | `--group_size` | `--double_quant` | needs | what it is |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, m in quantization_wrapper.METHODS.items():
+        books = sorted({book for books in m.code_books.values() for book in books})
+        groups = f"{m.group_sizes[0]} to {m.group_sizes[-1]}"
+        double = ", ".join(map(str, m.double_quant)) + " bits" if m.double_quant else "no"
+        lines.append(
+            f"| `{name}` | {', '.join(map(str, sorted(m.bits)))} | {', '.join(f'`{b}`' for b in books)} | {groups} | {double} | "
+            f"{m.package or 'torch alone'} | {m.summary} |"
+        )
+    return lines
+
+
+def probed() -> list[str]:
+    """What each pair did here."""
+    manager = (
+        BackendManager(verbose=False) if len(sys.argv) < 2 else BackendManager(sys.argv[1], verbose=False)
+    )
+    found = doctor.examine(manager)
+    torch, cpu = found["versions"]["torch"], found["cpu"]["model"]
+    where = cpu if found["backend"] == "cpu" else found["backend"]
+    lines = [f"Probed {date.today()} on {found['backend']} ({where}), torch {torch}:", ""]
+    lines += ["| " + " | ".join(doctor.HEAD) + " |", "|" + "---|" * len(doctor.HEAD)]
+    lines += ["| " + " | ".join(row) + " |" for row in doctor.rows(found["quantization"])]
+    failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
+    return (
+        lines
+        + [""] * bool(failed)
+        + [f"- `{pair}` does not work there: {why}" for pair, why in failed.items()]
+    )
+
+
+if __name__ == "__main__":
+    page = between(PAGE.read_text(), "methods", methods())
+    PAGE.write_text(between(page, "probed", probed()))
+    print(f"wrote {PAGE}")

@@ -1,0 +1,105 @@
+"""Every probe with its numbers and reasons, as text and as JSON; and what to use on this machine."""
+
+import json
+
+import quantization_wrapper
+from backend_manager import CAPABILITIES, GIB, BackendManager
+
+OOM_ADVICE = {
+    "cuda": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
+    "mps": "close other programs, PYTORCH_MPS_HIGH_WATERMARK_RATIO, --quantization_backend quanto or nf4, shorter --context_length",
+    "mlx": "--use_gradient_checkpointing, a smaller --microbatch_tokens, shorter --context_length",
+    "xpu": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
+    "cpu": "--low_memory, a smaller --microbatch_tokens, --use_gradient_checkpointing, a smaller model",
+}
+LARGE_GIB = 24  # above it guide S1's tree trains without quantization
+
+
+def examine(manager: BackendManager) -> dict:
+    """What is known of this machine and what every pair of quantizer and width did on its device. Probes all that is not
+    cached: some ten seconds the first time.
+    """
+    pairs = {}
+    if CAPABILITIES[manager.backend].engine == "torch":
+        pairs = {f"{n}/{b}": manager.probe_quantization(n, b) for n, b in quantization_wrapper.pairs()}
+    manager.capabilities  # noqa: B018  probed, so that describe() has them
+    return manager.describe() | {"quantization": pairs}
+
+
+def lines(manager: BackendManager, found: dict) -> list[str]:
+    """The examination as a person reads it."""
+    text = [*manager.summary_lines(), "", *table(found["quantization"])]
+    failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
+    return text + [f"  {pair} does not work here: {why}" for pair, why in failed.items()]
+
+
+HEAD = ("method", "bits", "passes", "bits/weight", "weight error", "product error", "time of a layer")
+
+
+def rows(pairs: dict) -> list[tuple[str, ...]]:
+    """One row of HEAD's columns for each probed pair."""
+    out = []
+    for pair, p in pairs.items():
+        name, bits = pair.split("/")
+        if p["error"]:
+            out.append((name, bits, "no", "-", "-", "-", "-"))
+        else:
+            figures = f"{p['bits_per_weight']:.2f}", f"{p['weight_error']:.2%}", f"{p['product_error']:.0e}"
+            out.append((name, bits, "yes", *figures, f"{p['slowdown']:.2f} x"))
+    return out
+
+
+def table(pairs: dict) -> list[str]:
+    """HEAD and rows in columns."""
+    if not pairs:
+        return ["quantizers: this backend has its own, which are not probed here"]
+    body = [HEAD, *rows(pairs)]
+    widths = [max(len(row[i]) for row in body) for i in range(len(HEAD))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in body]
+
+
+def as_json(found: dict) -> str:
+    return json.dumps(found, indent=1, default=str)
+
+
+def recommend(manager: BackendManager) -> list[str]:
+    """Guide S1's decision tree, walked on this machine: each question with its answer here, then the flags."""
+    available, why_not = (
+        {str(b) for b in manager.available},
+        {str(b): w for b, w in manager.unavailable.items()},
+    )
+    memory = manager.get_memory_info()["total"] / GIB
+    backend, caps = str(manager.backend), manager.capabilities
+
+    def answer(name):
+        return "yes" if name in available else f"no ({why_not.get(name, 'not detected')})"
+
+    text = [
+        f"NVIDIA or AMD GPU? {answer('cuda')}",
+        f"Apple silicon? {'yes' if 'mps' in available else 'no'}",
+        f"MLX? {answer('mlx')}",
+        f"so: --backend {backend}, {memory:.0f} GiB",
+    ]
+    precision = "bf16" if caps.supports_bfloat16 else "fp32" if backend == "cpu" else "fp16"
+    train_type = "lora" if memory > LARGE_GIB and backend != "cpu" else "qlora"
+    why = {
+        "lora": f"more than {LARGE_GIB} GiB: the base need not be quantized; --dry_run says whether your model fits",
+        "qlora": "a quantized base leaves the memory to activations and longer rows",
+    }[train_type]
+    text.append(f"  --precision {precision}: {caps.reasons.get('bf16', 'bf16 works here')}")
+    text.append(f"  --train_type {train_type}: {why}")
+    if train_type == "qlora":
+        text.append(
+            "  --quantization_backend auto: the first that passes its probe; --doctor prints them all"
+        )
+    if backend == "mps":
+        text.append("  MLX is the faster of the two on Apple silicon; MPS is the one where you need torch")
+    if backend == "cpu":
+        text.append(
+            "  to try things: the flags as they stand; to work: OMP_NUM_THREADS at the number of cores, and a small model"
+        )
+    text.append(f"when memory runs out on {backend}: {OOM_ADVICE[backend]}")
+    text.append(
+        f"python train.py --backend {backend} --train_type {train_type} --precision {precision} --dry_run"
+    )
+    return text

@@ -1,0 +1,58 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend_manager import BackendManager
+from docs import make_quantization
+from finetune import doctor
+from quantization_wrapper import METHODS, pairs
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found():
+    return doctor.examine(BackendManager("cpu", verbose=False))
+
+
+def test_the_doctor_has_a_row_with_numbers_for_every_pair(found):
+    rows = doctor.rows(found["quantization"])
+    assert [(r[0], int(r[1])) for r in rows] == pairs()
+    assert all(r[2] == "yes" and "%" in r[4] and r[6].endswith(" x") for r in rows)
+    assert json.loads(doctor.as_json(found))["quantization"]["nf4/4"]["error"] is None
+
+
+def test_a_pair_that_fails_is_a_row_and_a_reason():
+    results = {"hqq/4": {"error": "hqq is not installed: pip install hqq"}}
+    assert doctor.rows(results) == [("hqq", "4", "no", "-", "-", "-", "-")]
+    text = doctor.lines(BackendManager("cpu", verbose=False), {"quantization": results})
+    assert text[-1] == "  hqq/4 does not work here: hqq is not installed: pip install hqq"
+
+
+def test_the_tree_ends_in_flags_that_parse():
+    from train import build_parser
+
+    text = doctor.recommend(BackendManager("cpu", verbose=False))
+    assert text[0].startswith("NVIDIA or AMD GPU? ") and any(
+        line.startswith("when memory runs out on cpu") for line in text
+    )
+    build_parser().parse_args(text[-1].split()[2:])
+
+
+def test_the_command_line_prints_it_as_text_and_as_json():
+    run = [sys.executable, "train.py", "--backend", "cpu", "--doctor"]
+    text = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "mlx     6     yes" in text
+    data = json.loads(
+        subprocess.run([*run, "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    assert set(data["quantization"]) == {f"{name}/{bits}" for name, bits in pairs()}
+
+
+def test_the_page_has_the_table_of_methods_and_a_probed_row_for_every_pair():
+    page = make_quantization.PAGE.read_text()
+    assert make_quantization.between(page, "methods", make_quantization.methods()) == page
+    assert all(f"| {name} | {bits} | yes |" in page for name in METHODS for bits in METHODS[name].bits)
