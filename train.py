@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from backend_manager import CAPABILITIES, BackendManager, environment_error, package_version, versions
-from finetune import checkpoint, data, hf_files, memory, plan, prompts, report, rundir
+from finetune import checkpoint, data, expansion, hf_files, memory, plan, prompts, report, rundir
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
@@ -95,7 +95,13 @@ def make_plan(
     except ValueError as error:
         raise PlanError(f"--backend {named}: {error}") from None
     known = manager.capabilities if prepare else manager.documented_or_cached()
-    files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
+    if wishes.get("llama_pro_path"):
+        files = hf_files.find(wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path")
+        expansion.read_record(files.folder, f"--llama_pro_path {wishes['llama_pro_path']}")
+    else:
+        files = hf_files.find(
+            wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare
+        )
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     settled = plan.resolve_plan(wishes, manager.backend, known, shape, kept=kept)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from finetune import checkpoint, cli, hf_files
 from finetune.errors import CheckpointDamaged, PlanError
+from finetune.expansion import TRAINED
 from finetune.plan import RunPlan, TrainState
 from finetune.settings import FIELDS
 
@@ -96,7 +97,7 @@ class RunDir:
     def __init__(self, plan: RunPlan, resumed: bool):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = checkpoint.Lock(self.root)
-        self.weights_file = ADAPTER if plan.adapter else FULL
+        self.weights_file = TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
         self.run_id = plan.digest()[:16]
         if not checkpoint.holds_a_run(self.root) and (self.root / "config.json").exists():
             self.close()
@@ -188,7 +189,7 @@ class RunDir:
         with checkpoint.storage(folder):
             folder.mkdir(exist_ok=True)
         if self.plan.adapter:
-            checkpoint.replace_tensors(folder / ADAPTER, engine.trainable_state())
+            checkpoint.replace_tensors(folder / self.weights_file, engine.trainable_state())
         else:
             with checkpoint.storage(folder):
                 engine.write_model(folder)

@@ -75,7 +75,9 @@ class Settings:
     revision: str = flag(None, "model", "branch, tag or commit of a hub model")
     train_type: str = flag("qlora", "model", "full: every weight; lora: adapters; qlora: adapters on a quantized base",
                            choices=TRAIN_TYPES + tuple(OLDER_TRAIN_TYPES))  # fmt: skip
-    llama_pro_path: str = flag(None, "model", "folder of a block-expanded model", metavar="DIR")
+    llama_pro_path: str = flag(
+        None, "model", "folder that expand.py made: train its new layers only", metavar="DIR"
+    )
     # data
     dataset: str = flag(None, "data", "file, folder, hub name or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
                         "dummy; default: the demo's orders", metavar="FILE|NAME")  # fmt: skip

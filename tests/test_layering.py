@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train", "generate", "score", "export")
+SCRIPTS = ("train", "generate", "score", "export", "expand")
 FRAMEWORKS = {
     "torch",
     "transformers",

@@ -135,7 +135,7 @@ REFUSED = [
     (dict(validation_split=1.5), "--validation_split 1.5: must be below 1"),
     (dict(max_steps=0), "--max_steps 0: trains nothing"),
     (dict(init_lora_weights="pissa"), "--init_lora_weights pissa:"),
-    (dict(llama_pro_path="x"), "--llama_pro_path x:"),
+    (dict(llama_pro_path="x", train_type="full"), "--llama_pro_path x:"),
     (dict(doctor=True), "--doctor true:"),
     (dict(cache_dequantized="true", train_type="lora"), "--cache_dequantized true:"),
     (dict(save_model=False, save_every=5), "--save_model false: contradicts --save_every 5"),

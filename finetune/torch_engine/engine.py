@@ -31,7 +31,7 @@ class TorchEngine:
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = optim.build(self.named, settings, device) if self.named else None
-        dtype = hf_model.AUTOCAST_DTYPES.get(settings.precision)
+        dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
@@ -225,7 +225,8 @@ class TorchEngine:
             parameter.copy_(torch.from_numpy(np.array(trainable[name])))
 
     def _disk(self, name) -> str:
-        return name if self.settings.train_type == "full" else adapters.disk_name(name)
+        whole = self.settings.train_type == "full" or self.settings.llama_pro_path
+        return name if whole else adapters.disk_name(name)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -251,6 +252,9 @@ class TorchEngine:
         if self.settings.train_type == "full":
             self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
+        if self.settings.llama_pro_path:
+            trained = {"base_model_name_or_path": base_name, "base_digest": base_digest}
+            return {"trained_blocks.json": {**trained, "tensors": sorted(self.named)}}
         return {
             "adapter_config.json": adapters.peft_config(self.model, self.settings, base_name),
             "base_model.json": {

@@ -58,6 +58,16 @@ def _load(folder, settings, device, batches):
     model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
     if settings.train_type == "full":
         model.to(device).requires_grad_(True)
+    elif settings.llama_pro_path:
+        from finetune import expansion
+        from finetune.torch_engine import blocks
+
+        said = f"--llama_pro_path {settings.llama_pro_path}"
+        new = blocks.new_blocks(model, expansion.read_record(Path(folder), said), said)
+        model.requires_grad_(False)
+        names = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]
+        quantize(model, settings, names, device)
+        blocks.unfreeze(model.to(device), new)
     else:
         model.requires_grad_(False)
         names = adapters.linear_names(model)
@@ -65,16 +75,7 @@ def _load(folder, settings, device, batches):
         starts = None
         if settings.init_lora_weights == "eva":
             starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
-        if settings.train_type == "qlora":
-            config = quantization_wrapper.config_for(
-                settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
-            )
-            quantization_wrapper.quantize_model(model, config, names, device=device)
-            if settings.cache_dequantized == "true":
-                dtype = AUTOCAST_DTYPES.get(settings.precision, WEIGHT_DTYPES[settings.precision])
-                for layer in model.modules():
-                    if isinstance(layer, QuantizedLinear):
-                        layer.cache(dtype)
+        quantize(model, settings, names, device)
         model.to(device)
         adapters.add(model, targets, settings, starts)
     if settings.precision == "bf16_buffers_autocast":
@@ -83,6 +84,29 @@ def _load(folder, settings, device, batches):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(torch.bfloat16))
     return model
+
+
+def quantize(model, settings, names, device) -> None:
+    """Stores the named layers as a qlora run asks for; nothing for the other train types."""
+    if settings.train_type != "qlora":
+        return
+    config = quantization_wrapper.config_for(
+        settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
+    )
+    quantization_wrapper.quantize_model(model, config, names, device=device)
+    if settings.cache_dequantized == "true":
+        dtype = autocast_dtype(settings) or WEIGHT_DTYPES[settings.precision]
+        for layer in model.modules():
+            if isinstance(layer, QuantizedLinear):
+                layer.cache(dtype)
+
+
+def autocast_dtype(settings):
+    """What products are cast to: with new layers in fp32 between frozen ones in 16 bits, the type of the frozen ones."""
+    dtype = AUTOCAST_DTYPES.get(settings.precision)
+    if settings.llama_pro_path and settings.precision in ("bf16", "fp16"):
+        return WEIGHT_DTYPES[settings.precision]
+    return dtype
 
 
 def padded_inputs(batch) -> dict:
@@ -130,6 +154,10 @@ def load_trained(checkpoint, files, device, dtype):
     model = load_dense(files.folder, dtype).requires_grad_(False).to(device)
     if (Path(checkpoint) / "adapter_config.json").is_file():
         adapters.attach(model, checkpoint)
+    elif (Path(checkpoint) / "trained_blocks.json").is_file():
+        from finetune.torch_engine import blocks
+
+        blocks.attach(model, checkpoint)
     return model
 
 
