@@ -206,7 +206,7 @@ class Loading(threading.Thread):
         return self.result
 
 
-def load_model(run: Run) -> Loading:
+def load_model(run: Run, found: rundir.Found | None) -> Loading:
     """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
     from finetune.torch_engine import hf_model
     from finetune.torch_engine.engine import device_of
@@ -217,7 +217,8 @@ def load_model(run: Run) -> Loading:
         batches = data.microbatches(
             run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
         )
-    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches))
+    saved = run.directory.saved_start(found) if found else None
+    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches, saved))
     loading.start()
     return loading
 
@@ -233,6 +234,8 @@ def build_engine(run: Run, model) -> None:
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
     for setting, (used, reason) in proofs.items():
         print(f"{setting}: {used} ({reason})")
+    for notice in run.engine.notices():
+        print(f"  note: {notice}")
     trainable, total = run.engine.parameter_counts()
     print(f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})")
 
@@ -412,9 +415,9 @@ def run_plan(
             baseline = _import_framework()
             run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
-            loading = None if starts_from_data else load_model(run)
+            loading = None if starts_from_data else load_model(run, found)
             prepare_data(run, raws)
-            loading = loading or load_model(run)
+            loading = loading or load_model(run, found)
             build_engine(run, loading.model())
             run.results["loading"] = run.engine.begin_memory(baseline)
             run.seconds["loading"] = time.perf_counter() - began

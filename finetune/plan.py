@@ -269,6 +269,9 @@ class _Resolver:
             if v["quantization_backend"] not in ("auto", "none"):
                 raise PlanError(f"--quantization_backend {v['quantization_backend']}: --train_type {v['train_type']} keeps its "
                                 "weights unquantized. Use --train_type qlora.")  # fmt: skip
+            if v["init_lora_weights"] == "loftq":
+                raise PlanError(f"--init_lora_weights loftq: starts from what quantization loses, and --train_type {v['train_type']} "
+                                "quantizes nothing. Use --train_type qlora, or pissa.")  # fmt: skip
         elif v["quantization_backend"] == "none":
             raise PlanError("--quantization_backend none: qlora quantizes its base. Use --train_type lora.")
         if v["reentrant_checkpointing"] and v["use_gradient_checkpointing"] == "false":
@@ -305,7 +308,6 @@ class _Resolver:
             ("parallel_backend", ("ptd",), one_process),
             ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
             ("loading_workers", (-1,), "this version reads tensors one after another"),
-            ("init_lora_weights", ("default", "gaussian", "eva"), "it changes the base, which this version leaves as it is"),
             ("mlx_config", (None,), "this version has no MLX engine"),
             ("doctor", (False,), "this version probes what a run uses; --verbose prints it"),
             ("recommend", (False,), "not in this version; --dry_run says what would be used"),
@@ -480,9 +482,20 @@ class _Resolver:
                 )
             self.set("context_length", limit, "this model's limit")
         if shape.num_experts and self.values["train_type"] != "full" and not self.values["llama_pro_path"]:
-            self.notices.append(
-                f"{shape.num_experts} experts a layer stay frozen and unquantized; attention gets adapters"
+            self.experts(shape.num_experts)
+
+    def experts(self, number):
+        v = self.values
+        said = [f"{number} experts a layer"]
+        if v["train_type"] == "qlora":
+            said.append("are quantized, and dequantized one at a time")
+        if v["use_dora"]:
+            said.append("get no adapter: PEFT has no DoRA for weights of experts held as one parameter")
+        elif v["lora_target_modules"] == "all":
+            said.append(
+                "get adapters of their own" + (" without dropout, as PEFT's" if v["lora_dropout"] else "")
             )
+        self.notices.append(said[0] + " " + "; ".join(said[1:] or ["stay frozen"]))
 
     def output(self, now):
         v = self.values

@@ -10,7 +10,7 @@ from finetune import checkpoint, cli, hf_files
 from finetune.errors import CheckpointDamaged, PlanError
 from finetune.expansion import TRAINED
 from finetune.plan import RunPlan, TrainState
-from finetune.settings import FIELDS
+from finetune.settings import CHANGES_BASE, FIELDS
 
 ADAPTER, FULL = "adapter_model.safetensors", "model.safetensors"
 
@@ -166,6 +166,13 @@ class RunDir:
         if saved is None and skipped:
             raise CheckpointDamaged(f"{self.root}: no checkpoint verifies. {skipped[0]}")
         return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
+
+    def saved_start(self, found: Found) -> dict | None:
+        """The adapter of the checkpoint that the run goes on from, where its start changed the base; else None."""
+        if self.plan.settings.init_lora_weights not in CHANGES_BASE or not self.plan.adapter:
+            return None
+        saved, _ = self.find_checkpoint(found.step_folder)
+        return saved.tensors(self.weights_file) if saved else None
 
     def restore(self, engine, saved: checkpoint.Saved, identity: dict) -> tuple[TrainState, int]:
         """Puts the checkpoint into the engine; (its state, where metrics.jsonl stood). PlanError where base or data differ."""

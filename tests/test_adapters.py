@@ -21,27 +21,26 @@ def adapted(architecture="llama", targets="all", model=None, **changes):
     """A tiny model with adapters whose B is not zero, so that they matter."""
     settings = dataclasses.replace(SETTINGS, **changes)
     model = (model or tiny.build(architecture)).requires_grad_(False)
-    adapters.add(model, adapters.target_names(model, targets), settings)
+    adapters.add(model, adapters.target_names(model, targets, settings.use_dora), settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for layer in adapters.layers(model).values():
-            layer.lora_B.normal_(std=0.1, generator=generator)
-            if layer.lora_magnitude_vector is not None:
-                layer.lora_magnitude_vector.mul_(1.1)
+        for name, parameter in adapters.adapter_parameters(model).items():
+            if name.endswith(("lora_B", "lora_embedding_A")):
+                parameter.normal_(std=0.1, generator=generator)
+            elif name.endswith("lora_magnitude_vector"):
+                parameter.mul_(1.1)
     return model, settings
 
 
 def write(model, settings, folder):
     folder.mkdir(exist_ok=True)
-    tensors = {
-        adapters.disk_name(n): p.detach().contiguous() for n, p in model.named_parameters() if "lora_" in n
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
+    tensors = adapters.to_disk(model, adapters.adapter_parameters(model), settings)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(adapters.peft_config(model, settings, "base")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "mixtral", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "mixtral", "gpt_neox", "qwen3", "gpt_oss"])
 def test_peft_reloads_our_adapter_to_the_same_logits(architecture, kind, tmp_path):
     model, settings = adapted(architecture, **KINDS[kind])
     write(model, settings, tmp_path / "a")
@@ -180,10 +179,13 @@ def test_targets_by_word_name_and_regex():
             adapters.target_names(model, wish)
 
 
-def test_routers_experts_and_the_head_get_no_adapter():
+def test_routers_and_the_head_get_no_adapter_and_experts_get_one():
     for architecture in ("mixtral", "qwen3_moe", "gpt_oss"):
-        leaves = {n.rpartition(".")[2] for n in adapters.linear_names(tiny.build(architecture))}
-        assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        model = tiny.build(architecture)
+        linear = {n.rpartition(".")[2] for n in adapters.linear_names(model)}
+        assert linear == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        leaves = {n.rpartition(".")[2] for n in adapters.target_names(model, "all")}
+        assert leaves == linear | {"gate_up_proj", "down_proj"}
 
 
 def test_a_frozen_layer_keeps_its_input_once_and_gets_no_weight_gradient():

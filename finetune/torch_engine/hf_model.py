@@ -13,8 +13,8 @@ import transformers
 import quantization_wrapper
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.settings import Settings
-from finetune.torch_engine import adapters, attention, loss
+from finetune.settings import CHANGES_BASE, Settings
+from finetune.torch_engine import adapters, attention, experts, loss
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -31,14 +31,14 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load(folder, settings: Settings, device, batches=None):
+def load(folder, settings: Settings, device, batches=None, saved=None):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
-    `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never
-    run. Raises PlanError for weights that do not fit the config, OutOfMemoryError.
+    `batches`: the first ones of the data, which --init_lora_weights eva starts from; `saved`: a checkpoint's tensors, which hold
+    the start of one that changes the base. Code in the model's folder is never run. Raises PlanError for weights that do not fit the config, OutOfMemoryError.
     """
     try:
-        return _load(folder, settings, device, batches)
+        return _load(folder, settings, device, batches, saved)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
@@ -54,7 +54,7 @@ def out_of_memory(error) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _load(folder, settings, device, batches):
+def _load(folder, settings, device, batches, saved):
     model = load_dense(folder, WEIGHT_DTYPES[settings.precision])
     if settings.train_type == "full":
         model.to(device).requires_grad_(True)
@@ -66,16 +66,20 @@ def _load(folder, settings, device, batches):
         new = blocks.new_blocks(model, expansion.read_record(Path(folder), said), said)
         model.requires_grad_(False)
         names = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]
-        quantize(model, settings, names, device)
+        moe = [n for n in experts.reachable(model) if not blocks.inside(n, new)]
+        quantize(model, settings, names, moe, device)
         blocks.unfreeze(model.to(device), new)
     else:
         model.requires_grad_(False)
         names = adapters.linear_names(model)
-        targets = adapters.target_names(model, settings.lora_target_modules)
+        targets = adapters.target_names(model, settings.lora_target_modules, settings.use_dora)
         starts = None
         if settings.init_lora_weights == "eva":
-            starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
-        quantize(model, settings, names, device)
+            linear = [n for n in targets if n in names]
+            starts = adapters.eva_start(model, linear, settings, [padded_inputs(b) for b in batches])
+        elif settings.init_lora_weights in CHANGES_BASE:
+            starts = adapters.change_base(model, targets, settings, quantization(settings), saved, device)
+        quantize(model, settings, names, list(experts.reachable(model)), device)
         model.to(device)
         adapters.add(model, targets, settings, starts)
     if settings.precision == "bf16_buffers_autocast":
@@ -86,14 +90,22 @@ def _load(folder, settings, device, batches):
     return model
 
 
-def quantize(model, settings, names, device) -> None:
-    """Stores the named layers as a qlora run asks for; nothing for the other train types."""
+def quantization(settings):
+    """How a qlora run stores its base; None for the other train types."""
     if settings.train_type != "qlora":
-        return
-    config = quantization_wrapper.config_for(
+        return None
+    return quantization_wrapper.config_for(
         settings.quantization_backend, settings.quant_type, settings.group_size, settings.double_quant
     )
-    quantization_wrapper.quantize_model(model, config, names, device=device)
+
+
+def quantize(model, settings, linears: list[str], moe: list[str], device) -> None:
+    """Stores the named linears and experts as a qlora run asks for; nothing for the other train types."""
+    config = quantization(settings)
+    if config is None:
+        return
+    quantization_wrapper.quantize_model(model, config, linears, device=device)
+    experts.quantize(model, config, moe, device)
     if settings.cache_dequantized == "true":
         dtype = autocast_dtype(settings) or WEIGHT_DTYPES[settings.precision]
         for layer in model.modules():
