@@ -24,6 +24,8 @@ DEFAULT_TARGETS = (
     ("Wqkv",),
     ("q", "v"),
 )
+# Of a mixture, PEFT reads these in target_modules as its experts of transformers 4; by their weight they are what they are.
+PEFT_TAKES_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 PREFIX = "base_model.model."
 WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
 
@@ -31,14 +33,14 @@ WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
 def linear_names(model) -> list[str]:
     """Every linear but the head, routers and one-output gates: what qlora quantizes, beside experts held as one parameter."""
     head = model.get_output_embeddings()
-    routed = _has_experts(model)
+    routed = experts.has_experts(model)
     parts = {id(part) for part in experts.quantized_parts(model)}
     names = []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or type(module).__name__ == "Conv1D"
         if not linear or module is head or id(module) in parts:
             continue
-        router = routed and name.rpartition(".")[2] in ("gate", "router")
+        router = routed and {"gate", "router"} & set(name.split(".")[-2:])
         if not router and features(module)[1] > 1:
             names.append(name)
     return names
@@ -50,11 +52,6 @@ def outer_names(model) -> list[str]:
     return [
         n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)
     ]
-
-
-def _has_experts(model) -> bool:
-    config = model.config.get_text_config()
-    return any(getattr(config, k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
@@ -294,9 +291,13 @@ def peft_config(model, settings: Settings, base_name: str) -> dict:
     """adapter_config.json as PEFT reads it."""
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
+    parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
+    if experts.has_experts(model) and not settings.use_dora:
+        as_parameters = [n for n in chosen if n.rpartition(".")[2] in PEFT_TAKES_FOR_EXPERTS]
+        chosen = [n for n in chosen if n not in as_parameters]
+        parameters += [f"{n}.weight" for n in as_parameters]
     leaves = sorted({n.rpartition(".")[2] for n in chosen})
     by_leaf = {n for n in original_names(model) if n.rpartition(".")[2] in leaves}
-    parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
     conv = any(
         m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
         for m in layers(model).values()

@@ -154,14 +154,17 @@ def reachable(model) -> dict[str, nn.Module]:
     return found
 
 
+def has_experts(model) -> bool:
+    config = model.config.get_text_config()
+    return any(getattr(config, k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
 def unreached(model) -> list[str]:
     """3-D parameters of experts that stay frozen and unquantized, as no interface says what they are."""
-    known = [name + "." for name in reachable(model)]
-    return [
-        name
-        for name, p in model.named_parameters()
-        if p.ndim == 3 and "expert" in name and not any(name.startswith(k) for k in known)
-    ]
+    known = tuple(name + "." for name in reachable(model))
+    convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
+    three_d = [n for n, p in model.named_parameters() if p.ndim == 3] if has_experts(model) else []
+    return [n for n in three_d if not n.startswith(known + convolutions)]
 
 
 def parameter_names(model) -> list[str]:

@@ -311,8 +311,8 @@ def _flat_logits(model, documents):
 def prove_head(model, layout, autocast) -> Proof:
     """Whether our chunked head gives the model's own logits; where not, the model makes them at target positions."""
     head = loss.Head.of(model)
-    if head is None:
-        return Proof(False, "the head is no plain linear")
+    if head is None or base_model(model) is model:
+        return Proof(False, "the head is no plain linear behind one decoder")
     inputs = flat_inputs([torch.arange(3, 12)], model.device)
     if layout == "padded":
         inputs.pop("documents")
@@ -327,5 +327,9 @@ def prove_head(model, layout, autocast) -> Proof:
 
 def base_model(model):
     """The model without its head: what gives last_hidden_state."""
-    inner = getattr(model, model.base_model_prefix, None)
-    return inner if inner is not None else model.get_decoder()
+    parts = (
+        getattr(model, model.base_model_prefix, None),
+        model.get_decoder(),
+        getattr(model, "model", None),
+    )
+    return next((part for part in parts if part is not None and part is not model), model)
