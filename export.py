@@ -1,4 +1,4 @@
-"""Merges an adapter into its base: a plain model folder that transformers, vLLM and mlx-lm load.
+"""Merges an adapter, or trained new layers, into its base: a plain model folder that transformers, vLLM and mlx-lm load.
 
 python export.py --checkpoint outputs/my-run --output_dir merged
 """
@@ -34,7 +34,7 @@ def main(argv=None) -> int:
     from finetune import tokenizer, trained
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
-    if not (checkpoint / "adapter_config.json").is_file():
+    if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
         raise PlanError(
             f"--checkpoint {checkpoint}: holds no adapter_config.json, so there is nothing to merge."
         )

@@ -34,7 +34,7 @@ from backend_manager import (
     package_version,
     versions,
 )
-from finetune import checkpoint, data, doctor, hf_files, memory, plan, prompts, report, rundir
+from finetune import checkpoint, data, doctor, expansion, hf_files, memory, plan, prompts, report, rundir
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
@@ -93,7 +93,13 @@ def make_plan(
         wishes["output_dir"] = str(found.output_dir)
     manager, skipped = manager_of(wishes)
     known = manager.capabilities if prepare else manager.documented_or_cached()
-    files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare)
+    if wishes.get("llama_pro_path"):
+        files = hf_files.find(wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path")
+        expansion.read_record(files.folder, f"--llama_pro_path {wishes['llama_pro_path']}")
+    else:
+        files = hf_files.find(
+            wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare
+        )
     shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
@@ -214,7 +220,7 @@ class Loading(threading.Thread):
         return self.result
 
 
-def load_model(run: Run) -> Loading:
+def load_model(run: Run, found: rundir.Found | None) -> Loading:
     """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
     from finetune.torch_engine import hf_model
     from finetune.torch_engine.engine import device_of
@@ -225,7 +231,8 @@ def load_model(run: Run) -> Loading:
         batches = data.microbatches(
             run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
         )
-    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches))
+    saved = run.directory.saved_start(found) if found else None
+    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches, saved))
     loading.start()
     return loading
 
@@ -241,6 +248,8 @@ def build_engine(run: Run, model) -> None:
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
     for setting, (used, reason) in proofs.items():
         print(f"{setting}: {used} ({reason})")
+    for notice in run.engine.notices():
+        print(f"  note: {notice}")
     trainable, total = run.engine.parameter_counts()
     print(f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})")
 
@@ -420,9 +429,9 @@ def run_plan(
             baseline = _import_framework()
             run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
-            loading = None if starts_from_data else load_model(run)
+            loading = None if starts_from_data else load_model(run, found)
             prepare_data(run, raws)
-            loading = loading or load_model(run)
+            loading = loading or load_model(run, found)
             build_engine(run, loading.model())
             run.results["loading"] = run.engine.begin_memory(baseline)
             run.seconds["loading"] = time.perf_counter() - began

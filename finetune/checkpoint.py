@@ -286,7 +286,7 @@ def clear_run(output_dir: Path) -> None:
         shutil.rmtree(output_dir / folder, ignore_errors=True)
     ours = (
         "run_plan.json", "train_state.json", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json",
-        "base_model.json", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "base_model.json", "trained_blocks.safetensors", "trained_blocks.json", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     )  # fmt: skip
     for name in (*ours, *(p.name for p in output_dir.glob("model*.safetensors"))):

@@ -22,6 +22,10 @@ DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "
 # What suits the demo's few short rows: reached the score soonest among the settings tried (dev/LOG.md).
 DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 40}
 DEFAULT_MICROBATCH_TOKENS = 2048
+ADAPTER_SETTINGS = (
+    "use_dora", "use_rslora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "init_lora_weights",
+    "loraplus_lr_ratio",
+)  # fmt: skip
 CACHE_PART_OF_MEMORY = 0.04  # dense copies of a quantized base are kept where they take no more than this
 
 
@@ -283,12 +287,13 @@ class _Resolver:
             if v[name] >= limit:
                 raise PlanError(f"--{name} {v[name]}: must be below 1.")
         if v["train_type"] == "full":
-            for name in ("use_dora", "use_rslora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
-                         "init_lora_weights", "loraplus_lr_ratio"):  # fmt: skip
+            for name in ADAPTER_SETTINGS:
                 if self.given(name) and v[name] != DEFAULTS[name]:
                     raise PlanError(
                         f"--{name} {_word(v[name])}: full fine-tuning has no adapter. Use --train_type lora."
                     )
+        if v["llama_pro_path"]:
+            self.llama_pro()
         if v["train_type"] != "qlora":
             for name in ("n_bits", "group_size", "quant_type", "double_quant"):
                 if self.given(name):
@@ -297,6 +302,9 @@ class _Resolver:
             if v["quantization_backend"] not in ("auto", "none"):
                 raise PlanError(f"--quantization_backend {v['quantization_backend']}: --train_type {v['train_type']} keeps its "
                                 "weights unquantized. Use --train_type qlora.")  # fmt: skip
+            if v["init_lora_weights"] == "loftq":
+                raise PlanError(f"--init_lora_weights loftq: starts from what quantization loses, and --train_type {v['train_type']} "
+                                "quantizes nothing. Use --train_type qlora, or pissa.")  # fmt: skip
         elif v["quantization_backend"] == "none":
             raise PlanError("--quantization_backend none: qlora quantizes its base. Use --train_type lora.")
         if v["reentrant_checkpointing"] and v["use_gradient_checkpointing"] == "false":
@@ -306,6 +314,24 @@ class _Resolver:
         if self.given("max_steps") and v["max_steps"] > 0 and self.given("num_epochs"):
             self.notices.append(f"num_epochs {v['num_epochs']} is overridden by max_steps {v['max_steps']}")
 
+    def llama_pro(self):
+        """LLaMA-Pro trains the layers that expand.py added, and no adapter."""
+        v, folder = self.values, self.values["llama_pro_path"]
+        if v["train_type"] == "full":
+            raise PlanError(
+                f"--llama_pro_path {folder}: trains the new layers alone, and --train_type full trains all. "
+                f"Use --train_type lora, or --model_name {folder} with full."
+            )
+        for name in ADAPTER_SETTINGS:
+            if self.given(name) and v[name] != DEFAULTS[name]:
+                raise PlanError(
+                    f"--{name} {_word(v[name])}: --llama_pro_path trains whole layers and has no adapter. Leave it out."
+                )
+        if self.given("model_name") and v["model_name"] != folder:
+            self.set("model_name", folder, "the expanded folder is the model; it says what it was made from")
+        self.values["model_name"] = folder
+        self.notices.append("no adapter: the new layers train, whole and in fp32; all others are frozen")
+
     def not_in_this_version(self):
         v = self.values
         one_process = "this version trains in one process"
@@ -314,8 +340,6 @@ class _Resolver:
             ("tp_degree", (1,), one_process), ("cp_degree", (1,), one_process), ("pp_degree", (1,), one_process),
             ("parallel_backend", ("ptd",), one_process),
             ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
-            ("llama_pro_path", (None,), "block expansion is not in this version"),
-            ("init_lora_weights", ("default", "gaussian", "eva"), "it changes the base, which this version leaves as it is"),
             ("mlx_config", (None,), "this version has no MLX engine"),
             ("assume_memory", (None,), "this version plans for the machine it is on"),
             ("assume_world_size", (None,), one_process),
@@ -518,10 +542,21 @@ class _Resolver:
                     f"--context_length {length}: is over this model's limit of {limit}. Use at most {limit}."
                 )
             self.set("context_length", limit, "this model's limit")
-        if shape.num_experts and self.values["train_type"] != "full":
-            self.notices.append(
-                f"{shape.num_experts} experts a layer stay frozen and unquantized; attention gets adapters"
+        if shape.num_experts and self.values["train_type"] != "full" and not self.values["llama_pro_path"]:
+            self.experts(shape.num_experts)
+
+    def experts(self, number):
+        v = self.values
+        said = [f"{number} experts a layer"]
+        if v["train_type"] == "qlora":
+            said.append("are quantized, and dequantized one at a time")
+        if v["use_dora"]:
+            said.append("get no adapter: PEFT has no DoRA for weights of experts held as one parameter")
+        elif v["lora_target_modules"] == "all":
+            said.append(
+                "get adapters of their own" + (" without dropout, as PEFT's" if v["lora_dropout"] else "")
             )
+        self.notices.append(said[0] + " " + "; ".join(said[1:] or ["stay frozen"]))
 
     def output(self, now):
         v = self.values

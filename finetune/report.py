@@ -11,8 +11,9 @@ def plan_lines(plan) -> list[str]:
     """The settled plan, and every adjustment with its reason."""
     s = plan.settings
     base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
+    what = f"the new layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
-        f"{s.train_type} of {s.model_name} on {plan.backend} in {s.precision}{base}",
+        f"{what} of {s.model_name} on {plan.backend} in {s.precision}{base}",
         f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),

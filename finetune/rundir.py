@@ -8,8 +8,9 @@ from pathlib import Path
 
 from finetune import checkpoint, cli, hf_files
 from finetune.errors import CheckpointDamaged, PlanError
+from finetune.expansion import TRAINED
 from finetune.plan import RunPlan, TrainState
-from finetune.settings import FIELDS
+from finetune.settings import CHANGES_BASE, FIELDS
 
 ADAPTER, FULL = "adapter_model.safetensors", "model.safetensors"
 
@@ -96,7 +97,7 @@ class RunDir:
     def __init__(self, plan: RunPlan, resumed: bool):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = checkpoint.Lock(self.root)
-        self.weights_file = ADAPTER if plan.adapter else FULL
+        self.weights_file = TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
         self.run_id = plan.digest()[:16]
         if not checkpoint.holds_a_run(self.root) and (self.root / "config.json").exists():
             self.close()
@@ -166,6 +167,13 @@ class RunDir:
             raise CheckpointDamaged(f"{self.root}: no checkpoint verifies. {skipped[0]}")
         return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
 
+    def saved_start(self, found: Found) -> dict | None:
+        """The adapter of the checkpoint that the run goes on from, where its start changed the base; else None."""
+        if self.plan.settings.init_lora_weights not in CHANGES_BASE or not self.plan.adapter:
+            return None
+        saved, _ = self.find_checkpoint(found.step_folder)
+        return saved.tensors(self.weights_file) if saved else None
+
     def restore(self, engine, saved: checkpoint.Saved, identity: dict) -> tuple[TrainState, int]:
         """Puts the checkpoint into the engine; (its state, where metrics.jsonl stood). PlanError where base or data differ."""
         content = saved.json("train_state.json")
@@ -188,7 +196,7 @@ class RunDir:
         with checkpoint.storage(folder):
             folder.mkdir(exist_ok=True)
         if self.plan.adapter:
-            checkpoint.replace_tensors(folder / ADAPTER, engine.trainable_state())
+            checkpoint.replace_tensors(folder / self.weights_file, engine.trainable_state())
         else:
             with checkpoint.storage(folder):
                 engine.write_model(folder)

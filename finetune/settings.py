@@ -17,6 +17,7 @@ OLDER_TRAIN_TYPES = {
     "bnb_llama_pro": {"train_type": "qlora", "quantization_backend": "bnb", "llama_pro_path": "required"},
     "hqq_llama_pro": {"train_type": "qlora", "quantization_backend": "hqq", "llama_pro_path": "required"},
 }
+CHANGES_BASE = ("pissa", "olora", "loftq")  # starts of an adapter whose product is taken out of the base
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adadelta", "adamw_8bit")
 OLDER_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
@@ -75,7 +76,9 @@ class Settings:
     revision: str = flag(None, "model", "branch, tag or commit of a hub model")
     train_type: str = flag("qlora", "model", "full: every weight; lora: adapters; qlora: adapters on a quantized base",
                            choices=TRAIN_TYPES + tuple(OLDER_TRAIN_TYPES))  # fmt: skip
-    llama_pro_path: str = flag(None, "model", "folder of a block-expanded model", metavar="DIR")
+    llama_pro_path: str = flag(
+        None, "model", "folder that expand.py made: train its new layers only", metavar="DIR"
+    )
     # data
     dataset: str = flag(None, "data", "file, folder, hub name or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
                         "dummy; default: the demo's orders", metavar="FILE|NAME")  # fmt: skip
@@ -139,14 +142,15 @@ class Settings:
     lora_rank: int = flag(16, "adapter", "rank of each adapter", minimum=1, aliases=("lora_r",))
     lora_alpha: float = flag(32.0, "adapter", "an adapter's output is scaled by alpha/rank", above=0.0)
     lora_dropout: float = flag(0.0, "adapter", "dropout on an adapter's input", minimum=0.0)
-    lora_target_modules: str = flag("all", "adapter", "all linears but the head, default (q_proj and v_proj, or their "
-                                    "names in this model), a comma list of names, or a regex")  # fmt: skip
+    lora_target_modules: str = flag("all", "adapter", "all linears and experts but the head, default (q_proj and v_proj, or their "
+                                    "names in this model), a comma list of names (embeddings and head too), or a regex")  # fmt: skip
     use_dora: bool = flag(False, "adapter", "learn each row's magnitude apart from its direction")
     use_rslora: bool = flag(False, "adapter", "scale by alpha/sqrt(rank)")
     loraplus_lr_ratio: float = flag(
         1.0, "adapter", "LoRA+: learning rate of B as a multiple of A's", above=0.0
     )
-    init_lora_weights: str = flag("default", "adapter", "default (Kaiming A, zero B), gaussian, or eva",
+    init_lora_weights: str = flag("default", "adapter", "default (Kaiming A, zero B), gaussian; eva from the data; pissa, "
+                                  "olora and loftq from the base weights, saved as LoRA of twice the rank",
                                   choices=("default", "gaussian", "eva", "pissa", "olora", "loftq"))  # fmt: skip
     # memory
     precision: str = flag("auto", "memory", "auto: bf16 where this machine's products are faster in it, else fp32",

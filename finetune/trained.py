@@ -29,7 +29,9 @@ def add_flags(parser) -> None:
 def base_of(checkpoint: str) -> hf_files.ModelFiles:
     """The model's files: the checkpoint itself, or the base its adapter names. Raises PlanError."""
     folder = Path(checkpoint)
-    config = folder / "adapter_config.json"
+    config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
+    if (folder / "trained_blocks.json").is_file():
+        config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
     if not config.is_file():
         latest = folder / "checkpoints" / "latest"
         if latest.is_file() and not (folder / "config.json").is_file():
@@ -41,18 +43,18 @@ def base_of(checkpoint: str) -> hf_files.ModelFiles:
                 f"--checkpoint {checkpoint}: holds no config.json and no adapter_config.json. Give an output_dir."
             )
         return hf_files.find(checkpoint, None, flag="--checkpoint")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise PlanError(
-            f"--checkpoint {checkpoint}: holds an adapter_config.json but no adapter_model.safetensors."
-        )
+    if not (folder / weights).is_file():
+        raise PlanError(f"--checkpoint {checkpoint}: holds an {config.name} but no {weights}.")
     try:
         content = json.loads(config.read_text())
         base = content["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
         raise PlanError(f"{config}: names no base_model_name_or_path. Give a whole adapter.") from None
     files = hf_files.find(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
-    beside = folder / "base_model.json"
-    if beside.is_file() and json.loads(beside.read_text()).get("digest") != files.digest:
+    beside, digest = folder / "base_model.json", content.get("base_digest")
+    if digest is None and beside.is_file():
+        digest = json.loads(beside.read_text()).get("digest")
+    if digest not in (None, files.digest):
         print(f"note: the base {base} is not byte for byte the one this adapter was trained on")
     return files
 

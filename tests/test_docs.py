@@ -201,7 +201,7 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_file_of_ours_that_a_page_names_exists(page):
     rooted = re.compile(r"(finetune|tests|docs|examples|runs|dev|benchmarks|\.ci)/[\w./]*")
-    script = re.compile(r"(train|generate|score|export|backend_manager|quantization_wrapper)\.py")
+    script = re.compile(r"(train|generate|score|export|expand|backend_manager|quantization_wrapper)\.py")
     for span in code_spans(prose(page)):
         for word in span.split():
             if rooted.fullmatch(word) or script.fullmatch(word):

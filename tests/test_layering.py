@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train", "generate", "score", "export")
+SCRIPTS = ("train", "generate", "score", "export", "expand")
 FRAMEWORKS = {
     "torch",
     "transformers",
@@ -27,7 +27,7 @@ ARROWS = {
     "part": ({"part", "quantization_wrapper", "backend_manager"}, {"numpy"}),
     "torch_engine": (
         {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
-         "finetune.settings", "finetune.errors", "finetune.engine"},
+         "finetune.settings", "finetune.errors", "finetune.engine", "finetune.expansion"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch", "triton"}),

@@ -44,7 +44,7 @@ def same_tensors(one, other):
 def test_a_streamed_model_is_transformers_own_bit_for_bit(architecture, dtype, tmp_path):
     """save_pretrained writes the experts of MoE models one by one, as published checkpoints have them."""
     tiny.build(architecture).save_pretrained(tmp_path, max_shard_size="50KB")
-    ours, theirs = hf_model.load_dense(tmp_path, dtype), theirs_of(tmp_path, dtype)
+    ours, theirs = loading.load_dense(tmp_path, dtype), theirs_of(tmp_path, dtype)
     same_tensors(ours, theirs)
     assert ours.config._attn_implementation == theirs.config._attn_implementation
     ids = torch.arange(3, 20)[None]
@@ -92,7 +92,7 @@ def test_tied_weights_load_from_either_name(tied, tmp_path):
     model = tiny.build("llama_tied")
     model.save_pretrained(tmp_path)
     edited(tmp_path, lambda t: t.update({tied: t.pop("model.embed_tokens.weight")}))
-    ours = hf_model.load_dense(tmp_path, torch.float32)
+    ours = loading.load_dense(tmp_path, torch.float32)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     assert torch.equal(ours.lm_head.weight, model.lm_head.weight)
 
@@ -108,10 +108,10 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path)
     ]
     edited(tmp_path, lambda t: t.update({name: t[name][:5].clone()}))
     with pytest.raises(PlanError, match=rf"{name} is \[5, 64\] in its files, \[96, 64\] by its config"):
-        hf_model.load_dense(tmp_path, torch.float32)
+        loading.load_dense(tmp_path, torch.float32)
     edited(tmp_path, lambda t: t.pop(name))
     with pytest.raises(PlanError, match=f"lacks 1 weights of its config, such as {name}"):
-        hf_model.load_dense(tmp_path, torch.float32)
+        loading.load_dense(tmp_path, torch.float32)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
@@ -121,7 +121,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     one, other = load_file(tmp_path / first), load_file(tmp_path / last)
     save_file(other | {next(iter(one)): torch.zeros(1)}, tmp_path / last)
     with pytest.raises(PlanError, match=f"is in {first} and in {last}"):
-        hf_model.load_dense(tmp_path, torch.float32)
+        loading.load_dense(tmp_path, torch.float32)
 
 
 def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):

@@ -154,8 +154,11 @@ REFUSED = [
     ),
     (dict(validation_split=1.5), "--validation_split 1.5: must be below 1"),
     (dict(max_steps=0), "--max_steps 0: trains nothing"),
-    (dict(init_lora_weights="pissa"), "--init_lora_weights pissa:"),
-    (dict(llama_pro_path="x"), "--llama_pro_path x:"),
+    (
+        dict(init_lora_weights="loftq", train_type="lora"),
+        "--init_lora_weights loftq: starts from what quantization",
+    ),
+    (dict(llama_pro_path="x", train_type="full"), "--llama_pro_path x:"),
     (dict(cache_dequantized="true", train_type="lora"), "--cache_dequantized true:"),
     (dict(save_model=False, save_every=5), "--save_model false: contradicts --save_every 5"),
     (
@@ -208,9 +211,18 @@ def test_shapes_are_read_from_gpt2_and_nested_configs():
     assert (nested.hidden_size, nested.num_layers) == (8, 3)
 
 
-def test_experts_stay_frozen_and_the_plan_says_so():
+def test_what_becomes_of_experts_is_told_in_the_plan():
     shape = ModelShape.from_config({"num_local_experts": 8})
-    assert any("8 experts a layer stay frozen" in n for n in plan_of(shape=shape).notices)
+
+    def told(**wishes):
+        return next(n for n in plan_of(shape=shape, **wishes).notices if "experts" in n)
+
+    assert (
+        told() == "8 experts a layer are quantized, and dequantized one at a time; get adapters of their own"
+    )
+    assert "get no adapter: PEFT has no DoRA" in told(use_dora=True)
+    assert "without dropout" in told(lora_dropout=0.1)
+    assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts a layer stay frozen"
 
 
 def test_a_saved_plan_settles_to_itself(tmp_path):

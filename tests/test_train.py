@@ -19,6 +19,7 @@ import train
 from finetune import checkpoint
 from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, PlanError
 from finetune.metrics import read_events
+from finetune.torch_engine import adapters
 from tests import tiny
 from train import fine_tune
 
@@ -431,6 +432,58 @@ def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, 
     peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out"
     )
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
+def test_starts_that_change_the_base_resume_bitwise_and_load_on_the_original(
+    run, tiny_model, tmp_path, init, train_type
+):
+    if init == "loftq" and train_type == "lora":
+        with pytest.raises(PlanError, match="--init_lora_weights loftq: starts from what quantization loses"):
+            run(init_lora_weights=init)
+        return
+    flags = dict(
+        init_lora_weights=init,
+        train_type=train_type,
+        precision="fp32",
+        save_every=1,
+        keep_last=9,
+        max_steps=4,
+    )
+    run(**flags)
+    whole = tmp_path / "out"
+    cut = copy_up_to(whole, 2, tmp_path / "cut")
+    fine_tune(resume=str(cut))
+    assert steps(cut) == steps(whole)
+    same_files(cut / "checkpoints" / "step-4", whole / "checkpoints" / "step-4", WHOLE_STATE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    theirs = peft.PeftModel.from_pretrained(model, whole).eval()
+    ids = torch.arange(3, 19)[None]
+    mine = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapters.attach(mine, whole)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(input_ids=ids).logits, mine(input_ids=ids).logits, rtol=1e-5, atol=1e-5
+        )
+    generate.main(
+        ["--checkpoint", str(whole), "--prompt", "What is 2?", "--max_new_tokens", "2", "--device", "cpu"]
+    )
+
+
+def test_embeddings_and_head_train_from_the_command_line_and_merge(run, tmp_path, capsys):
+    run(
+        lora_target_modules="embed_tokens,lm_head,q_proj",
+        max_steps=4,
+        use_dora=True,
+        lora_dropout=0.0,
+        loraplus_lr_ratio=4.0,
+    )
+    losses = [s["loss"] for s in steps(tmp_path / "out")]
+    assert losses[-1] < losses[0]
+    export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
+    off = float(capsys.readouterr().out.rpartition("logits within ")[2].split()[0])
+    assert off < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,12 @@ class QuantizedLinear(nn.Module):
         """Keeps the dequantized weight until `cached` is set to None: faster, and as large as unquantized."""
         self.cached = self.weight_of(self.stored(), dtype)
 
-    def weight_of(self, stored, dtype) -> torch.Tensor:
+    def weight_of(self, stored, dtype, rows: slice | None = None) -> torch.Tensor:
+        """The weight [O, I], or some rows of it: only for methods that store each row by itself."""
         if self.cached is not None:
-            return self.cached.to(dtype)
-        return self.dequantize(dict(zip(self.names, stored, strict=True)), dtype)
+            return (self.cached if rows is None else self.cached[rows]).to(dtype)
+        tensors = dict(zip(self.names, stored, strict=True))
+        return self.dequantize(tensors if rows is None else {n: t[rows] for n, t in tensors.items()}, dtype)
 
     def forward(self, x):
         return FrozenLinear.apply(x, self.bias, self.compute_dtype, self.weight_of, *self.stored())

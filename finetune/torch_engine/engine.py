@@ -15,7 +15,7 @@ from backend_manager import resident_bytes
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import adapters, attention, hf_model, loss, optim
+from finetune.torch_engine import adapters, attention, experts, hf_model, loading, loss, optim
 
 SCALE_START, SCALE_GROWS_EVERY = (
     2.0**15,
@@ -27,11 +27,11 @@ class TorchEngine:
     """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step."""
 
     def __init__(self, model, settings, device, pad_id: int = 0, base_config: dict | None = None):
-        self.saved_dtype = hf_model.load_config_dtype(base_config or {})
+        self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = optim.build(self.named, settings, device) if self.named else None
-        dtype = hf_model.AUTOCAST_DTYPES.get(settings.precision)
+        dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
@@ -187,7 +187,10 @@ class TorchEngine:
     # ---- state
 
     def trainable_state(self) -> dict[str, np.ndarray]:
-        return {self._disk(n): p.detach().float().cpu().numpy() for n, p in self.named.items()}
+        if self._whole():
+            return {n: p.detach().float().cpu().numpy() for n, p in self.named.items()}
+        tensors = adapters.to_disk(self.model, self.named, self.settings)
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         tensors, numbers = optim.state(self.optimizer, {self._disk(n): p for n, p in self.named.items()})
@@ -214,6 +217,8 @@ class TorchEngine:
     @torch.no_grad()
     def load_trainable(self, trainable) -> None:
         named = {self._disk(n): p for n, p in self.named.items()}
+        if not self._whole():
+            trainable = adapters.from_disk(self.model, self.named, trainable, self.settings)
         if set(named) != set(trainable):
             odd = sorted(set(named) ^ set(trainable))[0]
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
@@ -225,7 +230,11 @@ class TorchEngine:
             parameter.copy_(torch.from_numpy(np.array(trainable[name])))
 
     def _disk(self, name) -> str:
-        return name if self.settings.train_type == "full" else adapters.disk_name(name)
+        return name if self._whole() else adapters.disk_name(name)
+
+    def _whole(self) -> bool:
+        """Whether weights of the model itself train, not adapters."""
+        return self.settings.train_type == "full" or self.settings.llama_pro_path is not None
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -251,6 +260,9 @@ class TorchEngine:
         if self.settings.train_type == "full":
             self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
+        if self.settings.llama_pro_path:
+            trained = {"base_model_name_or_path": base_name, "base_digest": base_digest}
+            return {"trained_blocks.json": {**trained, "tensors": sorted(self.named)}}
         return {
             "adapter_config.json": adapters.peft_config(self.model, self.settings, base_name),
             "base_model.json": {
@@ -258,6 +270,14 @@ class TorchEngine:
                 "digest": base_digest,
             },  # a file of its own: PEFT warns of keys it lacks
         }
+
+    def notices(self) -> list[str]:
+        """What a reader of the run should know of the loaded model."""
+        left = [] if self.settings.train_type == "full" else experts.unreached(self.model)
+        if not left:
+            return []
+        return [f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
+                "interface to them"]  # fmt: skip
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
@@ -312,7 +332,8 @@ def dense_weights(model):
     """
     merging = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     merged = [m for m in model.modules() if isinstance(m, adapters.LoRALinear)] if merging else []
-    inside = {id(layer.base) for layer in merged}
+    # Of experts a token meets few: theirs stay packed, and one is dequantized at a time.
+    inside = {id(layer.base) for layer in merged} | {id(part) for part in experts.quantized_parts(model)}
     cached = [
         m
         for m in model.modules()

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 import quantization_wrapper
+from finetune import expansion
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.settings import Settings
-from finetune.torch_engine import adapters, attention, loading, loss
+from finetune.settings import CHANGES_BASE, Settings
+from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -29,14 +30,15 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load(folder, settings: Settings, device, batches=None, say=print):
+def load(folder, settings: Settings, device, batches=None, saved=None, say=print):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
-    `say` is called with lines worth telling. `batches`: the first ones of the data, which --init_lora_weights eva starts from. Code in the model's folder is never
-    run. Raises PlanError for weights that do not fit the config, OutOfMemoryError.
+    `batches`: the first ones of the data, which --init_lora_weights eva starts from; `saved`: a checkpoint's tensors, which hold
+    the start of one that changes the base; `say` is called with lines worth telling. Code in the model's folder is never run.
+    Raises PlanError for weights that do not fit the config, OutOfMemoryError.
     """
     try:
-        return _load(folder, settings, device, batches, say)
+        return _load(folder, settings, device, batches, saved, say)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
@@ -52,45 +54,49 @@ def out_of_memory(error) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _load(folder, settings, device, batches, say):
-    model = loading.empty_model(folder, WEIGHT_DTYPES[settings.precision])
-    targets = starts = None
+def _load(folder, settings, device, batches, saved, say):
+    dtype, config = WEIGHT_DTYPES[settings.precision], quantization(settings)
+    model = loading.empty_model(folder, dtype)
+    new = new_blocks(model, folder, settings)
+    linears = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]
+    moe = [n for n in experts.reachable(model) if not blocks.inside(n, new)]
+    targets = None
+    if settings.train_type != "full" and not new:
+        targets = adapters.target_names(model, settings.lora_target_modules, settings.use_dora)
+    # These starts look at unquantized weights, or at what flows into them: such a base is quantized after it was whole.
+    whole_first = bool(targets) and (
+        settings.init_lora_weights == "eva" or settings.init_lora_weights in CHANGES_BASE
+    )
     quantized = {}
-    if settings.train_type != "full":
-        targets = adapters.target_names(model, settings.lora_target_modules)
-    if settings.train_type == "qlora":
-        config = quantization_wrapper.config_for(
-            settings.quantization_backend,
-            settings.n_bits,
-            settings.quant_type,
-            settings.group_size,
-            settings.double_quant,
-        )
-        quantized = {f"{name}.weight": config for name in adapters.linear_names(model)}
-    from_data = settings.init_lora_weights == "eva"  # looks at the inputs of unquantized layers
-    for line in loading.fill(
-        model,
-        folder,
-        WEIGHT_DTYPES[settings.precision],
-        device,
-        {} if from_data else quantized,
-        1 if settings.low_memory else settings.loading_workers,
-    ):
+    if config and not whole_first:
+        quantized = {f"{n}.weight": config for n in linears}
+        quantized |= {
+            name: config for name in experts.parameter_names(model) if name.rpartition(".")[0] in moe
+        }
+    workers = 1 if settings.low_memory else settings.loading_workers
+    for line in loading.fill(model, folder, dtype, device, quantized, workers, experts.hold):
         say(f"  note: {line}")
     if settings.train_type == "full":
         model.requires_grad_(True)
+        return model
+    starts = None
+    if settings.init_lora_weights == "eva" and whole_first:
+        linear = [n for n in targets if n in linears]
+        starts = adapters.eva_start(model, linear, settings, [padded_inputs(b) for b in batches])
+    elif whole_first:
+        starts = adapters.change_base(model, targets, settings, config, saved, device)
+    if config and whole_first:
+        quantization_wrapper.quantize_model(model, config, linears, device=device)
+        experts.quantize(model, config, moe, device)
+    elif config:
+        for name in moe:
+            experts.wrapped(model, name)
+    model.to(device)
+    if settings.cache_dequantized == "true":
+        cache_dequantized(model, autocast_dtype(settings) or dtype)
+    if new:
+        blocks.unfreeze(model, new)
     else:
-        if from_data:
-            starts = adapters.eva_start(model, targets, settings, [padded_inputs(b) for b in batches])
-            if quantized:
-                quantization_wrapper.quantize_model(
-                    model, config, [name.removesuffix(".weight") for name in quantized], device=device
-                )
-        if settings.cache_dequantized == "true":
-            dtype = AUTOCAST_DTYPES.get(settings.precision, WEIGHT_DTYPES[settings.precision])
-            for layer in model.modules():
-                if isinstance(layer, QuantizedLinear):
-                    layer.cache(dtype)
         adapters.add(model, targets, settings, starts)
     if settings.precision == "bf16_buffers_autocast":
         for module in model.modules():
@@ -98,6 +104,42 @@ def _load(folder, settings, device, batches, say):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(torch.bfloat16))
     return model
+
+
+def new_blocks(model, folder, settings) -> list[str]:
+    """Names of the layers that expand.py added, where the run trains those; else none."""
+    if not settings.llama_pro_path:
+        return []
+    said = f"--llama_pro_path {settings.llama_pro_path}"
+    return blocks.new_blocks(model, expansion.read_record(Path(folder), said), said)
+
+
+def cache_dequantized(model, dtype) -> None:
+    """Keeps a dense copy of every quantized weight."""
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.cache(dtype)
+
+
+def quantization(settings):
+    """How a qlora run stores its base; None for the other train types."""
+    if settings.train_type != "qlora":
+        return None
+    return quantization_wrapper.config_for(
+        settings.quantization_backend,
+        settings.n_bits,
+        settings.quant_type,
+        settings.group_size,
+        settings.double_quant,
+    )
+
+
+def autocast_dtype(settings):
+    """What products are cast to: with new layers in fp32 between frozen ones in 16 bits, the type of the frozen ones."""
+    dtype = AUTOCAST_DTYPES.get(settings.precision)
+    if settings.llama_pro_path and settings.precision in ("bf16", "fp16"):
+        return WEIGHT_DTYPES[settings.precision]
+    return dtype
 
 
 def padded_inputs(batch) -> dict:
@@ -108,18 +150,13 @@ def padded_inputs(batch) -> dict:
     }
 
 
-def load_dense(folder, dtype, device="cpu"):
-    """The folder's model with plain weights in `dtype`, in evaluation mode; no missing weight is ever filled in at random."""
-    model = loading.empty_model(folder, dtype)
-    loading.fill(model, folder, dtype, torch.device(device), {})
-    return model.requires_grad_(True)
-
-
 def load_trained(checkpoint, files, device, dtype):
     """A model to use, not to train: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
-    model = load_dense(files.folder, dtype, device).requires_grad_(False)
+    model = loading.load_dense(files.folder, dtype, device).requires_grad_(False)
     if (Path(checkpoint) / "adapter_config.json").is_file():
         adapters.attach(model, checkpoint)
+    elif (Path(checkpoint) / "trained_blocks.json").is_file():
+        blocks.attach(model, checkpoint)
     return model
 
 
@@ -134,22 +171,11 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     ids = torch.randint(0, vocab, (1, 24), generator=torch.Generator().manual_seed(0))
     before = model(input_ids=ids).logits
     adapters.merge(model)
-    own = load_config_dtype(files.config)
+    own = loading.config_dtype(files.config)
     target.mkdir(parents=True, exist_ok=True)
     write_folder(model, target, own if dtype == "auto" else WEIGHT_DTYPES[dtype])
-    after = load_dense(target, torch.float32)(input_ids=ids).logits
+    after = loading.load_dense(target, torch.float32)(input_ids=ids).logits
     return ((after - before).abs().max() / before.abs().max()).item()
-
-
-def load_config_dtype(config: dict) -> torch.dtype:
-    """The dtype a config.json names, fp32 where it names none."""
-    name = (
-        config.get("dtype")
-        or config.get("torch_dtype")
-        or (config.get("text_config") or {}).get("dtype")
-        or "float32"
-    )
-    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
 
 
 def write_folder(model, folder, dtype: torch.dtype) -> None:
@@ -261,8 +287,8 @@ def _flat_logits(model, documents):
 def prove_head(model, layout, autocast) -> Proof:
     """Whether our chunked head gives the model's own logits; where not, the model makes them at target positions."""
     head = loss.Head.of(model)
-    if head is None:
-        return Proof(False, "the head is no plain linear")
+    if head is None or base_model(model) is model:
+        return Proof(False, "the head is no plain linear behind one decoder")
     inputs = flat_inputs([torch.arange(3, 12)], model.device)
     if layout == "padded":
         inputs.pop("documents")
@@ -277,5 +303,9 @@ def prove_head(model, layout, autocast) -> Proof:
 
 def base_model(model):
     """The model without its head: what gives last_hidden_state."""
-    inner = getattr(model, model.base_model_prefix, None)
-    return inner if inner is not None else model.get_decoder()
+    parts = (
+        getattr(model, model.base_model_prefix, None),
+        model.get_decoder(),
+        getattr(model, "model", None),
+    )
+    return next((part for part in parts if part is not None and part is not model), model)

@@ -115,6 +115,24 @@ def _built(folder, dtype, **options):
         )
 
 
+def load_dense(folder, dtype, device="cpu"):
+    """The folder's model with plain weights in `dtype`, in evaluation mode; no missing weight is ever filled in at random."""
+    model = empty_model(folder, dtype)
+    fill(model, folder, dtype, torch.device(device), {})
+    return model.requires_grad_(True)
+
+
+def config_dtype(config: dict) -> torch.dtype:
+    """The dtype a config.json names, fp32 where it names none."""
+    name = (
+        config.get("dtype")
+        or config.get("torch_dtype")
+        or (config.get("text_config") or {}).get("dtype")
+        or "float32"
+    )
+    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
+
+
 @dataclass
 class _Weight:
     """One or more weights of the model that are made together: by name, or by a conversion of several tensors."""
@@ -127,8 +145,8 @@ class _Weight:
 def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None) -> list[str]:
     """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
 
-    `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(name, tensor, config)`
-    makes the module for one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
+    `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(module, name, tensor, config)`
+    stores one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
     weights that are missing, of another shape, or stored in a way that is not read.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -268,7 +286,7 @@ class _Placer:
         if config is not None and leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
             self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)))
         elif config is not None:
-            self.hold(name, tensor.to(self.device), config)
+            self.hold(module, leaf, tensor.to(self.device), config)
         else:
             tensor = tensor.to(self.device)
             with self.lock:

@@ -1,0 +1,217 @@
+"""Experts that transformers holds as one 3-D parameter a projection: quantized, adapted in PEFT's layout, computed one by one.
+
+Every class that transformers marks with use_experts_implementation has the same parts: [gate_]up_proj and down_proj of shape
+[E, O, I] ([E, I, O] where is_transposed), biases [E, O], a gate function. Ours stands around such a module.
+
+E experts, T tokens, K experts a token, R rank, I in_features, O out_features, H hidden size.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+import quantization_wrapper
+from finetune.quantizers.linear import FrozenLinear, QuantizedLinear
+from finetune.torch_engine.lora import LoRAProduct
+
+
+class QuantizedExperts(nn.Module):
+    """The weights [O, I] of E experts in integers; one expert is dequantized at a time."""
+
+    def __init__(self, weight_EOI, config):
+        super().__init__()
+        self.num_experts, self.out_features, self.in_features = weight_EOI.shape
+        whole = config.bits not in quantization_wrapper.METHODS[config.backend].whole  # rows are stored apart
+        weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
+        self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
+
+    def of(self, expert: int):
+        """(what is stored of it, the function that makes its weight [O, I] of that)."""
+        if len(self.parts) == self.num_experts:
+            return self.parts[expert].stored(), self.parts[expert].weight_of
+        rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
+        return self.parts[0].stored(), partial(self.parts[0].weight_of, rows=rows)
+
+
+class ExpertsPair(nn.Module):
+    """A and B of one 3-D parameter as PEFT stores them: A [E * R, I], B [O, R * E] with the expert's number running fastest."""
+
+    def __init__(self, experts: int, rank: int, shape: tuple[int, int], device):
+        super().__init__()
+        self.num_experts, self.rank, self.start = experts, rank, None
+        self.lora_A = nn.Parameter(torch.zeros(experts * rank, shape[1], device=device))
+        self.lora_B = nn.Parameter(torch.zeros(shape[0], rank * experts, device=device))
+        self.base_layer = None
+
+    def factors(self) -> list[tuple]:
+        """[(A [R, I], B [O, R])] of each expert, differentiable; their gradients are gathered once, not once an expert."""
+        a = self.lora_A.view(self.num_experts, self.rank, -1).unbind(0)
+        b = self.lora_B.view(-1, self.rank, self.num_experts).permute(2, 0, 1).unbind(0)
+        return list(zip(a, b, strict=True))
+
+
+class Experts(ExpertsPair):
+    """A transformers experts module whose products are ours. Adapters nest as PEFT nests them: the last parameter's stand here,
+    those of the one before in `base_layer`.
+    """
+
+    def __init__(self, base):
+        nn.Module.__init__(self)
+        self.base, self.num_experts, self.start = base, base.num_experts, None
+        self.adapted, self.scaling, self.base_layer = (), 1.0, None
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+
+    def adapt(self, names: list[str], rank: int, scaling: float) -> None:
+        """Gives the named weights an adapter of zeros."""
+        self.adapted = tuple(n for n in weight_names(self.base) if n in names)
+        self.scaling = scaling
+        shapes = {n: shape_of(self.base, n) for n in self.adapted}
+        device = next(self.base.parameters()).device
+        pairs = {n: ExpertsPair(self.num_experts, rank, shapes[n], device) for n in self.adapted}
+        last = pairs[self.adapted[-1]]
+        self.lora_A, self.lora_B, self.rank = last.lora_A, last.lora_B, rank
+        if len(self.adapted) > 1:
+            self.base_layer = pairs[self.adapted[0]]
+
+    def pairs(self) -> dict[str, ExpertsPair]:
+        holders = (self,) if len(self.adapted) == 1 else (self.base_layer, self)
+        return dict(zip(self.adapted, holders, strict=True)) if self.adapted else {}
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        """[T, H] -> [T, H]: each token through its K experts, weighted. Summed in the order of transformers' grouped_mm."""
+        base, num_chosen = self.base, top_k_index.shape[-1]
+        sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
+        counts = torch.bincount(sorted_TK, minlength=self.num_experts).tolist()
+        factors = {name: pair.factors() for name, pair in self.pairs().items()}
+        first, last = weight_names(base)
+        hit = [e for e in range(self.num_experts) if counts[e]]
+        inputs = hidden[order_TK // num_chosen].split([counts[e] for e in hit])
+        outputs = []
+        for expert, x in zip(hit, inputs, strict=True):
+            up = self.product(first, expert, x, factors)
+            inner = base._apply_gate(up) if base.has_gate else base.act_fn(up)
+            outputs.append(self.product(last, expert, inner, factors))
+        out = torch.cat(outputs)
+        if base.has_post_expert_norm:
+            out = base.post_expert_norm(out)
+        out = out * top_k_weights.reshape(-1)[order_TK].unsqueeze(-1)
+        back = torch.empty_like(order_TK)
+        back[order_TK] = torch.arange(len(order_TK), device=order_TK.device)
+        return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
+
+    def product(self, name, expert, x, factors):
+        """x through one expert's weight, bias and adapter. Saved for backward: x and what is stored, nothing dense."""
+        stored, weight_of = frozen_weight(self.base, name, expert)
+        bias = getattr(self.base, name + "_bias")[expert] if self.base.has_bias else None
+        if name not in factors:
+            return FrozenLinear.apply(x, bias, None, weight_of, *stored)
+        a, b = factors[name][expert]
+        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, *stored)
+
+
+def frozen_weight(base, name: str, expert: int):
+    """(what is stored of one expert's weight, the function that makes it [O, I] in a dtype)."""
+    weight = getattr(base, name)
+    if isinstance(weight, QuantizedExperts):
+        return weight.of(expert)
+    return (weight,), partial(_dense, expert=expert, turned=base.is_transposed)
+
+
+def _dense(stored, dtype, expert, turned):
+    weight = stored[0][expert].to(dtype)
+    return weight.t() if turned else weight
+
+
+def weight_names(module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def shape_of(module, name: str) -> tuple[int, int]:
+    """(O, I) of one expert's weight."""
+    weight = getattr(module, name)
+    if isinstance(weight, QuantizedExperts):
+        return weight.out_features, weight.in_features
+    return tuple(weight.shape[:0:-1] if module.is_transposed else weight.shape[1:])
+
+
+def reachable(model) -> dict[str, nn.Module]:
+    """{name: module} of the experts that transformers' interface describes: theirs, or ours around them under their name."""
+    found = {}
+    for name, module in model.named_modules():
+        inner = module.base if isinstance(module, Experts) else module
+        marks = ("has_gate", "is_transposed", "has_bias", "has_post_expert_norm", "num_experts")
+        if all(hasattr(inner, mark) for mark in marks) and not name.endswith(".base"):
+            weights = [getattr(inner, n, None) for n in weight_names(inner)]
+            if all(isinstance(w, QuantizedExperts) or getattr(w, "ndim", 0) == 3 for w in weights):
+                found[name] = module
+    return found
+
+
+def has_experts(model) -> bool:
+    config = model.config.get_text_config()
+    return any(getattr(config, k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def unreached(model) -> list[str]:
+    """3-D parameters of experts that stay frozen and unquantized, as no interface says what they are."""
+    known = tuple(name + "." for name in reachable(model))
+    convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
+    three_d = [n for n, p in model.named_parameters() if p.ndim == 3] if has_experts(model) else []
+    return [n for n in three_d if not n.startswith(known + convolutions)]
+
+
+def parameter_names(model) -> list[str]:
+    """The 3-D parameters that an adapter can have, by the names transformers gives them."""
+    return [
+        f"{name}.{weight}"
+        for name, module in reachable(model).items()
+        for weight in weight_names(module.base if isinstance(module, Experts) else module)
+    ]
+
+
+def wrapped(model, name: str) -> Experts:
+    """The experts module of that name with our computation, put in its place where it was not yet."""
+    module = model.get_submodule(name)
+    if not isinstance(module, Experts):
+        parent, _, leaf = name.rpartition(".")
+        module = Experts(module)
+        setattr(model.get_submodule(parent), leaf, module)
+    return module
+
+
+def hold(module, weight_name: str, weight, config) -> None:
+    """Stores a 3-D weight of an experts module of transformers as `config` says."""
+    delattr(module, weight_name)
+    if module.is_transposed:
+        weight = weight.transpose(1, 2).contiguous()
+    setattr(module, weight_name, QuantizedExperts(weight, config))
+
+
+def quantize(model, config, names: list[str], device=None) -> None:
+    """Stores the named modules' weights as `config` says, one projection at a time."""
+    for name in names:
+        module = wrapped(model, name).base
+        for weight_name in weight_names(module):
+            hold(module, weight_name, getattr(module, weight_name).detach().to(device), config)
+
+
+def quantized_parts(model) -> list[QuantizedLinear]:
+    return [part for m in model.modules() if isinstance(m, QuantizedExperts) for part in m.parts]
+
+
+@torch.no_grad()
+def merge(model) -> None:
+    """Adds each adapter into its dense experts, in fp32, and puts transformers' own module back."""
+    for name, layer in list(reachable(model).items()):
+        if not isinstance(layer, Experts):
+            continue
+        for weight_name, pair in layer.pairs().items():
+            weight = getattr(layer.base, weight_name)
+            for expert, (a, b) in enumerate(pair.factors()):
+                added = layer.scaling * (b.float() @ a.float())
+                added = added.t() if layer.base.is_transposed else added
+                weight[expert] = (weight[expert].float() + added).to(weight.dtype)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.base)
