@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import expand
 import export
 import generate
 import score
@@ -30,7 +31,13 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 RECIPES = sorted((ROOT / "runs").glob("*.sh"))
-SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "export.py": export}
+SCRIPTS = {
+    "train.py": train,
+    "generate.py": generate,
+    "score.py": score,
+    "export.py": export,
+    "expand.py": expand,
+}
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
 # Of other programs, where a page names them in running text.

@@ -11,10 +11,10 @@ import zlib
 import torch
 
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
-POWER_STEPS, MORE_RANK = (
-    16,
-    8,
-)  # of the randomised SVD: Meng et al. 2024, section 4.3, find 16 as good as the whole
+# Power iterations of the randomised SVD. Meng et al. 2024, section 4.3, find 16 as good as the whole SVD; in LoftQ the next
+# step mends what the one before left.
+POWER_STEPS = {"pissa": 16, "loftq": 4}
+MORE_RANK = 8
 
 
 @torch.no_grad()
@@ -30,22 +30,22 @@ def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: st
         q, r = torch.linalg.qr(weight)
         return _padded(r[:rank], q[:, :rank], rank, seed, name)
     if init == "pissa":
-        a, b = _leading(weight, rank, seed, name)
+        a, b = _leading(weight, rank, POWER_STEPS[init], seed, name)
     else:
         a, b = None, None
         for _ in range(LOFTQ_STEPS):
             held = weight if a is None else weight - b @ a
-            a, b = _leading(weight - quantized(held).float(), rank, seed, name)
+            a, b = _leading(weight - quantized(held).float(), rank, POWER_STEPS[init], seed, name)
     half = math.sqrt(scaling)
     return _padded(a / half, b / half, rank, seed, name)
 
 
-def _leading(weight_OI, rank: int, seed: int, name: str):
+def _leading(weight_OI, rank: int, steps: int, seed: int, name: str):
     """The best approximation of `weight_OI` of that rank as B A, by a randomised SVD that seed and name decide."""
     most = min(weight_OI.shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
-        u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=POWER_STEPS)
+        u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=steps)
     u, root, v = u[:, :rank], s[:rank].sqrt(), v[:, :rank]
     return root.unsqueeze(1) * v.t(), u * root
 
