@@ -54,6 +54,11 @@ def main(argv=None) -> int:
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise PlanError(f"--output_dir {target}: exists and is not empty. Give another.")
     files = hf_files.find(args.model_name, args.revision)
+    if files.stored:
+        how = f"{files.stored['quantization_backend']} at {files.stored['n_bits']} bits"
+        raise PlanError(
+            f"{said}: is stored quantized ({how}); new layers are copies of unquantized ones. Give the model it was made from."
+        )
     from finetune.torch_engine import blocks
 
     config, count_key = blocks.full_config(files.folder)

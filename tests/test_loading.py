@@ -220,6 +220,27 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
     settled = json.loads((tmp_path / "out" / "run_plan.json").read_text())["settled"]
     assert (settled["train_type"], settled["quantization_backend"]) == ("qlora", kind.split()[0])
 
+    import export
+
+    export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
+    merged = theirs_of(tmp_path / "merged", torch.float32)
+    used = hf_model.load_trained(tmp_path / "out", files, CPU, torch.float32)
+    ids = torch.arange(3, 20)[None]
+    # merged into weights of the config's type, bf16
+    torch.testing.assert_close(merged(input_ids=ids).logits, used(input_ids=ids).logits, rtol=0, atol=0.02)
+
+
+def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):
+    import expand
+
+    folder = stored_folder("bnb fp4", dense_folder, tmp_path / "stored")
+    with pytest.raises(
+        PlanError, match="is stored quantized .bnb at 4 bits.; new layers are copies of unquantized ones"
+    ):
+        expand.main(
+            ["--model_name", str(folder), "--output_dir", str(tmp_path / "out"), "--num_new_blocks", "1"]
+        )
+
 
 def test_what_cannot_be_done_with_a_stored_base_is_told(dense_folder, rows_file, tmp_path):
     from train import fine_tune
