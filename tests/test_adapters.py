@@ -295,18 +295,24 @@ def test_an_adapter_of_pefts_with_the_embedding_saved_beside_it_is_attached(tmp_
         torch.testing.assert_close(other(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
 
 
-def test_an_adapted_head_makes_its_logits_at_targets_and_their_loss_is_the_models():
-    model, settings = adapted("llama", "lm_head,embed_tokens,q_proj")
-    built = TorchEngine(model, dataclasses.replace(settings, lr=1e-3), torch.device("cpu"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere"])
+def test_an_adapted_heads_loss_in_chunks_is_the_models_own_with_its_gradients(architecture, kind):
+    model, settings = adapted(architecture, "lm_head,q_proj", **KINDS[kind], lr=1e-3, model=tiny.build(architecture, tie_word_embeddings=False))  # fmt: skip
+    built = TorchEngine(model, settings, torch.device("cpu"))
     built.settle_layout("auto")
-    assert built.head is None and built.layout == "flat"
-    rows = tiny.dataset()
-    one = microbatches(rows, [2], "flat", 1, 10**6, pad_id=0)[0]
+    assert (built.head is None) == (kind == "dora") and built.layout == "flat"
+    one = microbatches(tiny.dataset(), [2], "flat", 1, 10**6, pad_id=0)[0]
     labels = torch.from_numpy(one.labels_BS.copy())
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(one.input_ids_BS)).logits
-        expected = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")  # -100: no target
-        assert built.nll(one).item() == pytest.approx(expected.item(), rel=1e-5)
+    mine = built.nll(one)
+    logits = model(input_ids=torch.from_numpy(one.input_ids_BS)).logits
+    theirs = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")  # -100: no target
+    assert mine.item() == pytest.approx(theirs.item(), rel=1e-5)
+    wanted = list(adapters.adapter_parameters(model).values())
+    for one, other in zip(
+        torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # sums over a document in another order
 
 
 # ---- starts that change the base

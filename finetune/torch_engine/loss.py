@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from finetune.torch_engine.lora import LoRALinear
+
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -18,11 +20,15 @@ class Head:
     linear: torch.nn.Linear
     scale: float
     softcap: float | None
+    adapter: LoRALinear | None = None
 
     @classmethod
     def of(cls, model) -> "Head | None":
-        """The head of a transformers model; None where it is no plain linear (an adapter on it, or none at all)."""
+        """The head of a transformers model; None where it is no linear, or one with DoRA or dropout on it."""
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
+        adapter = None
+        if isinstance(linear, LoRALinear) and not linear.dropout and linear.lora_magnitude_vector is None:
+            linear, adapter = linear.base, linear
         if not isinstance(linear, torch.nn.Linear):
             return None
         scale = 1.0
@@ -30,17 +36,31 @@ class Head:
             scale /= config.logits_scaling
         if getattr(config, "logit_scale", None):  # cohere multiplies
             scale *= config.logit_scale
-        return cls(linear, scale, getattr(config, "final_logit_softcapping", None))
+        return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter)
 
     def logits(self, hidden_TH) -> torch.Tensor:
-        logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias) * self.scale
+        logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias)
+        if self.adapter is not None:
+            a, b = (p.to(hidden_TH.dtype) for p in (self.adapter.lora_A, self.adapter.lora_B))
+            logits_TV = logits_TV + (hidden_TH @ a.t()) @ b.t() * self.adapter.scaling
+        logits_TV = logits_TV * self.scale
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
     def nll(self, hidden_TH, labels_T) -> torch.Tensor:
         """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head."""
         learning = torch.is_grad_enabled()  # inside a Function it never is
+        lora = (None, None, 0.0)
+        if self.adapter is not None:
+            lora = (self.adapter.lora_A, self.adapter.lora_B, self.adapter.scaling)
         return _ChunkedNLL.apply(
-            hidden_TH, self.linear.weight, self.linear.bias, labels_T, self.scale, self.softcap, learning
+            hidden_TH,
+            self.linear.weight,
+            self.linear.bias,
+            labels_T,
+            self.scale,
+            self.softcap,
+            learning,
+            *lora,
         )
 
 
@@ -48,7 +68,9 @@ class _ChunkedNLL(torch.autograd.Function):
     """Gradients are made in forward, beside the logits they need, so no chunk of logits outlives its turn."""
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning):
+    def forward(
+        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale
+    ):
         device = hidden_TH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
         with torch.autocast(device, enabled=False):
@@ -57,11 +79,20 @@ class _ChunkedNLL(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden) if need_hidden else None
             grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
             grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+            adapted = a_RH is not None
+            learn_a = adapted and learning and ctx.needs_input_grad[7]
+            a, b = (a_RH.to(dtype), b_VR.to(dtype)) if adapted else (None, None)
+            grad_a = torch.zeros_like(a_RH, dtype=torch.float32) if learn_a else None
+            grad_b = torch.zeros_like(b_VR, dtype=torch.float32) if learn_a else None
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             rows = max(128, CHUNK_BYTES // (4 * weight.shape[0]))
             for start in range(0, len(labels_T), rows):
                 part, labels = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
-                logits = F.linear(part, weight, None if bias_V is None else bias_V.to(dtype)).float()
+                logits = F.linear(part, weight, None if bias_V is None else bias_V.to(dtype))
+                if adapted:
+                    low_R = part @ a.t()
+                    logits.addmm_(low_R, b.t(), alpha=lora_scale)
+                logits = logits.float()
                 if scale != 1.0:
                     logits *= scale
                 if softcap is not None:
@@ -69,7 +100,7 @@ class _ChunkedNLL(torch.autograd.Function):
                     logits = bent * softcap
                 log_sum = torch.logsumexp(logits, -1, keepdim=True)
                 total += (log_sum - logits.gather(1, labels)).sum()
-                if not (need_hidden or need_weight):
+                if not (need_hidden or need_weight or learn_a):
                     continue
                 grad = logits.sub_(log_sum).exp_()
                 grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
@@ -80,22 +111,32 @@ class _ChunkedNLL(torch.autograd.Function):
                 grad_low = grad.to(dtype)
                 if need_hidden:
                     grad_hidden[start : start + rows] = grad_low @ weight
+                if adapted:
+                    grad_low_R = (grad_low @ b) * lora_scale
+                    if need_hidden:
+                        grad_hidden[start : start + rows] += grad_low_R @ a
+                    if learn_a:
+                        grad_a += (grad_low_R.t() @ part).float()
+                        grad_b += (grad_low.t() @ low_R).float() * lora_scale
                 if need_weight:
                     grad_weight += (grad_low.t() @ part).float()
                 if need_bias:
                     grad_bias += grad.sum(0)
         ctx.hidden_dtype, ctx.weight_dtype = hidden_TH.dtype, weight_VH.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, grad_a, grad_b)
         return total
 
     @staticmethod
     def backward(ctx, upstream):
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, a, b = ctx.saved_tensors
         return (
             None if hidden is None else (hidden.float() * upstream).to(ctx.hidden_dtype),
             None if weight is None else (weight * upstream).to(ctx.weight_dtype),
             None if bias is None else (bias * upstream).to(ctx.weight_dtype),
             None, None, None, None,
+            None if a is None else a * upstream,
+            None if b is None else b * upstream,
+            None,
         )  # fmt: skip
 
 
