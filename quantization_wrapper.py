@@ -244,3 +244,18 @@ def probe(name: str, device: str) -> str | None:
     if off > 1e-3 or noise > 0.2:
         return f"is wrong on {device}: product off by {off:.1e}, weight by {noise:.0%}"
     return None
+
+
+def weight_bytes(
+    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int
+) -> int:
+    """Bytes that `method` (a row of METHODS) stores for a weight of rows x columns, scales included."""
+    blocks = -(-columns // group_size)
+    if method == "bnb" and columns % group_size:  # its blocks run over the whole matrix
+        rows, blocks = 1, -(-rows * columns // group_size)
+    packed = rows * blocks * group_size * bits // 8
+    if not double_quant:
+        return packed + 4 * rows * blocks
+    if method == "bnb":
+        return packed + rows * blocks + 4 * -(-rows * blocks // 256) + 4
+    return packed + rows * blocks + 8 * rows * -(-blocks // 256)
