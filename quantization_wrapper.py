@@ -246,9 +246,7 @@ def probe(name: str, device: str) -> str | None:
     return None
 
 
-def weight_bytes(
-    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int
-) -> int:
+def weight_bytes(method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int) -> int:
     """Bytes that `method` (a row of METHODS) stores for a weight of rows x columns, scales included."""
     blocks = -(-columns // group_size)
     if method == "bnb" and columns % group_size:  # its blocks run over the whole matrix

@@ -96,7 +96,9 @@ def make_plan(
     except ValueError as error:
         raise PlanError(f"--backend {named}: {error}") from None
     known = manager.capabilities if prepare else manager.documented_or_cached()
-    files = hf_files.find(wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare, weights=prepare)
+    files = hf_files.find(
+        wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare, weights=prepare
+    )
     sizes = files and shape.of_files(files)
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     settled = plan.resolve_plan(wishes, manager.backend, known, sizes, kept=kept)
@@ -347,8 +349,7 @@ def train(run: Run, stop: launch.Stop) -> None:
             seconds = time.perf_counter() - started
             run.seconds["training"] = run.seconds.get("training", 0) + seconds
             used = asdict(run.engine.memory())
-            run.results["peak"] = max(run.results.get("peak", used), used, key=lambda m: m["total"])
-            run.results["step memory"] = used["items"]
+            run.results["peak"] = memory.peak_of(run.results.get("peak"), used)
             run.metrics.step(
                 state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
                 seconds, used, result.skipped,
@@ -421,7 +422,8 @@ def predicted_memory(run: Run) -> dict:
     batch = largest_microbatch(run)
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
-    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
+    distinct = len(set(run.train_set.tokens.tolist()))
+    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several, distinct)
     predicted = memory.estimate(s, sizes, load, run.plan.backend)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
@@ -532,7 +534,9 @@ def fine_tune(**flags) -> plan.TrainState:
         lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room)
         print("\n".join(lines))
         return plan.TrainState(
-            status="planned", output_dir=settled.settings.output_dir, exit_code=0 if fits else PlanError.exit_code
+            status="planned",
+            output_dir=settled.settings.output_dir,
+            exit_code=0 if fits else PlanError.exit_code,
         )
     return run_plan(settled, files, found)
 

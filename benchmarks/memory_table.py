@@ -34,7 +34,12 @@ FIT_SHAPES = {
 }  # fmt: skip
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
-BF16 = [("A", "lora", 2, "false"), ("A", "lora", 6, "true"), ("A", "qlora", 6, "false"), ("B", "qlora", 2, "true")]
+BF16 = [
+    ("A", "lora", 2, "false"),
+    ("A", "lora", 6, "true"),
+    ("A", "qlora", 6, "false"),
+    ("B", "qlora", 2, "true"),
+]
 CONTEXT, STEPS, NUM_ROWS = 160, 3, 48
 COUNTED = ("base", "trainable", "gradients", "optimizer", "activations")
 MIB = 2**20
@@ -66,7 +71,7 @@ def make_rows(file: Path) -> None:
     words = ["capital", "France", "Paris", "plus", "hello", "there", "Human", "Assistant", "spaces", "return"]
     rows = []
     for _ in range(NUM_ROWS):
-        text = [draw.choice(words) for _ in range(draw.randint(30, 60))]
+        text = [draw.choice(words) for _ in range(draw.randint(70, 160))]
         cut = len(text) // 3
         rows.append({"prompt": " ".join(text[:cut]), "completion": " " + " ".join(text[cut:])})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -147,19 +152,30 @@ def write_page(results: dict, seconds: float) -> None:
     tail = rest_of_page.partition(end)[2]
     facts = cpu_facts()
     found = {k: v for k, v in versions().items() if k in ("torch", "transformers")}
-    said = f"{platform.system()}, {facts['model']} x {facts['cores']}, " + ", ".join(f"{k} {v}" for k, v in found.items())
+    said = f"{platform.system()}, {facts['model']} x {facts['cores']}, " + ", ".join(
+        f"{k} {v}" for k, v in found.items()
+    )
     table = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     table += ["| " + " | ".join(row(cell, result)) + " |" for cell, result in results.items()]
-    body = [begin, "", f"{said}; {len(results)} runs in {seconds / 60:.0f} minutes. MiB, predicted/measured.", ""]
+    body = [
+        begin,
+        "",
+        f"{said}; {len(results)} runs in {seconds / 60:.0f} minutes. MiB, predicted/measured.",
+        "",
+    ]
     body += [f"- {line}" for line in summary(results)] + ["", *table, ""]
     page.write_text(head + "\n".join(body) + end + tail)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
     parser.add_argument("--only", help="cells whose name holds this text")
-    parser.add_argument("--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors")
+    parser.add_argument(
+        "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
+    )
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
     args = parser.parse_args()

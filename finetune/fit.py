@@ -13,7 +13,18 @@ from finetune.settings import DEFAULTS, Settings
 from finetune.shape import ModelShape
 
 GIB = 2**30
-UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": GIB,
+    "TIB": 2**40,
+}
 # What a plan may fill: the rest is the driver's context, or the process's own code and other programs.
 USABLE_PART = 0.92
 PROCESS_BYTES = {"cpu": 512 * 2**20}
@@ -100,7 +111,9 @@ def largest_rows(settings: Settings, shape: ModelShape, room: Room, most: int = 
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(settings, shape, room, load_of(settings, middle)) else (low, middle)
+        low, high = (
+            (middle, high) if fits(settings, shape, room, load_of(settings, middle)) else (low, middle)
+        )
     return low
 
 
@@ -146,7 +159,10 @@ def _checkpointing(used, without, shape, room, load=None) -> tuple[str, str]:
     if word == "false":
         return word, f"{gib(plain)} predicted without it fit in {gib(room.usable)}; {gib(recomputed)} with it"
     fact = "fit" if recomputed <= room.usable else "do not fit either"
-    return word, f"{gib(plain)} predicted without it do not fit in {gib(room.usable)}; {gib(recomputed)} with it {fact}"
+    return (
+        word,
+        f"{gib(plain)} predicted without it do not fit in {gib(room.usable)}; {gib(recomputed)} with it {fact}",
+    )
 
 
 def _settle_rows(plain, shape, room, words, given) -> dict:
@@ -155,7 +171,11 @@ def _settle_rows(plain, shape, room, words, given) -> dict:
     chosen = {}
     for word in words:
         used = replace(plain, use_gradient_checkpointing=word)
-        rows = MOST_AUTO_ROWS if bounded and fits(used, shape, room) else largest_rows(used, shape, room, MOST_AUTO_ROWS)
+        rows = (
+            MOST_AUTO_ROWS
+            if bounded and fits(used, shape, room)
+            else largest_rows(used, shape, room, MOST_AUTO_ROWS)
+        )
         if rows:
             break
     rows = 2 ** int(math.log2(rows)) if rows else 1
@@ -203,7 +223,9 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     if s.cache_dequantized == "true":
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if s.optimizer in ("adam", "adamw", "adadelta"):
-        offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
+        offer(
+            "--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit"
+        )
     if s.train_type == "qlora" and not s.double_quant and s.quantization_backend in ("nf4", "bnb"):
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)
     if s.use_gradient_checkpointing == "false":
@@ -212,11 +234,15 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(s.precision)
     if half and s.train_type != "full":
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
-    quantized = dict(train_type="qlora", quantization_backend="nf4", n_bits=4, quant_type="nf4", cache_dequantized="false")
+    quantized = dict(
+        train_type="qlora", quantization_backend="nf4", n_bits=4, quant_type="nf4", cache_dequantized="false"
+    )
     plain = {"fp32": "fp32"}.get(s.precision, s.precision.split("_")[0])
     if s.train_type == "full":
         offer("--train_type lora", "adapters train, not every weight", train_type="lora", precision=plain)
-        offer("--train_type qlora", "adapters train on a base rounded to 4 bits", precision=plain, **quantized)
+        offer(
+            "--train_type qlora", "adapters train on a base rounded to 4 bits", precision=plain, **quantized
+        )
     if s.train_type == "lora":
         offer("--train_type qlora", "the base rounded to 4 bits; about 3 % of the speed", **quantized)
     if s.train_type != "full" and s.lora_rank > 8:
@@ -235,7 +261,9 @@ def together(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     """The cheapest changes, one upon another, until it fits; the last one's `fits` says whether they are enough."""
     taken, s = [], settings
     for _ in range(12):
-        offered = [c for c in changes(s, shape, room) if c.text.split()[0] not in {t.text.split()[0] for t in taken}]
+        offered = [
+            c for c in changes(s, shape, room) if c.text.split()[0] not in {t.text.split()[0] for t in taken}
+        ]
         if not offered:
             break
         taken.append(next((c for c in offered if c.fits), offered[0]))
@@ -268,20 +296,26 @@ def remedy_lines(settings: Settings, shape: ModelShape, room: Room) -> list[str]
             lines.append("these together make it fit, cheapest first:")
         elif steps:
             least = needs(steps[-1].settings, shape, room)
-            lines.append(f"nothing makes it fit here: all of these together leave {gib(least)} for {gib(room.usable)}:")
+            lines.append(
+                f"nothing makes it fit here: all of these together leave {gib(least)} for {gib(room.usable)}:"
+            )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
             ranks = fewest_ranks(steps[-1].settings, shape, room)
             if ranks:
                 lines.append(f"with all of them, {ranks} devices of this size are enough")
-            lines.append(f"or {room.ranks} device{'s' * (room.ranks > 1)} of {gib(least / USABLE_PART)} or more each")
+            lines.append(
+                f"or {room.ranks} device{'s' * (room.ranks > 1)} of {gib(least / USABLE_PART)} or more each"
+            )
     ranks = fewest_ranks(settings, shape, room)
     if ranks and ranks > room.ranks:
         lines.append(f"unchanged, {ranks} devices of this size are enough")
     return lines
 
 
-def report_lines(settings: Settings, shape: ModelShape | None, room: Room | None, adapt=None) -> tuple[list[str], bool]:
+def report_lines(
+    settings: Settings, shape: ModelShape | None, room: Room | None, adapt=None
+) -> tuple[list[str], bool]:
     """(the memory table of a dry run in words, whether it fits)."""
     if shape is None or room is None or not (shape.known and shape.linears):
         why = "the model is not on this disk" if shape is None else "config.json says too little of its sizes"
@@ -301,17 +335,37 @@ def report_lines(settings: Settings, shape: ModelShape | None, room: Room | None
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
     if largest:
-        lines.append(f"largest batch that fits in one forward: --batch_size {largest} at --context_length {settings.context_length}")
+        lines.append(
+            f"largest batch that fits in one forward: --batch_size {largest} at --context_length {settings.context_length}"
+        )
     if not ok:
         lines += remedy_lines(settings, shape, room)
     return lines, ok
 
 
+def rows_of_size(
+    model_size_b: float, context_length: int, memory_bytes: int, device: str, most: int = 4096
+) -> int:
+    """Most rows of one forward in qlora with recomputation, for a Llama-shaped model of so many billion parameters."""
+    settings = replace(
+        Settings(), train_type="qlora", quantization_backend="nf4", quant_type="nf4", use_gradient_checkpointing="true",
+        cache_dequantized="false", precision="fp32" if device == "cpu" else "bf16", context_length=context_length,
+        microbatch_tokens=context_length,
+    )  # fmt: skip
+    return largest_rows(
+        settings, llama_of(max(float(model_size_b), 1e-3) * 1e9), Room(memory_bytes, device), most
+    )
+
+
 def llama_of(num_weights: float) -> ModelShape:
-    """A Llama-shaped model of about so many weights: depth and width grow together, h = 128 layers, f = 8/3 h."""
-    layers = max(2, round((num_weights / (12 * 128**2)) ** (1 / 3)))
-    hidden = 128 * max(1, round(math.sqrt(num_weights / (12 * layers)) / 128))
+    """A Llama-shaped model of about so many weights: depth and width grow together, h = 128 layers, f = 8/3 h, tied."""
+    vocab = 32000
+
+    def off(width: int) -> float:
+        return abs(vocab * width + 12 * max(2, round(width / 128)) * width * width - num_weights)
+
+    hidden = min(range(64, 32768, 64), key=off)
     return ModelShape.from_config(
-        dict(model_type="llama", vocab_size=32000, hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=True,
-             num_attention_heads=max(1, hidden // 128), intermediate_size=8 * hidden // 3)
+        dict(model_type="llama", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=max(2, round(hidden / 128)),
+             tie_word_embeddings=True, num_attention_heads=hidden // 64, intermediate_size=8 * hidden // 3)
     )  # fmt: skip

@@ -18,8 +18,12 @@ EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller tha
 LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
 DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
 GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-LIBRARY_BYTES = {"cpu": 60 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
-ALLOCATOR_PART = {"cpu": 0.08, "cuda": 0.0}  # of what a step takes and gives back
+LOADING_BYTES = 20 * 2**20  # code that loading pages in
+READ_AT_ONCE = 2**16  # bytes that one touch of a mapped file brings in
+LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
+# What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
+# part of what is kept, and of one layer where each layer's tensors come and go. With --low_memory larger blocks are mapped.
+HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.15, 3.8, 0.25
 # Leaves that read one input, and which: autograd keeps it once.
 READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
@@ -46,6 +50,7 @@ class Load:
     num_targets: int
     layout: str = "flat"
     several: bool = False
+    distinct: int | None = None  # different tokens in the data, where it was read
 
     @classmethod
     def full_rows(cls, rows: int, context_length: int, layout="flat", several=False) -> "Load":
@@ -166,6 +171,20 @@ def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
     return OPTIMIZER_BYTES[z.settings.optimizer] * sum(tensors)
 
 
+def mapped(z: Sizes) -> bool:
+    """Whether unquantized weights stay views of the mapped file: where it holds them in the type that is asked for."""
+    stored, dense = z.shape.stored_bytes, z.shape.num_weights * z.weight
+    return bool(stored) and z.device == "cpu" and abs(stored - dense) < 0.02 * dense
+
+
+def unread_bytes(z: Sizes, load: Load) -> int:
+    """Pages of a mapped embedding that no token of the data names, so that nothing ever reads them from disk."""
+    if load.distinct is None or z.shape.tied or z.settings.train_type != "lora" or not mapped(z):
+        return 0
+    whole = z.shape.vocab_size * z.shape.hidden_size * z.weight
+    return max(0, whole - load.distinct * READ_AT_ONCE)
+
+
 def frozen_extras(z: Sizes) -> int:
     """|w|^2 of each row, which DoRA keeps."""
     return 4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora and not z.full else 0
@@ -181,8 +200,10 @@ def attention_kept(z: Sizes, load: Load) -> int:
     for rows, length in load.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
         if (shape.softcap and load.layout == "flat") or length <= dense_up_to:
-            total += padded * (z.q + 2 * z.k) * b + squares * (4 + (b if b < 4 else 0))
-            total += squares * b * (shape.softcap + (shape.dropout > 0))
+            copies = (
+                (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
+            )  # dropped ones and their mask
+            total += padded * (z.q + 2 * z.k) * b + squares * (4 + b * copies)
             continue
         repeated = load.layout == "padded" and not load.even  # a mask of keys: no grouped kernel
         total += padded * ((3 * z.q if repeated else z.q + 2 * z.k) * b + 4 * shape.num_heads)
@@ -248,7 +269,13 @@ def _plain_layers(shape: ModelShape) -> int:
     """Layers whose MLP is no set of experts."""
     if not shape.num_experts:
         return shape.num_layers
-    return len({name.partition(".mlp.")[0] for name, _, _ in shape.linears if ".mlp." in name and ".shared" not in name})
+    return len(
+        {
+            name.partition(".mlp.")[0]
+            for name, _, _ in shape.linears
+            if ".mlp." in name and ".shared" not in name
+        }
+    )
 
 
 def activations(z: Sizes, load: Load) -> int:
@@ -335,10 +362,19 @@ def step_bytes(z: Sizes, load: Load, kept: int) -> dict:
     phases = {
         "loss": standing + kept + logits,
         "backward": standing + kept + head + backward,
-        "end": gradients + head * (2 if shape.tied else 1) + (head if load.several else 0),
+        "end": gradients + head * (shape.tied + load.several),
     }
     total = int(max(phases.values()))
     return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+
+
+def allocator_bytes(z: Sizes, load: Load, kept: int) -> int:
+    """What the heap keeps beyond what is in use; nothing on devices whose own allocator is asked for its peak."""
+    if z.device != "cpu":
+        return 0
+    recomputed = z.settings.use_gradient_checkpointing == "true"
+    grown = HEAP_PART_RECOMPUTED * layer_kept(z, load) if recomputed else HEAP_PART * kept
+    return int(grown * (HEAP_PART_LOW_MEMORY if z.settings.low_memory else 1))
 
 
 def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks: int = 1) -> dict:
@@ -353,7 +389,8 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     tensors, kept = trainable_tensors(z), activations(z, load)
     gradients, cached = 4 * sum(tensors), 0
     if settings.train_type == "qlora" and settings.cache_dequantized == "true":
-        cached = shape.linear_weights * z.compute
+        whole = settings.group_size if settings.quantization_backend == "nf4" and z.compute == 4 else 1
+        cached = z.compute * sum(rows * -(-columns // whole) * whole for _, rows, columns in shape.linears)
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
     items = {
@@ -366,12 +403,21 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
         "logits": step["logits"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
+        "unread": -unread_bytes(z, load),
         "gathered": gathered_bytes(z) if ranks > 1 else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
-        "allocator": int(ALLOCATOR_PART.get(device, 0.0) * (kept + step["logits"] + max(0, taken))),
+        "allocator": allocator_bytes(z, load, kept),
     }
     items = {name: int(n) for name, n in items.items() if n}
     return {"total": sum(items.values()), "items": items}
+
+
+def peak_of(before: dict | None, now: dict) -> dict:
+    """The larger of two peaks. Counted items are the latest, which never fall; workspace is what the total holds beyond them."""
+    total = max(now["total"], before["total"] if before else 0)
+    items = {name: n for name, n in now["items"].items() if name != "workspace"}
+    items["allocator"] = max(items.get("allocator", 0), before["items"].get("allocator", 0) if before else 0)
+    return {"total": total, "items": items | {"workspace": total - sum(items.values())}}
 
 
 def gathered_bytes(z: Sizes) -> int:
@@ -389,5 +435,6 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     z = Sizes(shape, settings)
     dense = shape.num_weights * z.weight
     stored = shape.stored_bytes or 2 * shape.num_weights
-    same = abs(stored - dense) < 0.1 * dense
-    return dense + (0 if same else stored) + 4 * sum(trainable_tensors(z)) * (not z.full)
+    stored = 0 if abs(stored - dense) < 0.02 * dense else stored  # read without a copy
+    made = base_bytes(z) if settings.train_type == "qlora" else 0
+    return dense + max(stored, made) + LOADING_BYTES + 4 * sum(trainable_tensors(z)) * (not z.full)

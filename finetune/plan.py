@@ -169,6 +169,11 @@ class _Resolver:
             self.adjustments.append(Adjustment(setting, self.values[setting], value, reason))
             self.values[setting] = value
 
+    @property
+    def assumed(self) -> bool:
+        """Whether the plan is for an accelerator that is not here."""
+        return bool(self.values["assume_memory"]) and not self.given("backend")
+
     def given(self, name) -> bool:
         return name in self.requested
 
@@ -286,7 +291,7 @@ class _Resolver:
             for setting, why in self.caps.reasons.items()
             if setting in ("probes", "capability")
         ]
-        if self.backend is Backend.CPU:
+        if self.backend is Backend.CPU and not self.assumed:
             self.notices.append(
                 "training on a CPU: performance is limited; --backend auto takes a GPU where there is one"
             )
@@ -300,7 +305,7 @@ class _Resolver:
             else "documented"
         )
         if word == "auto":
-            if v["assume_memory"] and not self.given("backend"):
+            if self.assumed:
                 self.set("precision", "bf16", "--assume_memory: a device with bf16 products is assumed")
             elif self.caps.supports_bfloat16:
                 self.set("precision", "bf16", f"bf16 products: {speed}")
@@ -351,11 +356,11 @@ class _Resolver:
             )
         if v["quant_type"] is None:
             self.values["quant_type"] = quantization_wrapper.METHODS[name].quant_types[0]
-        if self.backend is Backend.MPS:
+        if self.backend is Backend.MPS and not self.assumed:
             self.notices.append(
                 "4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones"
             )
-        if self.backend is Backend.CPU:
+        if self.backend is Backend.CPU and not self.assumed:
             self.notices.append(
                 "quantization on a CPU saves memory, not time: weights are dequantized at each use"
             )
@@ -411,7 +416,8 @@ class _Resolver:
 
     def cache_dequantized(self):
         """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""
-        weights, memory = self.shape and self.shape.num_weights, self.caps.memory_bytes
+        room = self.room()
+        weights, memory = self.shape and self.shape.num_weights, room and room.memory_bytes
         if not (weights and memory):
             self.set(
                 "cache_dequantized", "false", "dequantized weights would be as large as unquantized ones"
@@ -481,10 +487,20 @@ def resumed_wishes(given: dict, saved: dict) -> dict:
 
 def kept_settings(saved: dict, backend: str) -> dict:
     """What a resumed run takes from the saved one instead of deciding anew: rows a step, and on the same backend the rest."""
-    rows = {"batch_size": saved["settled"]["batch_size"]} if saved["requested"].get("batch_size") == "auto" else {}
+    rows = (
+        {"batch_size": saved["settled"]["batch_size"]}
+        if saved["requested"].get("batch_size") == "auto"
+        else {}
+    )
     if saved["settled"].get("backend") != backend:
         return rows
-    names = ("precision", "quantization_backend", "use_gradient_checkpointing", "cache_dequantized", "microbatch_tokens")
+    names = (
+        "precision",
+        "quantization_backend",
+        "use_gradient_checkpointing",
+        "cache_dequantized",
+        "microbatch_tokens",
+    )
     return rows | {name: saved["settled"][name] for name in names if name in saved["settled"]}
 
 

@@ -35,7 +35,15 @@ PREFIXES = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "falcon": "t
 STORED_TRANSPOSED = ("gpt2", "imagegpt", "openai-gpt")  # Conv1D keeps [in, out]
 BIASED = ("gpt2", "gpt_neox")
 QKV_BIASED = ("qwen2", "qwen2_moe")
-EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
+EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "wpe",
+    "embed_in",
+    "word_embeddings",
+    "embed_positions",
+    "token_embedding",
+)
 HEADS = ("lm_head", "embed_out")
 LEARNED_POSITIONS = ("gpt2",)
 FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
@@ -172,9 +180,7 @@ def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
 
 def _computed(known: dict, text: dict) -> dict:
     """The same from a config's sizes, for a decoder of GATED blocks or one of BLOCKS."""
-    h, layers, vocab, f = (
-        known[k] for k in ("hidden_size", "num_layers", "vocab_size", "intermediate_size")
-    )
+    h, layers, vocab, f = (known[k] for k in ("hidden_size", "num_layers", "vocab_size", "intermediate_size"))
     kind = str(text.get("model_type") or "").removesuffix("_text")
     if not (h and layers and vocab and known["num_heads"] and (f or known["expert_size"])):
         return {}

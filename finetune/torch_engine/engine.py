@@ -105,9 +105,12 @@ class TorchEngine:
             what = "loss" if not np.isfinite(nll) else "gradient"
             raise NonFiniteError(f"{what} is {nll if what == 'loss' else norm}")
         optim.set_lr(self.optimizer, lr)
+        first = not self.optimizer.state
         with self._memory_advice(microbatches[0]):  # the first step makes the moments
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if first:  # they took holes that the next forward would have used, and it makes the heap grow beside the rest
+            trim_heap()
         if self.scale:
             self.clean_steps += 1
             if self.clean_steps % SCALE_GROWS_EVERY == 0:
@@ -274,6 +277,8 @@ class TorchEngine:
 
     def begin_memory(self, baseline: int) -> int:
         """Peak bytes of loading above `baseline`, which is the process after its imports; counts the training from here on."""
+        if self.settings.train_type == "qlora":
+            memory_count.release_mapped(self.model)
         settle_heap(self.settings.low_memory)
         return self.counter.begin(baseline)
 
@@ -362,15 +367,14 @@ def trim_heap() -> None:
 def settle_heap(low_memory: bool) -> None:
     """Call it once the weights are loaded: glibc gives each step's big blocks back and takes them anew, which costs up to a third of the time in page faults.
 
-    Keeps the heap instead, or with `low_memory` maps each block of 1 MiB by itself so that it returns at once.
+    Keeps the heap instead, but for blocks of 32 MiB and more: those are mapped each by itself, since a hole that such a
+    block leaves is filled by small ones, and the next one makes the heap grow. With `low_memory` from 1 MiB on.
     """
     libc = _glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    trim_threshold, mmap_max, mmap_threshold = -1, -4, -3  # M_* of malloc.h
-    if low_memory:
-        libc.mallopt(mmap_threshold, 2**20)
-    else:
-        libc.mallopt(mmap_max, 0)
+    trim_threshold, mmap_threshold = -1, -3  # M_* of malloc.h
+    libc.mallopt(mmap_threshold, 2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
+    if not low_memory:
         libc.mallopt(trim_threshold, 2**31 - 1)
