@@ -176,7 +176,7 @@ def main():
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
     )
-    parser.add_argument("--json", help="also write all figures to this file")
+    parser.add_argument("--json", help="also write all figures to this file, after each cell")
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
     args = parser.parse_args()
     shapes, results, began = FIT_SHAPES if args.fit else SHAPES, {}, time.perf_counter()
@@ -192,9 +192,9 @@ def main():
                 continue
             results[cell] = run(folder, cell, ["--low_memory"] if args.low_memory else [])
             print(" | ".join(row(cell, results[cell])), flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps([[list(c), r] for c, r in results.items()]))
     print("\n".join(summary(results)))
-    if args.json:
-        Path(args.json).write_text(json.dumps([[list(c), r] for c, r in results.items()]))
     if args.write:
         write_page(results, time.perf_counter() - began)
 

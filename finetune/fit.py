@@ -222,6 +222,8 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
               microbatch_tokens=s.context_length)  # fmt: skip
     if s.cache_dequantized == "true":
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
+    if room.device == "cpu" and not s.low_memory:
+        offer("--low_memory", "up to 16 % of the speed", low_memory=True)
     if s.optimizer in ("adam", "adamw", "adadelta"):
         offer(
             "--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit"
@@ -250,8 +252,9 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     length = s.context_length
     while length > 128:
         length //= 2
+        tokens = length if s.microbatch_tokens <= s.context_length else s.microbatch_tokens
         offer(f"--context_length {length}", "longer rows lose the front of their prompt", context_length=length,
-              microbatch_tokens=min(s.microbatch_tokens, max(length, DEFAULT_MICROBATCH_TOKENS)))  # fmt: skip
+              microbatch_tokens=tokens)  # fmt: skip
         if found and found[-1].fits:
             break
     return found

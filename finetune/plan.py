@@ -401,6 +401,7 @@ class _Resolver:
             given = {k for k in ("microbatch_tokens",) if v[k] is not None}
             for name, (value, reason) in fit.settle_memory(Settings(**v), self.shape, room, given).items():
                 self.set(name, value, reason)
+            self.tell_if_short(room)
         elif v["batch_size"] == "auto":
             self.set("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
         if v["use_gradient_checkpointing"] == "auto":
@@ -409,6 +410,14 @@ class _Resolver:
                      "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
         if v["microbatch_tokens"] is None:
             self.values["microbatch_tokens"] = default
+
+    def tell_if_short(self, room):
+        """A run that is predicted not to fit is told so before it loads; full rows make the prediction an upper bound."""
+        took = fit.needs(Settings(**self.values), self.shape, room)
+        if took > room.usable and not self.values["dry_run"]:
+            self.notices.append(
+                f"memory: {fit.gib(took)} predicted for full rows, {fit.gib(room.usable)} usable; --dry_run says what would make it fit"
+            )
 
     def room(self) -> fit.Room | None:
         """The memory that is planned for: this machine's device, or the ones that --assume_memory and --assume_world_size name."""

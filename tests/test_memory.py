@@ -181,6 +181,16 @@ def test_what_is_left_of_a_mapped_file_is_copied_so_that_the_file_can_go(tmp_pat
     assert all(torch.equal(p, frozen[n]) for n, p in engine.model.named_parameters())
 
 
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_the_largest_microbatch_is_the_largest_that_the_loop_will_make(layout):
+    rows, cursor, sizes = tiny.dataset(tuple(range(3, 60))), data.Cursor(), []
+    for _ in range(12):
+        chosen, cursor = data.step_rows(len(rows), 10, 7, cursor)
+        sizes += [b.input_ids_BS.size for b in data.microbatches(rows, chosen, layout, 5, 120, 0)]
+    found = data.largest_microbatch(rows, 10, 7, layout, 5, 120, 0, 12)
+    assert found.input_ids_BS.size == max(sizes)
+
+
 # ---- one step tried and undone
 
 
