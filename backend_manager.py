@@ -373,20 +373,25 @@ class BackendManager:
         return info
 
     def get_optimal_batch_size(self, model_size_b: float = 7, context_length: int = 512) -> int:
-        """Rows of `context_length` tokens that fit beside a 4-bit base of `model_size_b` billion parameters; at least 1.
+        """Rows of `context_length` tokens whose one forward fits the memory that is free now; at least 1.
 
-        Activations of one token: 34 bytes x hidden size x layers without recomputation, for a Llama-shaped model whose
-        hidden size and depth follow from its parameter count (12 L h^2 = P, h = 128 L).
+        By the memory plan, for qlora with recomputation on a Llama-shaped model of `model_size_b` billion parameters.
         """
-        params = max(float(model_size_b), 1e-3) * 1e9
-        layers = (params / (12 * 128**2)) ** (1 / 3)
-        free = 0.85 * self.get_memory_info()["available"] - 0.65 * params
-        per_row = 34 * 128 * layers * layers * context_length
-        return max(1, int(free // per_row))
+        from finetune import fit  # the plan's room, above this one: asked only when these two are
+
+        rows = fit.rows_of_size(
+            model_size_b, context_length, self.get_memory_info()["available"], str(self.backend)
+        )
+        return max(1, rows)
 
     def validate_model_size(self, model_size_b: float) -> bool:
-        """Whether a 4-bit base of that many billion parameters with its adapters fits this machine's memory."""
-        return 0.65e9 * float(model_size_b) < self.get_memory_info()["total"]
+        """Whether qlora with recomputation on one row of 512 tokens fits this machine's memory, by the memory plan."""
+        from finetune import fit
+
+        return (
+            fit.rows_of_size(model_size_b, 512, self.get_memory_info()["total"], str(self.backend), most=1)
+            > 0
+        )
 
     # ---- print
 

@@ -34,8 +34,21 @@ from backend_manager import (
     package_version,
     versions,
 )
-from finetune import checkpoint, data, doctor, expansion, hf_files, memory, plan, prompts, report, rundir
-from finetune.errors import NonFiniteError, PlanError
+from finetune import (
+    checkpoint,
+    data,
+    doctor,
+    expansion,
+    fit,
+    hf_files,
+    memory,
+    plan,
+    prompts,
+    report,
+    rundir,
+    shape,
+)
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
 from finetune.settings import NAMES
@@ -65,6 +78,7 @@ class Run:
     results: dict = field(default_factory=dict)
     stop: launch.Stop = None
     ends: set = field(default_factory=set)  # ids that end an answer
+    resumed: bool = False
 
     def stopping(self) -> bool:
         return self.stop.signal is not None
@@ -94,17 +108,18 @@ def make_plan(
     manager, skipped = manager_of(wishes)
     known = manager.capabilities if prepare else manager.documented_or_cached()
     if wishes.get("llama_pro_path"):
-        files = hf_files.find(wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path")
+        files = hf_files.find(
+            wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path", weights=prepare
+        )
         expansion.read_record(files.folder, f"--llama_pro_path {wishes['llama_pro_path']}")
     else:
-        files = hf_files.find(
-            wishes.get("model_name") or plan.DEMO_MODEL, wishes.get("revision"), fetch=prepare
-        )
-    shape = files and plan.ModelShape.from_config(files.config, stored_bytes(files))
+        name = wishes.get("model_name") or plan.DEMO_MODEL
+        files = hf_files.find(name, wishes.get("revision"), fetch=prepare, weights=prepare)
+    sizes = files and shape.of_files(files)
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
     settled = plan.resolve_plan(
-        wishes, manager.backend, known, shape, kept=kept, probe=probe, stored=files and files.stored
+        wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored
     )
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
@@ -139,10 +154,6 @@ def manager_of(wishes: dict) -> tuple[BackendManager, Backend | None]:
     except ValueError as error:
         raise PlanError(f"--backend {named}: {error}") from None
     return manager, None
-
-
-def stored_bytes(files: hf_files.ModelFiles) -> int:
-    return sum(file.stat().st_size for file in files.weight_files)
 
 
 # ---- data and model
@@ -185,6 +196,7 @@ def prepare_data(run: Run, raws: dict) -> None:
     if "score" in raws:
         run.questions = data.prompts_and_answers(*raws["score"], run.tokenizer)
         run.validation = run.validation or tokenized("score")
+    settle_rows(run)
     if len(run.train_set) < run.plan.rows_per_step:
         raise PlanError(
             f"--dataset {s.dataset}: {len(run.train_set)} rows are fewer than the {run.plan.rows_per_step} of one step. "
@@ -198,6 +210,25 @@ def prepare_data(run: Run, raws: dict) -> None:
     row = raw.rows[raw.sources.index(shown)] if shown in raw.sources else {}
     run.results["command"] = report.ask_command(s.output_dir, form, row)
     print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
+
+
+def settle_rows(run: Run) -> None:
+    """Where rows were left to the plan, no more than the data has use for."""
+    s = run.plan.settings
+    if run.plan.requested.get("batch_size") != "auto" or run.resumed:
+        return
+    rows, why = fit.rows_for_data(s.batch_size, len(run.train_set) // s.gradient_accumulation_steps)
+    if why:
+        fewer_rows(run, rows, why)
+
+
+def fewer_rows(run: Run, rows: int, why: str) -> None:
+    """The plan with a smaller batch_size, and with it the forward that was to take the whole batch."""
+    s, proofs = run.plan.settings, {"batch_size": (rows, why)}
+    if "microbatch_tokens" not in run.plan.requested:
+        proofs["microbatch_tokens"] = (rows * s.context_length, "one forward takes the whole batch")
+    run.plan = plan.settle(run.plan, proofs)
+    print(f"batch_size: {rows} ({why})")
 
 
 class Loading(threading.Thread):
@@ -250,8 +281,32 @@ def build_engine(run: Run, model) -> None:
         print(f"{setting}: {used} ({reason})")
     for notice in run.engine.notices():
         print(f"  note: {notice}")
+    if run.plan.requested.get("batch_size") == "auto" and not run.resumed:
+        try_rows(run)
     trainable, total = run.engine.parameter_counts()
     print(f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})")
+
+
+def try_rows(run: Run) -> None:
+    """One step on the run's largest microbatch, undone after; half the rows where memory runs out."""
+    while True:
+        s = run.plan.settings
+        try:
+            run.engine.try_step(largest_microbatch(run), several=s.gradient_accumulation_steps > 1)
+            return
+        except OutOfMemoryError:
+            if s.batch_size == 1:
+                raise
+            fewer_rows(run, s.batch_size // 2, f"memory ran out on a step of --batch_size {s.batch_size}")
+
+
+def largest_microbatch(run: Run):
+    """The largest microbatch of the run's first epochs, as the loop will cut it."""
+    s = run.plan.settings
+    return data.largest_microbatch(
+        run.train_set, run.plan.rows_per_step, s.seed, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id,
+        data.total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps),
+    )  # fmt: skip
 
 
 # ---- the run
@@ -297,6 +352,7 @@ def evaluate(run: Run) -> None:
         if s.save_model and (s.validation_dataset or s.validation_split):
             run.directory.publish(run.engine, run.configs, run.directory.root / "best")
     run.seconds["scoring"] = run.seconds.get("scoring", 0) + time.perf_counter() - started
+    run.results["evaluating"] = max(run.results.get("evaluating", 0), run.engine.reset_memory())
 
 
 def train(run: Run, stop: launch.Stop) -> None:
@@ -328,7 +384,7 @@ def train(run: Run, stop: launch.Stop) -> None:
             seconds = time.perf_counter() - started
             run.seconds["training"] = run.seconds.get("training", 0) + seconds
             used = asdict(run.engine.memory())
-            run.results["peak"] = max(run.results.get("peak", used), used, key=lambda m: m["total"])
+            run.results["peak"] = memory.peak_of(run.results.get("peak"), used)
             run.metrics.step(
                 state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
                 seconds, used, result.skipped,
@@ -396,21 +452,24 @@ def start(run: Run, found: rundir.Found | None) -> None:
 
 
 def predicted_memory(run: Run) -> dict:
-    """memory.estimate for the first epoch's largest microbatch."""
-    s, rows = run.plan.settings, run.plan.rows_per_step
-    order = data.epoch_order(len(run.train_set), s.seed, 0)
-    steps = [order[i : i + rows] for i in range(0, len(order), rows)]
-    lengths = run.train_set.lengths
-    tokens = memory.largest_microbatch(lengths, steps, s.batch_size, s.microbatch_tokens)
-    shape = plan.ModelShape.from_config(run.files.config, stored_bytes(run.files))
-    return memory.estimate(run.plan, shape, tokens, int(lengths.max()))
+    """memory.estimate for the run's largest microbatch, with loading beside the total."""
+    s, sizes = run.plan.settings, shape.of_files(run.files)
+    batch = largest_microbatch(run)
+    lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
+    several = run.plan.rows_per_step > len(batch.rows)
+    distinct = len(set(run.train_set.tokens.tolist()))
+    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several, distinct)
+    predicted = memory.estimate(s, sizes, load, run.plan.backend)
+    if predicted["total"]:
+        predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
+    return predicted
 
 
 def run_plan(
     settled: plan.RunPlan, files: hf_files.ModelFiles, found: rundir.Found | None
 ) -> plan.TrainState:
     """The whole run in this process. Its TrainState says how it ended; status `stopped` names a signal in exit_code."""
-    run, began = Run(settled, files), time.perf_counter()
+    run, began = Run(settled, files, resumed=found is not None), time.perf_counter()
     done = rundir.finished_state(found.output_dir) if found and not found.step_folder else None
     if done and done.step == done.total_steps and plan.same_length(settled, found.saved_plan):
         print(f"already complete: {settled.settings.output_dir} holds all {done.step} steps")
@@ -427,7 +486,7 @@ def run_plan(
                 print(f"  note: {notice}")
             run.ends = end_ids(run.tokenizer, files.folder)
             baseline = _import_framework()
-            run.identity["vocab_size"] = plan.ModelShape.from_config(files.config).vocab_size
+            run.identity["vocab_size"] = shape.ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
             loading = None if starts_from_data else load_model(run, found)
             prepare_data(run, raws)
@@ -459,7 +518,8 @@ def run_plan(
         finally:
             if run.metrics:
                 peak = run.results.get("peak", {"total": 0, "items": {}})
-                peak["items"]["loading"] = run.results["loading"]  # beside the total, not in it
+                for beside in ("loading", "evaluating"):  # beside the total, not in it
+                    peak["items"] |= {beside: run.results[beside]} if run.results.get(beside) else {}
                 run.metrics.event(
                     "end", status=status, exit_code=code, step=run.state.step, wall_s=time.perf_counter() - began,
                     peak_memory_bytes=peak,
@@ -475,7 +535,8 @@ def run_plan(
 
 def _import_framework() -> int:
     """Imports what trains, and returns this process's memory after that: what memory figures are counted above."""
-    from finetune.torch_engine.engine import current_resident_bytes, settle_threads
+    from finetune.torch_engine.engine import settle_threads
+    from finetune.torch_engine.memory_count import current_resident_bytes
 
     settle_threads()
     return current_resident_bytes()
@@ -519,7 +580,13 @@ def fine_tune(**flags) -> plan.TrainState:
     settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
     print("\n".join(report.plan_lines(settled)))
     if wishes.get("dry_run"):
-        return plan.TrainState(status="planned", output_dir=settled.settings.output_dir)
+        lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room)
+        print("\n".join(lines))
+        return plan.TrainState(
+            status="planned",
+            output_dir=settled.settings.output_dir,
+            exit_code=0 if fits else PlanError.exit_code,
+        )
     return run_plan(settled, files, found)
 
 

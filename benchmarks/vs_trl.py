@@ -73,7 +73,8 @@ def ours(args, begin):
     from finetune.data import TokenizedDataset, microbatches
     from finetune.settings import Settings
     from finetune.torch_engine import hf_model
-    from finetune.torch_engine.engine import TorchEngine, current_resident_bytes, peak_resident_bytes
+    from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.memory_count import current_resident_bytes, peak_resident_bytes
 
     settings = dataclasses.replace(
         Settings(), train_type="qlora" if args.quant else "lora", quantization_backend="nf4", quant_type="nf4",
@@ -108,7 +109,7 @@ def trl(args, begin):
     import transformers
     import trl as trl_package
 
-    from finetune.torch_engine.engine import current_resident_bytes, peak_resident_bytes, reset_peak
+    from finetune.torch_engine.memory_count import current_resident_bytes, peak_resident_bytes, reset_peak
 
     torch.set_num_threads(args.threads)
     tuned = args.child == "trl-tuned"

@@ -65,6 +65,8 @@ def convert(name: str, value, where: str | None = None):
                 raise PlanError(f"{where} {value}: is no yes or no. Use true or false.")
             return word == "true"
         value = word
+    if meta["auto"] and str(value).lower() == "auto":
+        return "auto"
     if kind in (int, float):
         if isinstance(value, bool):
             raise PlanError(f"{where} {value}: is no number. Give one, such as {field.default}.")

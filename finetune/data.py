@@ -307,6 +307,9 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[np.ndar
     return np.sort(order[num_validation:]), np.sort(order[:num_validation])
 
 
+GROUPS_SEARCHED = 20_000  # a second's work: chance leaves little larger beyond
+
+
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """The rows of an epoch in the order they are taken. Read-only."""
@@ -347,6 +350,29 @@ def microbatches(
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     return [make(dataset, part) for group in groups for part in cut(group, lengths, microbatch_tokens)]
+
+
+def largest_microbatch(
+    dataset: TokenizedDataset, rows_per_step: int, seed: int, layout: str, batch_size: int, microbatch_tokens: int,
+    pad_id: int, num_steps: int,
+) -> Batch:  # fmt: skip
+    """The microbatch of most positions, padding included, among the run's steps; of its first GROUPS_SEARCHED groups."""
+    cut, lengths = {"flat": _cut_flat, "padded": _cut_padded}[layout], dataset.lengths
+    cursor, most, found, searched = Cursor(), 0, [], 0
+    for _ in range(num_steps):
+        rows, cursor = step_rows(len(dataset), rows_per_step, seed, cursor)
+        for start in range(0, len(rows), batch_size):
+            group = [int(row) for row in rows[start : start + batch_size]]
+            searched += 1
+            if layout == "flat" and lengths[group].sum() <= most:
+                continue
+            for part in cut(group, lengths, microbatch_tokens):
+                size = sum(lengths[part]) if layout == "flat" else len(part) * max(lengths[part])
+                if size > most:
+                    most, found = size, part
+        if searched >= GROUPS_SEARCHED:
+            break
+    return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
 
 
 def _cut_flat(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:

@@ -30,6 +30,7 @@ DEMO_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110
 DEMO_MARKER = "source.json"
 HUB_PROBE_S = 3.0
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -89,10 +90,11 @@ def find(
     fetch: bool = True,
     flag: str = "--model_name",
     progress: Callable[[str], None] = print,
+    weights: bool = True,
 ) -> ModelFiles | None:
     """The model's files, downloaded where need be. `fetch` False opens no connection: None for what is not here yet.
 
-    `flag` begins the messages. Raises PlanError.
+    `flag` begins the messages. `weights` False takes a local folder of config.json alone. Raises PlanError.
     """
     said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
     folder = local_path(model_name, said)
@@ -101,7 +103,7 @@ def find(
             raise PlanError(
                 f"--revision {revision}: {said} is a local folder and has no revisions. Drop one of them."
             )
-        return read_folder(folder, model_name, None, "local folder", said)
+        return read_folder(folder, model_name, None, "local folder", said, weights)
     if folder.is_file():
         raise PlanError(f"{said}: is a file. Give the folder with config.json and model.safetensors.")
     if not looks_like_hub_id(model_name):
@@ -134,10 +136,13 @@ def local_path(name: str, said: str) -> Path:
     return path
 
 
-def read_folder(folder: Path, name: str, revision: str | None, source: str, said: str) -> ModelFiles:
+def read_folder(
+    folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
+) -> ModelFiles:
     """The checked files of a folder. `said` (flag and value) begins the messages. Raises PlanError."""
     config = read_config(folder, said)
-    weights = weight_files(folder, said)
+    sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
+    weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
     for path in weights:
         check_safetensors(path, said)
     tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())

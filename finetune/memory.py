@@ -1,70 +1,440 @@
-"""Bytes a run will need, by item, from the model's config and the tokenized lengths, before weights are read.
+"""Bytes a run will need, by item, from a model's sizes, the settings and the largest microbatch, before weights are read.
 
-Saved activations of one token in one layer: b (9 h + 4 f) + 4 * 7 r for a gated decoder block with adapters on all linears
-(h hidden, f intermediate, r rank, b bytes of the compute type), and b * 2 per head and key of its document where attention
-keeps its probabilities. Held against measurement in dev/LOG.md.
+Saved activations are counted tensor by tensor as autograd keeps them for this engine's layers; the constants below the table
+of types were fitted to runs of `python benchmarks/memory_table.py --fit`, whose shapes are not those of docs/memory.md.
+h hidden, f intermediate, q and k widths of query and key/value heads, T tokens of the microbatch, b bytes of the compute type.
 """
 
-from finetune.plan import ModelShape, RunPlan
+import re
+from dataclasses import dataclass, field
+
+from finetune.shape import ModelShape
+from quantization_wrapper import weight_bytes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "adamw_8bit": 2}
-LIBRARY_BYTES = 50 * 2**20  # GEMM packing and thread buffers on a CPU
-CHUNK_BYTES = 3 * 64 * 2**20  # one chunk of logits, its exponentials and its gradient
+# Moments of one trained weight. SGD has momentum; 8-bit Adam has two bytes and a scale a block of 256 for each.
+OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
+EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller than this
+LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
+DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
+GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
+LOADING_BYTES = 20 * 2**20  # code that loading pages in
+READ_AT_ONCE = 2**16  # bytes that one touch of a mapped file brings in
+LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
+# What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
+# part of what is kept, and of one layer where each layer's tensors come and go. With --low_memory larger blocks are mapped.
+HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.15, 3.8, 0.25
+# Leaves that read one input, and which: autograd keeps it once.
+READS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "mlp"),
+}
+DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
+    ("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"),
+)  # fmt: skip
+LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused by torch: their input is kept, no fp32 copy
+PARALLEL_BLOCKS = ("falcon", "cohere")
+FOUR_NORMS = ("gemma2", "gemma3")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "olmo2")
+UNGATED = ("gpt2", "gpt_neox", "falcon")
 
 
-def estimate(plan: RunPlan, shape: ModelShape, microbatch_tokens: int, longest: int) -> dict:
-    """{'total': bytes, 'items': {name: bytes}} at the peak of training; items named as the engine measures them.
+@dataclass(frozen=True)
+class Load:
+    """The largest microbatch of a run: its rows' lengths, how many of its tokens are targets, and how it is laid out.
 
-    `microbatch_tokens` of the largest microbatch, `longest` document in it. Zeros where the config says too little.
+    `several`: a step has more than one microbatch, so gradients stand while the next one runs.
     """
-    s, h, layers = plan.settings, shape.hidden_size, shape.num_layers
-    if not (h and layers and shape.vocab_size and shape.num_weights):
-        return {"total": 0, "items": {}}
-    weight = BYTES[s.precision.split("_")[0]] if "autocast" not in s.precision else 4
-    compute = BYTES[s.precision.split("_")[0]]
-    f = shape.intermediate_size or 4 * h
-    outside = shape.vocab_size * h * (1 if shape.tied else 2)
-    linear = max(0, shape.num_weights - outside)
-    if s.train_type == "full":
-        trainable, base = shape.num_weights, 0
-    else:
-        trainable, base = _adapter_weights(s, shape, f), outside * weight
-        base += linear * (
-            weight if s.train_type == "lora" else 0.5 + (1.25 if s.double_quant else 4) / s.group_size
+
+    lengths: tuple[int, ...]
+    num_targets: int
+    layout: str = "flat"
+    several: bool = False
+    distinct: int | None = None  # different tokens in the data, where it was read
+
+    @classmethod
+    def full_rows(cls, rows: int, context_length: int, layout="flat", several=False) -> "Load":
+        """Rows of context_length tokens, all of them targets: no data makes a larger microbatch of that many."""
+        return cls((context_length,) * rows, rows * context_length, layout, several)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) if self.layout == "flat" else len(self.lengths) * max(self.lengths)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(documents, padded length) of each rectangle that attention runs on, as attention.documents_of makes them."""
+        if self.layout == "padded":
+            return [(len(self.lengths), max(self.lengths))]
+        left, groups = sorted(self.lengths, reverse=True), []
+        while left:
+            members = [n for n in left if n * GROUP_WASTE >= left[0]]
+            groups.append((len(members), left[0]))
+            left = left[len(members) :]
+        return groups
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formulas need of a model and its settings, worked out once."""
+
+    shape: ModelShape
+    settings: object
+    device: str = "cpu"
+    adapted: tuple = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "adapted", tuple(adapted_linears(self.shape, self.settings)))
+
+    @property
+    def weight(self) -> int:
+        """Bytes of an unquantized weight."""
+        word = self.settings.precision
+        return 4 if "autocast" in word else BYTES[word]
+
+    @property
+    def compute(self) -> int:
+        return BYTES[self.settings.precision.split("_")[0]]
+
+    @property
+    def full(self) -> bool:
+        return self.settings.train_type == "full"
+
+    @property
+    def autocast(self) -> bool:
+        return "autocast" in self.settings.precision
+
+    @property
+    def q(self) -> int:
+        return self.shape.num_heads * self.shape.head_dim
+
+    @property
+    def k(self) -> int:
+        return self.shape.num_kv_heads * self.shape.head_dim
+
+
+def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
+    """The linears that get an adapter; all of them where every weight trains."""
+    wish = settings.lora_target_modules
+    if settings.train_type == "full" or wish == "all":
+        return list(shape.linears)
+    leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
+    if wish == "default":
+        chosen = next((t for t in DEFAULT_TARGETS if leaves & set(t)), ())
+        return [item for item in shape.linears if item[0].rpartition(".")[2] in chosen]
+    if re.fullmatch(r"[\w.,\s]+", wish):
+        endings = [e.strip() for e in wish.split(",") if e.strip()]
+        return [item for item in shape.linears if any(f".{item[0]}".endswith(f".{e}") for e in endings)]
+    try:
+        return [item for item in shape.linears if re.fullmatch(wish, item[0])]
+    except re.error:  # told when the model is there
+        return []
+
+
+# ---- what stands all the time
+
+
+def base_bytes(z: Sizes) -> int:
+    """Frozen weights as stored: quantized linears with their scales, all else in the weights' type. Experts are not quantized."""
+    if z.full:
+        return 0
+    s, quantized = z.settings, 0
+    if s.train_type != "qlora":
+        return z.shape.num_weights * z.weight
+    sizes = {}
+    for _, rows, columns in z.shape.linears:
+        sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
+    for (rows, columns), count in sizes.items():
+        quantized += count * weight_bytes(
+            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns
         )
-    per_token = layers * (compute * (9 * h + 4 * f) + (28 * s.lora_rank if plan.adapter else 0))
-    heads = shape.num_heads or h // 64
-    probabilities = layers * heads * longest * 2 * compute if longest <= 256 else 0
+    return quantized + (z.shape.num_weights - z.shape.linear_weights) * z.weight
+
+
+def trainable_tensors(z: Sizes) -> list[int]:
+    """Number of weights of each tensor that trains."""
+    if z.full:
+        rest = z.shape.num_weights - z.shape.linear_weights
+        return [rows * columns for _, rows, columns in z.shape.linears] + [rest]
+    r, tensors = z.settings.lora_rank, []
+    for _, rows, columns in z.adapted:
+        tensors += [r * rows, r * columns] + ([rows] if z.settings.use_dora else [])
+    return tensors
+
+
+def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
+    if z.settings.optimizer == "adamw_8bit":
+        return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
+    return OPTIMIZER_BYTES[z.settings.optimizer] * sum(tensors)
+
+
+def mapped(z: Sizes) -> bool:
+    """Whether unquantized weights stay views of the mapped file: where it holds them in the type that is asked for."""
+    stored, dense = z.shape.stored_bytes, z.shape.num_weights * z.weight
+    return bool(stored) and z.device == "cpu" and abs(stored - dense) < 0.02 * dense
+
+
+def unread_bytes(z: Sizes, load: Load) -> int:
+    """Pages of a mapped embedding that no token of the data names, so that nothing ever reads them from disk."""
+    if load.distinct is None or z.shape.tied or z.settings.train_type != "lora" or not mapped(z):
+        return 0
+    whole = z.shape.vocab_size * z.shape.hidden_size * z.weight
+    return max(0, whole - load.distinct * READ_AT_ONCE)
+
+
+def frozen_extras(z: Sizes) -> int:
+    """|w|^2 of each row, which DoRA keeps."""
+    return 4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora and not z.full else 0
+
+
+# ---- what a microbatch keeps for backward
+
+
+def attention_kept(z: Sizes, load: Load) -> int:
+    """Bytes that one layer's attention keeps: queries, keys, values, and probabilities where products make them."""
+    shape, b, total = z.shape, z.compute, 0
+    dense_up_to = DENSE_UP_TO[b] if z.device == "cpu" and load.layout == "flat" else 0
+    for rows, length in load.groups():
+        padded, squares = rows * length, rows * shape.num_heads * length * length
+        if (shape.softcap and load.layout == "flat") or length <= dense_up_to:
+            copies = (
+                (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
+            )  # dropped ones and their mask
+            total += padded * (z.q + 2 * z.k) * b + squares * (4 + b * copies)
+            continue
+        repeated = load.layout == "padded" and not load.even  # a mask of keys: no grouped kernel
+        total += padded * ((3 * z.q if repeated else z.q + 2 * z.k) * b + 4 * shape.num_heads)
+        if load.layout == "flat" and not load.even:  # what attention gives is picked apart again
+            total += padded * z.q * b
+    return total
+
+
+def norms_kept(z: Sizes) -> tuple[float, float]:
+    """(bytes a token and layer, bytes a token less in the first layer, whose input asks for no gradient)."""
+    h, kind = z.shape.hidden_size, z.shape.kind
+    if kind in LAYER_NORMS:
+        each, count = h * z.weight + 2 * z.weight, 1 if kind in PARALLEL_BLOCKS else 2
+    else:
+        each, count = 4 * h + 4 + (h * z.weight if z.full else 0), 4 if kind in FOUR_NORMS else 2
+    heads = 0
+    if kind in HEAD_NORMS:
+        heads = 4 * (z.q + z.k) + 4 * (z.shape.num_heads + z.shape.num_kv_heads)
+        heads += (z.q + z.k) * z.weight if z.full else 0
+    return count * each + heads, 0 if z.full else each
+
+
+def inputs_kept(z: Sizes) -> float:
+    """Bytes a token over all layers that linears keep: inputs (once for those that share one), low-rank products, masks."""
+    b, s, total, shared = z.compute, z.settings, 0.0, {}
+    for name, rows, columns in z.adapted:
+        path, _, leaf = name.rpartition(".")
+        own = z.autocast or (s.lora_dropout and s.use_dora and not z.full)
+        shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
+        if z.full:
+            continue
+        total += s.lora_rank * b
+        total += columns * (z.weight + (b if b != z.weight else 0)) if s.lora_dropout else 0
+        total += rows * b if s.use_dora else 0
+    return total + b * sum(shared.values())
+
+
+def products_kept(z: Sizes) -> tuple[float, float]:
+    """(bytes a token and layer of a block's MLP between its linears, the same for a routed block)."""
+    shape, b = z.shape, z.compute
+    f, extra = shape.intermediate_size or 0, 0
+    if shape.kind == "gpt2":
+        extra = 2 * shape.hidden_size * b if shape.dropout else 0
+    act = 4 if shape.activation == "gelu_new" else 1
+    plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
+    k = shape.experts_per_token
+    inner = (3 + z.full) * (shape.expert_size or 0) + (1 + z.full) * shape.hidden_size
+    routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
+    return plain, routed
+
+
+def layer_kept(z: Sizes, load: Load) -> float:
+    """Bytes one layer keeps of the microbatch, without checkpointing."""
+    tokens, plain_layers = load.num_tokens, _plain_layers(z.shape)
+    plain, routed = products_kept(z)
+    routed_part = 1 - plain_layers / z.shape.num_layers
+    between = plain * (1 - routed_part) + routed * routed_part
+    each = norms_kept(z)[0] + inputs_kept(z) / z.shape.num_layers + between
+    return tokens * each + attention_kept(z, load)
+
+
+def _plain_layers(shape: ModelShape) -> int:
+    """Layers whose MLP is no set of experts."""
+    if not shape.num_experts:
+        return shape.num_layers
+    return len(
+        {
+            name.partition(".mlp.")[0]
+            for name, _, _ in shape.linears
+            if ".mlp." in name and ".shared" not in name
+        }
+    )
+
+
+def activations(z: Sizes, load: Load) -> int:
+    """Bytes autograd keeps from forward to backward: all layers', or their inputs where they are recomputed."""
+    shape, s, tokens, b = z.shape, z.settings, load.num_tokens, z.compute
+    h, layers = shape.hidden_size, shape.num_layers
+    if s.use_activation_cpu_offload:
+        return 0
+    norm = norms_kept(z)
+    final = 4 * h + 4 + (h * z.weight if z.full else 0)
+    total = tokens * final + load.num_targets * (h * b + 16) + (8 * tokens if z.full else 0)
     if s.use_gradient_checkpointing == "true":
-        per_token = 2 * h * compute * layers + per_token // layers
-        probabilities //= layers
-    items = {
-        "base": int(base),
-        "trainable": 4 * trainable,
-        "optimizer": OPTIMIZER_BYTES[s.optimizer] * trainable,
-        "dequantized": linear * compute if s.cache_dequantized == "true" else 0,
-        "activations and workspace": int(
-            microbatch_tokens * (per_token + probabilities) + 4 * trainable + CHUNK_BYTES + LIBRARY_BYTES
-        ),
+        total += layers * tokens * h * z.weight
+    else:
+        total += layers * layer_kept(z, load) - tokens * norm[1]
+        rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * z.weight
+        total += tokens * rotary + (0 if load.even or load.layout == "padded" else tokens * 25)
+        if not load.even and load.layout == "padded":
+            total += len(load.lengths) * max(load.lengths) ** 2
+        total += _weights_kept(z)
+    if z.full:
+        total += 4 * shape.vocab_size * h  # the head's gradient, made beside the logits
+    return int(total)
+
+
+def _weights_kept(z: Sizes) -> int:
+    """Copies of weights in the compute type that autograd keeps."""
+    if z.full:
+        return z.compute * z.shape.linear_weights if z.autocast else 0
+    if z.settings.use_dora and z.settings.lora_dropout and z.settings.train_type == "qlora":
+        return 2 * z.compute * sum(rows * columns for _, rows, columns in z.adapted)
+    return 0
+
+
+# ---- what comes and goes within a step
+
+
+def logits_bytes(z: Sizes, load: Load) -> int:
+    """Peak of the chunked cross-entropy: logits, their exponentials; the head cast or its gradient's parts."""
+    vocab, h, b = z.shape.vocab_size, z.shape.hidden_size, z.compute
+    rows = min(max(128, LOGITS_CHUNK_BYTES // (4 * vocab)), max(1, load.num_targets))
+    total = 8 * rows * vocab + 2 * load.num_tokens * h * b
+    total += vocab * h * b if z.autocast else 0
+    if z.full:
+        total += vocab * h * (b + (4 if b < 4 else 0)) - 4 * rows * vocab
+    return int(total)
+
+
+def dequantized_once(z: Sizes) -> tuple[int, int]:
+    """(peak, held) bytes while the largest frozen weight is made dense for a product; zeros where it is stored so."""
+    n, b = z.shape.largest_linear(), z.compute
+    if z.full:
+        return 0, 0
+    if z.settings.train_type == "qlora":
+        if z.settings.cache_dequantized == "true":
+            return 0, 0
+        peak = 6 * n if z.settings.quantization_backend == "nf4" else 4 * n + (b * n if b < 4 else 0)
+        return peak, b * n
+    return (b * n, b * n) if z.autocast else (0, 0)
+
+
+def step_bytes(z: Sizes, load: Load, kept: int) -> dict:
+    """{'total', 'logits', 'workspace'}: the most that is taken at once above weights and moments, gradients included.
+
+    The larger of: the loss, made while all is kept; the last layer's backward, its recomputation included; the end of
+    backward, when all gradients are there.
+    """
+    shape, b, tokens = z.shape, z.compute, load.num_tokens
+    h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(z))
+    f = max(shape.intermediate_size or 0, (shape.expert_size or 0) * shape.experts_per_token)
+    peak, held = dequantized_once(z)
+    largest = shape.largest_linear()
+    standing = gradients if load.several or not z.full else 0
+    logits = logits_bytes(z, load)
+    head = 4 * shape.vocab_size * h if z.full else 0
+    recomputed = layer_kept(z, load) if z.settings.use_gradient_checkpointing == "true" else 0
+    products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
+    products += (4 + (b if b < 4 else 0)) * largest if z.full else 0
+    squares = sum(n * length * length for n, length in load.groups()) * shape.num_heads
+    dense = load.layout == "flat" and max(load.lengths) <= DENSE_UP_TO[b] and z.device == "cpu"
+    inner = 4 * tokens * z.q * b + ((8 + 2 * b) * squares if dense else 0) + 12 * tokens * h
+    mlp_kept = tokens * (products_kept(z)[0] or products_kept(z)[1])
+    backward = recomputed + max(products, inner - mlp_kept)
+    phases = {
+        "loss": standing + kept + logits,
+        "backward": standing + kept + head + backward,
+        "end": gradients + head * (shape.tied + load.several),
     }
+    total = int(max(phases.values()))
+    return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+
+
+def allocator_bytes(z: Sizes, load: Load, kept: int) -> int:
+    """What the heap keeps beyond what is in use; nothing on devices whose own allocator is asked for its peak."""
+    if z.device != "cpu":
+        return 0
+    recomputed = z.settings.use_gradient_checkpointing == "true"
+    grown = HEAP_PART_RECOMPUTED * layer_kept(z, load) if recomputed else HEAP_PART * kept
+    return int(grown * (HEAP_PART_LOW_MEMORY if z.settings.low_memory else 1))
+
+
+def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks: int = 1) -> dict:
+    """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
+
+    `ranks` share one copy of weights, gradients and moments (FSDP2). `overlap` is what is never there at once, below zero.
+    Zeros where the config says too little.
+    """
+    if not shape.known or not shape.linears:
+        return {"total": 0, "items": {}}
+    z = Sizes(shape, settings, device)
+    tensors, kept = trainable_tensors(z), activations(z, load)
+    gradients, cached = 4 * sum(tensors), 0
+    if settings.train_type == "qlora" and settings.cache_dequantized == "true":
+        whole = settings.group_size if settings.quantization_backend == "nf4" and z.compute == 4 else 1
+        cached = z.compute * sum(rows * -(-columns // whole) * whole for _, rows, columns in shape.linears)
+    step = step_bytes(z, load, kept)
+    taken = step["total"] - kept - gradients - step["logits"]
+    items = {
+        "base": -(-(base_bytes(z) + frozen_extras(z)) // ranks),
+        "trainable": -(-4 * sum(tensors) // ranks),
+        "gradients": -(-gradients // ranks),
+        "optimizer": -(-optimizer_bytes(z, tensors) // ranks),
+        "dequantized": cached,
+        "activations": kept,
+        "logits": step["logits"],
+        "workspace": max(0, taken),
+        "overlap": min(0, taken),
+        "unread": -unread_bytes(z, load),
+        "gathered": gathered_bytes(z) if ranks > 1 else 0,
+        "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "allocator": allocator_bytes(z, load, kept),
+    }
+    items = {name: int(n) for name, n in items.items() if n}
     return {"total": sum(items.values()), "items": items}
 
 
-def _adapter_weights(s, shape: ModelShape, f: int) -> int:
-    """Weights of adapters on every linear of a gated decoder block; on two of them for 'default'."""
-    h, r = shape.hidden_size, s.lora_rank
-    size = shape.head_dim or (h // shape.num_heads if shape.num_heads else 64)
-    q = (shape.num_heads or h // size) * size
-    kv = (shape.num_kv_heads or shape.num_heads or h // size) * size
-    block = 2 * (h + q) + 2 * (h + kv) + 3 * (h + f)
-    if s.lora_target_modules == "default":
-        block = (h + q) + (h + kv)
-    magnitudes = 2 * q + 2 * kv + 3 * f if s.use_dora else 0
-    return shape.num_layers * (r * block + magnitudes)
+def peak_of(before: dict | None, now: dict) -> dict:
+    """The larger of two peaks. Counted items are the latest, which never fall; workspace is what the total holds beyond them."""
+    total = max(now["total"], before["total"] if before else 0)
+    items = {name: n for name, n in now["items"].items() if name != "workspace"}
+    items["allocator"] = max(items.get("allocator", 0), before["items"].get("allocator", 0) if before else 0)
+    return {"total": total, "items": items | {"workspace": total - sum(items.values())}}
 
 
-def largest_microbatch(lengths, rows_of_steps, batch_size: int, most: int) -> int:
-    """Tokens of the largest microbatch over the given steps' rows, cut as data.microbatches cuts them."""
-    groups = (rows[i : i + batch_size] for rows in rows_of_steps for i in range(0, len(rows), batch_size))
-    return max(min(int(lengths[group].sum()), max(most, int(lengths[group].max()))) for group in groups)
+def gathered_bytes(z: Sizes) -> int:
+    """What a sharded rank holds whole for a while: two layers, one of them fetched ahead, and the embedding or the head."""
+    shape = z.shape
+    outside = shape.vocab_size * shape.hidden_size
+    all_layers = base_bytes(z) if not z.full else 4 * shape.num_weights
+    one = (all_layers - outside * z.weight * (1 if shape.tied else 2)) / shape.num_layers
+    adapters = 0 if z.full else 4 * sum(trainable_tensors(z)) / shape.num_layers
+    return int(2 * (one + adapters) + outside * z.weight)
+
+
+def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
+    """Host memory at the peak of loading: the dense model in its type, and the mapped file where that is another type."""
+    z = Sizes(shape, settings)
+    dense = shape.num_weights * z.weight
+    stored = shape.stored_bytes or 2 * shape.num_weights
+    stored = 0 if abs(stored - dense) < 0.02 * dense else stored  # read without a copy
+    made = base_bytes(z) if settings.train_type == "qlora" else 0
+    return dense + max(stored, made) + LOADING_BYTES + 4 * sum(trainable_tensors(z)) * (not z.full)

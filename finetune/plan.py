@@ -13,15 +13,16 @@ from pathlib import Path
 
 import quantization_wrapper
 from backend_manager import Backend, BackendCapabilities
+from finetune import fit
 from finetune.errors import PlanError
 from finetune.settings import DEFAULTS, NOT_SAVED, OLDER_OPTIMIZERS, OLDER_TRAIN_TYPES, Settings
+from finetune.shape import ModelShape
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "orders_test.jsonl")
 # What suits the demo's few short rows: reached the score soonest among the settings tried (dev/LOG.md).
 DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 40}
-DEFAULT_MICROBATCH_TOKENS = 2048
 ADAPTER_SETTINGS = (
     "use_dora", "use_rslora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "init_lora_weights",
     "loraplus_lr_ratio",
@@ -43,56 +44,6 @@ class Adjustment:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What a model's config.json says of its size and limits; None where it does not say."""
-
-    model_type: str | None
-    vocab_size: int | None
-    context_limit: int | None
-    num_layers: int | None
-    hidden_size: int | None
-    num_experts: int | None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    tied: bool = False
-    num_weights: int | None = None
-
-    @classmethod
-    def from_config(cls, config: dict, stored_bytes: int | None = None) -> "ModelShape":
-        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
-
-        `stored_bytes`, the size of the weight files, gives the number of weights by the config's dtype.
-        """
-        nested = config.get("text_config")
-        text = {**config, **(nested if isinstance(nested, dict) else {})}
-
-        def first(*keys):
-            return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
-
-        return cls(
-            model_type=config.get("model_type"),
-            vocab_size=first("vocab_size"),
-            context_limit=first(
-                "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"
-            ),
-            num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
-            hidden_size=first("hidden_size", "n_embd", "d_model"),
-            num_experts=first("num_local_experts", "num_experts", "n_routed_experts"),
-            num_heads=first("num_attention_heads", "n_head"),
-            num_kv_heads=first("num_key_value_heads", "num_kv_heads"),
-            head_dim=first("head_dim"),
-            intermediate_size=first("intermediate_size", "n_inner", "ffn_hidden_size"),
-            tied=bool(text.get("tie_word_embeddings")),
-            num_weights=stored_bytes
-            // (4 if "32" in str(text.get("dtype") or text.get("torch_dtype")) else 2)
-            if stored_bytes
-            else None,
-        )
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """What will run. `settings` hold every setting's settled value, `requested` only what the user set."""
 
@@ -103,6 +54,8 @@ class RunPlan:
     backend: str
     engine: str
     data_ranks: int = 1
+    shape: ModelShape | None = None  # what the plan was made for; not saved
+    room: fit.Room | None = None
 
     @property
     def rows_per_step(self) -> int:
@@ -181,6 +134,14 @@ def demo_defaults(requested: dict) -> dict:
     return {"dataset": DEMO_DATASET, "score_dataset": DEMO_TEST, **DEMO_SETTINGS}
 
 
+def room_of(values: dict, backend: str, memory_bytes: int | None, backend_given: bool) -> fit.Room | None:
+    """The memory a plan is made for; None where it is not known. An assumed device is an accelerator unless --backend says else."""
+    assumed, ranks = values.get("assume_memory"), values.get("assume_world_size") or 1
+    if assumed:
+        return fit.Room(fit.parse_size(assumed), backend if backend_given else "cuda", ranks)
+    return fit.Room(memory_bytes, backend, ranks) if memory_bytes else None
+
+
 class _Resolver:
     """One setting after another, in the order a reader would ask; each change is recorded with its reason."""
 
@@ -188,8 +149,8 @@ class _Resolver:
         self.probe, self.stored = probe, stored
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.backend, self.caps, self.shape = backend, capabilities, shape
-        self.demo = demo_defaults(self.requested)
-        self.values = {**DEFAULTS, **self.demo, **(kept or {}), **self.requested}
+        self.demo, self.kept = demo_defaults(self.requested), kept or {}
+        self.values = {**DEFAULTS, **self.demo, **self.kept, **self.requested}
         self.adjustments, self.notices = [], []
 
     def plan(self, now) -> RunPlan:
@@ -201,9 +162,9 @@ class _Resolver:
         self.machine()
         self.precision()
         self.quantization()
-        self.memory()
         self.steps()
         self.model_limits()
+        self.memory()
         self.output(now)
         settings = Settings(**self.values)
         return RunPlan(
@@ -213,12 +174,19 @@ class _Resolver:
             tuple(self.notices),
             str(self.backend),
             self.caps.engine,
+            shape=self.shape,
+            room=self.room(),
         )
 
     def set(self, setting, value, reason):
         if self.values[setting] != value:
             self.adjustments.append(Adjustment(setting, self.values[setting], value, reason))
             self.values[setting] = value
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the plan is for an accelerator that is not here."""
+        return bool(self.values["assume_memory"]) and not self.given("backend")
 
     def given(self, name) -> bool:
         return name in self.requested
@@ -309,6 +277,11 @@ class _Resolver:
             raise PlanError("--quantization_backend none: qlora quantizes its base. Use --train_type lora.")
         if v["reentrant_checkpointing"] and v["use_gradient_checkpointing"] == "false":
             raise PlanError("--reentrant_checkpointing true: contradicts --use_gradient_checkpointing false.")
+        if v["assume_memory"]:
+            fit.parse_size(v["assume_memory"])
+        for name in ("assume_memory", "assume_world_size"):
+            if v[name] and not v["dry_run"]:
+                raise PlanError(f"--{name} {v[name]}: plans for another machine. Add --dry_run.")
         if v["max_steps"] == 0:
             raise PlanError("--max_steps 0: trains nothing. Give a number of steps, or -1.")
         if self.given("max_steps") and v["max_steps"] > 0 and self.given("num_epochs"):
@@ -341,8 +314,6 @@ class _Resolver:
             ("parallel_backend", ("ptd",), one_process),
             ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
             ("mlx_config", (None,), "this version has no MLX engine"),
-            ("assume_memory", (None,), "this version plans for the machine it is on"),
-            ("assume_world_size", (None,), one_process),
         ):  # fmt: skip
             if name == "world_size" and self.backend is Backend.MLX and v[name] > 1:
                 raise PlanError(
@@ -374,7 +345,7 @@ class _Resolver:
             for setting, why in self.caps.reasons.items()
             if setting in ("probes", "capability")
         ]
-        if self.backend is Backend.CPU:
+        if self.backend is Backend.CPU and not self.assumed:
             self.notices.append(
                 "training on a CPU: performance is limited; --backend auto takes a GPU where there is one"
             )
@@ -388,7 +359,9 @@ class _Resolver:
             else "documented"
         )
         if word == "auto":
-            if self.caps.supports_bfloat16:
+            if self.assumed:
+                self.set("precision", "bf16", "--assume_memory: a device with bf16 products is assumed")
+            elif self.caps.supports_bfloat16:
                 self.set("precision", "bf16", f"bf16 products: {speed}")
             elif self.backend is Backend.CPU:
                 self.set("precision", "fp32", why or "the documented choice for a CPU")
@@ -431,11 +404,11 @@ class _Resolver:
         if v["quant_type"] is None:
             books = quantization_wrapper.METHODS[name].code_books[v["n_bits"]]
             self.values["quant_type"] = books[0] if books else None
-        if self.backend is Backend.MPS:
+        if self.backend is Backend.MPS and not self.assumed:
             self.notices.append(
                 "4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones"
             )
-        if self.backend is Backend.CPU:
+        if self.backend is Backend.CPU and not self.assumed:
             self.notices.append(
                 "quantization on a CPU saves memory, not time: weights are dequantized at each use"
             )
@@ -479,10 +452,6 @@ class _Resolver:
 
     def memory(self):
         v = self.values
-        if v["use_gradient_checkpointing"] == "auto":
-            used = "true" if v["reentrant_checkpointing"] else "false"
-            self.set("use_gradient_checkpointing", used, "recomputation costs about a third of the speed; ask for it when "
-                     "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
         if v["cache_dequantized"] == "auto" and v["train_type"] == "qlora":
             self.cache_dequantized()
         elif v["cache_dequantized"] == "auto":
@@ -504,10 +473,45 @@ class _Resolver:
             self.set(
                 "use_flash_attention", False, f"{reason}; attention runs document by document through torch"
             )
+        self.rows_and_recomputation()
+
+    def rows_and_recomputation(self):
+        """What memory decides: checkpointing and batch_size where they are auto, microbatch_tokens where it is unset."""
+        v, room = self.values, self.room()
+        kept = self.kept.get("batch_size")
+        if v["batch_size"] == "auto" and kept:
+            self.set("batch_size", kept, "as the saved run settled it")
+        default = max(fit.DEFAULT_MICROBATCH_TOKENS, v["context_length"])
+        if room and self.shape and self.shape.known and self.shape.linears:
+            given = {k for k in ("microbatch_tokens",) if v[k] is not None}
+            for name, (value, reason) in fit.settle_memory(Settings(**v), self.shape, room, given).items():
+                self.set(name, value, reason)
+            self.tell_if_short(room)
+        elif v["batch_size"] == "auto":
+            self.set("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
+        if v["use_gradient_checkpointing"] == "auto":
+            used = "true" if v["reentrant_checkpointing"] else "false"
+            self.set("use_gradient_checkpointing", used, "recomputation costs about a third of the speed; ask for it when "
+                     "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
+        if v["microbatch_tokens"] is None:
+            self.values["microbatch_tokens"] = default
+
+    def tell_if_short(self, room):
+        """A run that is predicted not to fit is told so before it loads; full rows make the prediction an upper bound."""
+        took = fit.needs(Settings(**self.values), self.shape, room)
+        if took > room.usable and not self.values["dry_run"]:
+            self.notices.append(
+                f"memory: {fit.gib(took)} predicted for full rows, {fit.gib(room.usable)} usable; --dry_run says what would make it fit"
+            )
+
+    def room(self) -> fit.Room | None:
+        """The memory that is planned for: this machine's device, or the ones that --assume_memory and --assume_world_size name."""
+        return room_of(self.values, str(self.backend), self.caps.memory_bytes, self.given("backend"))
 
     def cache_dequantized(self):
         """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""
-        weights, memory = self.shape and self.shape.num_weights, self.caps.memory_bytes
+        room = self.room()
+        weights, memory = self.shape and self.shape.num_weights, room and room.memory_bytes
         if not (weights and memory):
             self.set(
                 "cache_dequantized", "false", "dequantized weights would be as large as unquantized ones"
@@ -524,8 +528,6 @@ class _Resolver:
         v = self.values
         if v["lr"] is None:
             self.values["lr"] = 2e-5 if v["train_type"] == "full" else 2e-4
-        if v["microbatch_tokens"] is None:
-            self.values["microbatch_tokens"] = max(DEFAULT_MICROBATCH_TOKENS, v["context_length"])
         if self.given("warmup_steps"):
             self.values["warmup_ratio"] = 0.0
 
@@ -589,11 +591,22 @@ def resumed_wishes(given: dict, saved: dict) -> dict:
 
 
 def kept_settings(saved: dict, backend: str) -> dict:
-    """What a resumed run takes from the saved one instead of deciding anew, on the same backend."""
+    """What a resumed run takes from the saved one instead of deciding anew: rows a step, and on the same backend the rest."""
+    rows = (
+        {"batch_size": saved["settled"]["batch_size"]}
+        if saved["requested"].get("batch_size") == "auto"
+        else {}
+    )
     if saved["settled"].get("backend") != backend:
-        return {}
-    names = ("precision", "quantization_backend", "use_gradient_checkpointing", "cache_dequantized")
-    return {name: saved["settled"][name] for name in names if name in saved["settled"]}
+        return rows
+    names = (
+        "precision",
+        "quantization_backend",
+        "use_gradient_checkpointing",
+        "cache_dequantized",
+        "microbatch_tokens",
+    )
+    return rows | {name: saved["settled"][name] for name in names if name in saved["settled"]}
 
 
 def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:

@@ -10,10 +10,11 @@ from finetune.prompts import chat_messages
 def plan_lines(plan) -> list[str]:
     """The settled plan, and every adjustment with its reason."""
     s = plan.settings
+    where = "an assumed accelerator" if s.assume_memory and plan.room.device != plan.backend else plan.backend
     base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
     what = f"the new layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
-        f"{what} of {s.model_name} on {plan.backend} in {s.precision}{base}",
+        f"{what} of {s.model_name} on {where} in {s.precision}{base}",
         f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),
@@ -45,6 +46,30 @@ def ask_command(output_dir: str, form: str, row: dict) -> str:
     return shlex.join(command)
 
 
+# Items of the prediction that only the total measures: one row of the table holds their sum.
+UNCOUNTED = ("logits", "workspace", "overlap", "unread", "libraries", "allocator", "gathered")
+
+
+def memory_table(predicted: dict, measured: dict) -> str:
+    """Predicted beside measured bytes, item by item; the counted items first, then what only the total shows."""
+    rows = [("memory", "predicted", "measured", "off by")]
+
+    def add(name, one, other):
+        off = f"{one / other - 1:+.1%}" if other > 0 else ""
+        rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
+
+    one, other = predicted["items"], measured["items"]
+    beside = ("loading", "evaluating")
+    for name in dict.fromkeys((*one, *other)):
+        if name not in UNCOUNTED + beside:
+            add(name, one.get(name, 0), other.get(name, 0))
+    add("workspace", *(sum(items.get(name, 0) for name in UNCOUNTED) for items in (one, other)))
+    add("total", predicted["total"], measured["total"])
+    if other.get("loading"):
+        add("loading", one.get("loading", 0), other["loading"])
+    return table(rows)
+
+
 def closing_lines(run, code: int) -> list[str]:
     """The closing table: what changed, how long each phase took, what it cost, where it is. `run` is train.Run."""
     s, r, state = run.plan.settings, run.results, run.state
@@ -61,13 +86,14 @@ def closing_lines(run, code: int) -> list[str]:
         lines += [f"before: {r.get('sample before', '(resumed)')}", f"after:  {r['sample after']}", ""]
     tokens = state.num_tokens - r.get("tokens before", 0)
     rate = tokens / run.seconds["training"] if run.seconds.get("training") else 0
-    peak, predicted = (r.get(k, {"total": 0})["total"] / GIB for k in ("peak", "predicted"))
+    peak = r.get("peak", {"total": 0})["total"] / GIB
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
     lines += [
         f"time: {phases}; {rate:,.0f} tokens/s in training",
-        f"memory above imports: {peak:.2f} GiB in training ({predicted:.2f} predicted), "
-        f"{r.get('loading', 0) / GIB:.2f} GiB while loading",
+        f"memory above imports: {peak:.2f} GiB in training, {r.get('loading', 0) / GIB:.2f} GiB while loading",
     ]
+    if r.get("peak") and r.get("predicted", {}).get("total"):
+        lines += ["", memory_table(r["predicted"], r["peak"]), ""]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:

@@ -107,7 +107,14 @@ class Settings:
     score_samples: int = flag(32, "data", "score the first N rows of it; -1: all", minimum=-1, nonzero=True)
     score_max_new_tokens: int = flag(128, "data", "longest answer generated when scoring", minimum=1)
     # steps
-    batch_size: int = flag(8, "steps", "rows for one data rank and one accumulation", minimum=1)
+    batch_size: int = flag(
+        8,
+        "steps",
+        "rows for one data rank and one accumulation; auto: the most that fit, 64 at most",
+        minimum=1,
+        auto=True,
+        metavar="N|auto",
+    )
     gradient_accumulation_steps: int = flag(1, "steps", "batches summed into one optimizer step", minimum=1)
     microbatch_tokens: int = flag(
         None, "steps", "most tokens in one forward; changes speed and memory only", minimum=1

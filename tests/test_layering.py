@@ -41,6 +41,15 @@ INSIDE_FUNCTIONS = {
     "finetune.tokenizer": {"transformers"},
     "finetune.hf_files": {"transformers"},
 }
+# Rooms whose functions may reach above themselves, and to what: how much fits is the memory plan's to say.
+UPWARDS_INSIDE_FUNCTIONS = {
+    "backend_manager": {"finetune.fit"},
+    "quantization_wrapper": {
+        "finetune.quantizers.nf4",
+        "finetune.quantizers.bnb",
+        "finetune.quantizers.linear",
+    },
+}
 # launch prints the one line of a failure, trained a note for the scripts beside train.py, profiling where its traces are.
 MAY_PRINT = {"finetune.metrics", "finetune.launch", "finetune.trained", "finetune.torch_engine.profiling"}
 
@@ -108,6 +117,13 @@ def test_each_module_imports_only_what_its_room_may(module):
 def test_frameworks_are_imported_inside_functions_of_few_modules_only(module):
     allowed = INSIDE_FUNCTIONS.get(module, set())
     assert everywhere(TREES[module]) & {"torch", "transformers", "mlx", "mlx_lm"} <= allowed
+
+
+def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_only():
+    for module, allowed in UPWARDS_INSIDE_FUNCTIONS.items():
+        above = {n for n in everywhere(TREES[module]) if n.startswith("finetune")}
+        assert above - {"finetune", "finetune.quantizers"} <= allowed, module
+        assert not {n for n in at_module_level(TREES[module]) if n.startswith("finetune")}, module
 
 
 def test_parts_never_reach_into_an_engine_but_to_open_one():

@@ -8,8 +8,8 @@ import pytest
 import train
 from finetune.cli import convert
 from finetune.errors import PlanError
-from finetune.plan import ModelShape
 from finetune.rundir import find_run
+from finetune.shape import ModelShape
 from finetune.tokenizer import generation_ends
 
 

@@ -8,8 +8,9 @@ import quantization_wrapper
 from backend_manager import CAPABILITIES, Backend
 from finetune.cli import convert, read_config, wishes_from
 from finetune.errors import PlanError
-from finetune.plan import ModelShape, check_resumed, resolve_plan, resumed_wishes, settle
+from finetune.plan import check_resumed, resolve_plan, resumed_wishes, settle
 from finetune.settings import FIELDS, OLDER_TRAIN_TYPES, Settings
+from finetune.shape import ModelShape
 from train import build_parser
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)

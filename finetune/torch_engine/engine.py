@@ -4,18 +4,16 @@ import contextlib
 import ctypes
 import os
 import platform
-import re
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from backend_manager import resident_bytes
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import adapters, attention, experts, hf_model, loading, loss, optim
+from finetune.torch_engine import adapters, attention, experts, hf_model, loading, loss, memory_count, optim
 
 SCALE_START, SCALE_GROWS_EVERY = (
     2.0**15,
@@ -36,7 +34,7 @@ class TorchEngine:
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
         self.head, self.layout = None, None
-        self.baseline = 0
+        self.counter = memory_count.Counter(model, self.named, device)
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
             self._checkpoint_activations()
@@ -85,11 +83,12 @@ class TorchEngine:
         )
         for batch in microbatches:
             with self._memory_advice(batch):
-                with self._offload():
+                with self._offload(), self.counter.kept_by(batch):
                     nll = self.nll(batch)
                 (nll * ((self.scale or 1.0) / num_targets)).backward()
             total += nll.detach().to(total.device, torch.float64)
         parameters = list(self.named.values())
+        self.counter.count_gradients()
         if self.scale:
             for p in parameters:
                 if p.grad is not None:
@@ -106,9 +105,12 @@ class TorchEngine:
             what = "loss" if not np.isfinite(nll) else "gradient"
             raise NonFiniteError(f"{what} is {nll if what == 'loss' else norm}")
         optim.set_lr(self.optimizer, lr)
+        first = not self.optimizer.state
         with self._memory_advice(microbatches[0]):  # the first step makes the moments
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if first:  # they took holes that the next forward would have used, and it makes the heap grow beside the rest
+            trim_heap()
         if self.scale:
             self.clean_steps += 1
             if self.clean_steps % SCALE_GROWS_EVERY == 0:
@@ -208,6 +210,9 @@ class TorchEngine:
         named = {self._disk(n): p for n, p in self.named.items()}
         optim.load_state(self.optimizer, named, optimizer, values["counts"])
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
+        self._set_rng_state(rng)
+
+    def _set_rng_state(self, rng) -> None:
         torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         if self.device.type in rng:
             torch.get_device_module(self.device).set_rng_state(
@@ -292,36 +297,44 @@ class TorchEngine:
 
     def begin_memory(self, baseline: int) -> int:
         """Peak bytes of loading above `baseline`, which is the process after its imports; counts the training from here on."""
-        self.baseline = baseline
+        if self.settings.train_type == "qlora":
+            memory_count.release_mapped(self.model)
         settle_heap(self.settings.low_memory)
-        return self.memory().total
+        return self.counter.begin(baseline)
 
     def memory(self) -> MemoryStats:
         """Peak bytes since the last call above the process after its imports, and what torch can count of it by item."""
-        items = {
-            "base": sum(p.nbytes for p in self.model.parameters() if not p.requires_grad),
-            "trainable": sum(p.nbytes for p in self.named.values()),
-            "optimizer": sum(
-                t.nbytes for s in self.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
-            ),
-            "buffers": sum(b.nbytes for b in self.model.buffers()),
-            "dequantized": sum(
-                m.cached.nbytes
-                for m in self.model.modules()
-                if isinstance(m, QuantizedLinear) and m.cached is not None
-            ),
-        }
-        if self.device.type in ("cuda", "xpu"):
-            module = torch.get_device_module(self.device)
-            total = module.max_memory_allocated()
-            module.reset_peak_memory_stats()
-        elif self.device.type == "mps":
-            total = torch.mps.driver_allocated_memory()
-        else:
-            total = max(0, peak_resident_bytes() - self.baseline)
-            reset_peak()
-        items["activations and workspace"] = max(0, total - sum(items.values()))
-        return MemoryStats(total, items)
+        return self.counter.stats(self.optimizer)
+
+    def reset_memory(self) -> int:
+        """Peak bytes since the last count, which starts anew: what evaluation took is not training's."""
+        return self.counter.peak()
+
+    def try_step(self, batch: Batch, several: bool) -> None:
+        """One whole step on `batch` before the first, undone: weights, moments and random state are exactly as before.
+
+        Learning rate 0 leaves the weights; moments are made first, as they stand in every later step, and dropped at the end.
+        `several`: gradients stand too, as they do between the microbatches of one step. Raises OutOfMemoryError.
+        """
+        assert not self.optimizer.state, "try_step comes before the first step"
+        before = self.rng_state()
+        try:
+            with self._memory_advice(batch):
+                for p in self.named.values():
+                    p.grad = torch.zeros_like(p)
+                optim.set_lr(self.optimizer, 0.0)
+                self.optimizer.step()
+                if not several:
+                    self.optimizer.zero_grad(set_to_none=True)
+                self.model.train()
+                with self._offload():
+                    nll = self.nll(batch)
+                (nll / max(1, batch.num_targets)).backward()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.state.clear()
+            self._set_rng_state(before)
+            trim_heap()
 
 
 @contextlib.contextmanager
@@ -356,31 +369,10 @@ def device_of(backend: str) -> torch.device:
     return torch.device(backend)
 
 
-def current_resident_bytes() -> int:
-    """Resident memory of this process now; 0 where the system does not tell."""
-    try:
-        return int(re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
-        return 0
-
-
 def settle_threads() -> None:
     """As many compute threads as this process may use cores, where the user has not said otherwise."""
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and hasattr(os, "sched_getaffinity"):
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
-def peak_resident_bytes() -> int:
-    """VmHWM of this process; where /proc is missing, the peak since its start."""
-    try:
-        return int(re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
-        return resident_bytes()
-
-
-def reset_peak() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _glibc():
@@ -396,15 +388,14 @@ def trim_heap() -> None:
 def settle_heap(low_memory: bool) -> None:
     """Call it once the weights are loaded: glibc gives each step's big blocks back and takes them anew, which costs up to a third of the time in page faults.
 
-    Keeps the heap instead, or with `low_memory` maps each block of 1 MiB by itself so that it returns at once.
+    Keeps the heap instead, but for blocks of 32 MiB and more: those are mapped each by itself, since a hole that such a
+    block leaves is filled by small ones, and the next one makes the heap grow. With `low_memory` from 1 MiB on.
     """
     libc = _glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    trim_threshold, mmap_max, mmap_threshold = -1, -4, -3  # M_* of malloc.h
-    if low_memory:
-        libc.mallopt(mmap_threshold, 2**20)
-    else:
-        libc.mallopt(mmap_max, 0)
+    trim_threshold, mmap_threshold = -1, -3  # M_* of malloc.h
+    libc.mallopt(mmap_threshold, 2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
+    if not low_memory:
         libc.mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,203 @@
+"""Predicted beside measured memory: each cell a fresh `python train.py` on a randomly initialised model of its shape.
+
+    pip install -r requirements-test.txt
+    python benchmarks/memory_table.py              40 cells, about ten minutes on two cores; --write puts them in docs/memory.md
+    python benchmarks/memory_table.py --fit        the cells that the constants of finetune/memory.py were fitted to
+
+Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+SHAPES = {
+    "A": ("llama", dict(vocab_size=16000, hidden_size=448, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=7,
+                        num_key_value_heads=7, tie_word_embeddings=True)),
+    "B": ("qwen2", dict(vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                        num_key_value_heads=2, tie_word_embeddings=False)),
+    "C": ("qwen3", dict(vocab_size=24000, hidden_size=640, intermediate_size=1728, num_hidden_layers=12,
+                        num_attention_heads=10, num_key_value_heads=5, head_dim=64, tie_word_embeddings=True)),
+}  # fmt: skip
+FIT_SHAPES = {
+    "D": ("llama", dict(vocab_size=8000, hidden_size=384, intermediate_size=1152, num_hidden_layers=10, num_attention_heads=6,
+                        num_key_value_heads=3, tie_word_embeddings=False)),
+    "E": ("mistral", dict(vocab_size=40000, hidden_size=768, intermediate_size=2048, num_hidden_layers=4,
+                          num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True, sliding_window=None)),
+}  # fmt: skip
+KINDS = ("full", "lora", "qlora")
+BATCHES = (2, 6)
+BF16 = [
+    ("A", "lora", 2, "false"),
+    ("A", "lora", 6, "true"),
+    ("A", "qlora", 6, "false"),
+    ("B", "qlora", 2, "true"),
+]
+CONTEXT, STEPS, NUM_ROWS = 160, 3, 48
+COUNTED = ("base", "trainable", "gradients", "optimizer", "activations")
+MIB = 2**20
+
+
+def cells(shapes) -> list[tuple]:
+    """(shape, train_type, batch_size, checkpointing, precision) of each run."""
+    plain = [(s, k, b, c, "fp32") for s in shapes for k in KINDS for b in BATCHES for c in ("false", "true")]
+    return plain + [(*cell, "bf16") for cell in BF16 if cell[0] in shapes]
+
+
+def make_model(folder: Path, kind: str, sizes: dict) -> None:
+    import torch
+    import transformers
+
+    from tests.conftest import CHATML, train_tokenizer
+
+    train_tokenizer(folder, bos=False, chat_template=CHATML)
+    config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def make_rows(file: Path) -> None:
+    """Rows of uneven length: prompts and answers of random words."""
+    import random
+
+    draw = random.Random(0)
+    words = ["capital", "France", "Paris", "plus", "hello", "there", "Human", "Assistant", "spaces", "return"]
+    rows = []
+    for _ in range(NUM_ROWS):
+        text = [draw.choice(words) for _ in range(draw.randint(70, 160))]
+        cut = len(text) // 3
+        rows.append({"prompt": " ".join(text[:cut]), "completion": " " + " ".join(text[cut:])})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(folder: Path, cell: tuple, extra=()) -> dict:
+    """{'predicted', 'measured'} of one cell's run."""
+    shape, kind, batch, checkpointing, precision = cell
+    out = folder / "out"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--model_name", str(folder / shape), "--dataset",
+               str(folder / "rows.jsonl"), "--train_type", kind, "--batch_size", str(batch), "--precision", precision,
+               "--use_gradient_checkpointing", checkpointing, "--context_length", str(CONTEXT), "--max_steps", str(STEPS),
+               "--backend", "cpu", "--log_to", "stdout", "--save_model", "false", "--output_dir", str(out), "--overwrite",
+               *extra]  # fmt: skip
+    command += ["--quantization_backend", "nf4", "--cache_dequantized", "false"] if kind == "qlora" else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {"predicted": events[0]["predicted_memory_bytes"], "measured": events[-1]["peak_memory_bytes"]}
+
+
+def off(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.1%}" if measured else ("0" if not predicted else "new")
+
+
+def row(cell: tuple, result: dict) -> list[str]:
+    """A line of the table: name, total and each counted item as `predicted/measured error`."""
+    predicted, measured = result["predicted"], result["measured"]
+    shape, kind, batch, checkpointing, precision = cell
+    name = f"{shape} {kind}{' ' + precision if precision != 'fp32' else ''}, {batch} rows{', ckpt' * (checkpointing == 'true')}"
+    pairs = [(predicted["total"], measured["total"])]
+    pairs += [(predicted["items"].get(n, 0), measured["items"].get(n, 0)) for n in COUNTED]
+    pairs += [(rest(predicted), rest(measured)), *((r["items"]["loading"] for r in (predicted, measured)),)]
+    return [name] + [f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
+                     for i, (p, m) in enumerate(map(tuple, pairs))]  # fmt: skip
+
+
+def rest(stats: dict) -> int:
+    """What is no counted item: logits, temporaries, libraries, what the allocator keeps."""
+    return stats["total"] - sum(stats["items"].get(n, 0) for n in COUNTED)
+
+
+HEAD = ["cell", "total", *COUNTED, "rest", "loading"]
+
+
+def errors(results: dict) -> dict[str, list[float]]:
+    """{item: |predicted / measured - 1| of every cell that has it}."""
+    found = {}
+    for result in results.values():
+        predicted, measured = result["predicted"], result["measured"]
+        found.setdefault("total", []).append(abs(predicted["total"] / measured["total"] - 1))
+        for n in COUNTED:
+            if measured["items"].get(n, 0) > MIB:
+                error = abs(predicted["items"].get(n, 0) / measured["items"][n] - 1)
+                found.setdefault(n, []).append(error)
+    return found
+
+
+def summary(results: dict) -> list[str]:
+    lines = []
+    for name, values in errors(results).items():
+        limit = 0.10 if name == "total" else 0.05
+        inside = sum(v <= limit for v in values)
+        values = sorted(values)
+        lines.append(f"{name}: {inside} of {len(values)} cells within {limit:.0%}, median {values[len(values) // 2]:.1%}, "
+                     f"largest {values[-1]:.1%}")  # fmt: skip
+    return lines
+
+
+def write_page(results: dict, seconds: float) -> None:
+    """Puts table and summary between the two marks of docs/memory.md."""
+    from backend_manager import cpu_facts, versions
+
+    page = ROOT / "docs" / "memory.md"
+    begin, end = "<!-- table: python benchmarks/memory_table.py --write -->", "<!-- end of table -->"
+    head, _, rest_of_page = page.read_text().partition(begin)
+    tail = rest_of_page.partition(end)[2]
+    facts = cpu_facts()
+    found = {k: v for k, v in versions().items() if k in ("torch", "transformers")}
+    said = f"{platform.system()}, {facts['model']} x {facts['cores']}, " + ", ".join(
+        f"{k} {v}" for k, v in found.items()
+    )
+    table = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    table += ["| " + " | ".join(row(cell, result)) + " |" for cell, result in results.items()]
+    body = [
+        begin,
+        "",
+        f"{said}; {len(results)} runs in {seconds / 60:.0f} minutes. MiB, predicted/measured.",
+        "",
+    ]
+    body += [f"- {line}" for line in summary(results)] + ["", *table, ""]
+    page.write_text(head + "\n".join(body) + end + tail)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
+    parser.add_argument("--only", help="cells whose name holds this text")
+    parser.add_argument(
+        "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
+    )
+    parser.add_argument("--json", help="also write all figures to this file, after each cell")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
+    args = parser.parse_args()
+    shapes, results, began = FIT_SHAPES if args.fit else SHAPES, {}, time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        make_rows(folder / "rows.jsonl")
+        for name, (kind, sizes) in shapes.items():
+            make_model(folder / name, kind, sizes)
+        print(" | ".join(HEAD))
+        for cell in cells(shapes):
+            name = " ".join(map(str, cell))
+            if args.only and args.only not in name:
+                continue
+            results[cell] = run(folder, cell, ["--low_memory"] if args.low_memory else [])
+            print(" | ".join(row(cell, results[cell])), flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps([[list(c), r] for c, r in results.items()]))
+    print("\n".join(summary(results)))
+    if args.write:
+        write_page(results, time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

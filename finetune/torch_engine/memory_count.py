@@ -1,0 +1,166 @@
+"""What a run takes, by item: tensors that torch can count, and the process's peak for all the rest.
+
+Items have the names of finetune/memory.py. `workspace` is what the total holds beyond the counted: logits, temporaries, library
+buffers; below zero where gradients and activations were never there at the same time. `allocator` is what the process grew by
+after the largest microbatch had run once with its moments there.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+from backend_manager import resident_bytes
+from finetune.engine import MemoryStats
+from finetune.quantizers.linear import QuantizedLinear
+
+MAPPED_IN_USE = 0.9  # of a mapped file's bytes: below this the copy of the rest is worth its while
+
+
+class Counter:
+    """Counts each kind of tensor when it can have changed: weights once, moments after a step that made them, activations of
+    each microbatch larger than any before.
+    """
+
+    def __init__(self, model, trained: dict, device):
+        self.model, self.trained, self.device = model, trained, device
+        self.baseline, self.moments = 0, None
+        self.gradients, self.activations = 0, 0
+        self.most_tokens, self.grew, self.reference = 0, False, 0
+        self.standing, self.own = None, frozenset()
+
+    def begin(self, baseline: int) -> int:
+        """Peak bytes since the process began above `baseline`; counts the training from here on."""
+        self.baseline = baseline
+        return self.peak()
+
+    def peak(self) -> int:
+        """Peak bytes above the baseline since the last call."""
+        if self.device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(self.device)
+            total = module.max_memory_allocated()
+            module.reset_peak_memory_stats()
+            return total
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        total = max(0, peak_resident_bytes() - self.baseline)
+        reset_peak()
+        return total
+
+    @contextlib.contextmanager
+    def kept_by(self, batch):
+        """Counts what autograd keeps of the forward inside, where the batch is larger than any before."""
+        tokens = batch.input_ids_BS.size
+        if tokens <= self.most_tokens:
+            yield
+            return
+        if self.standing is None:
+            self._count_standing()
+        self.most_tokens, self.grew, kept = tokens, True, {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self.activations = max(self.activations, sum(kept.values()))
+
+    def count_gradients(self) -> None:
+        """Call it between backward and the optimizer's step."""
+        if not self.gradients:
+            self.gradients = sum(p.grad.nbytes for p in self.trained.values() if p.grad is not None)
+
+    def _count_standing(self) -> None:
+        parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
+        cached = [
+            m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None
+        ]
+        squares = [
+            m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None
+        ]
+        frozen = [p for p in parameters if not p.requires_grad] + buffers + squares
+        self.standing = {
+            "base": storage_bytes(frozen),
+            "trainable": storage_bytes(self.trained.values()),
+            "dequantized": storage_bytes(cached),
+        }
+        self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
+
+    def stats(self, optimizer) -> MemoryStats:
+        """Peak since the last call, by item."""
+        if self.standing is None:
+            self._count_standing()
+        first = self.moments is None
+        if not self.moments:  # made by the first step that is not skipped
+            states = optimizer.state.values()
+            self.moments = storage_bytes(t for s in states for t in s.values() if torch.is_tensor(t))
+        total = self.peak()
+        if self.grew or first:
+            self.reference, self.grew = max(self.reference, total), first
+        counted = {
+            **self.standing,
+            "gradients": self.gradients,
+            "optimizer": self.moments,
+            "activations": self.activations,
+            "allocator": max(0, total - self.reference),
+        }
+        items = counted | {"workspace": total - sum(counted.values())}
+        return MemoryStats(total, {name: n for name, n in items.items() if n})
+
+
+def release_mapped(model) -> None:
+    """Copies what is left of a mapped weight file whose larger part was quantized, so that the file's pages can go.
+
+    safetensors hands tensors out as views of one mapping, which stays whole while one of them lives.
+    """
+    files = mapped_files()
+    in_use = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        found = next((f for f in files if f[0] <= tensor.data_ptr() < f[1]), None)
+        if found:
+            in_use.setdefault(found, []).append(tensor)
+    for (begin, end), tensors in in_use.items():
+        if storage_bytes(tensors) < MAPPED_IN_USE * (end - begin):
+            for tensor in tensors:
+                tensor.data = tensor.data.clone()
+
+
+def mapped_files() -> list[tuple[int, int]]:
+    """Address ranges where safetensors files are mapped; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    spans = (line.split()[0].split("-") for line in lines if line.endswith(".safetensors"))
+    return [(int(begin, 16), int(end, 16)) for begin, end in spans]
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the tensors, each storage once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def current_resident_bytes() -> int:
+    """Resident memory of this process now; 0 where the system does not tell."""
+    return _status("VmRSS") or 0
+
+
+def peak_resident_bytes() -> int:
+    """VmHWM of this process; where /proc is missing, the peak since its start."""
+    return _status("VmHWM") or resident_bytes()
+
+
+def _status(name: str) -> int | None:
+    try:
+        return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        return None
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
