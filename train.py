@@ -115,7 +115,7 @@ def make_plan(
     else:
         name = wishes.get("model_name") or plan.DEMO_MODEL
         files = hf_files.find(name, wishes.get("revision"), fetch=prepare, weights=prepare)
-    sizes = files and shape.of_files(files)
+    sizes = files and sizes_of(files, wishes.get("llama_pro_path"))
     kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
     settled = plan.resolve_plan(
@@ -141,6 +141,15 @@ def make_plan(
     if settled.settings.verbose:
         manager.print_summary()
     return settled, files, found
+
+
+def sizes_of(files: hf_files.ModelFiles, llama_pro_path: str | None) -> shape.ModelShape:
+    """The model's sizes, and how many of its layers are new where a run trains those."""
+    sizes = shape.of_files(files)
+    if not llama_pro_path:
+        return sizes
+    record = expansion.read_record(files.folder, f"--llama_pro_path {llama_pro_path}")
+    return replace(sizes, new_layers=len(record["new_layers"]))
 
 
 def manager_of(wishes: dict) -> tuple[BackendManager, Backend | None]:
@@ -453,12 +462,11 @@ def start(run: Run, found: rundir.Found | None) -> None:
 
 def predicted_memory(run: Run) -> dict:
     """memory.estimate for the run's largest microbatch, with loading beside the total."""
-    s, sizes = run.plan.settings, shape.of_files(run.files)
+    s, sizes = run.plan.settings, sizes_of(run.files, run.plan.settings.llama_pro_path)
     batch = largest_microbatch(run)
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
-    distinct = len(set(run.train_set.tokens.tolist()))
-    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several, distinct)
+    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
     predicted = memory.estimate(s, sizes, load, run.plan.backend)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes)

@@ -8,6 +8,7 @@ h hidden, f intermediate, q and k widths of query and key/value heads, T tokens 
 import re
 from dataclasses import dataclass, field
 
+from finetune.settings import CHANGES_BASE
 from finetune.shape import ModelShape
 from quantization_wrapper import weight_bytes
 
@@ -18,8 +19,8 @@ EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller tha
 LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
 DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
 GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-LOADING_BYTES = 20 * 2**20  # code that loading pages in
-READ_AT_ONCE = 2**16  # bytes that one touch of a mapped file brings in
+LOADING_BYTES = 20 * 2**20  # code that loading pages in, and what quantizing takes beside a weight
+LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS, here as many as shown to matter
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
 # part of what is kept, and of one layer where each layer's tensors come and go. With --low_memory larger blocks are mapped.
@@ -50,7 +51,6 @@ class Load:
     num_targets: int
     layout: str = "flat"
     several: bool = False
-    distinct: int | None = None  # different tokens in the data, where it was read
 
     @classmethod
     def full_rows(cls, rows: int, context_length: int, layout="flat", several=False) -> "Load":
@@ -138,20 +138,36 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
 
 
 def base_bytes(z: Sizes) -> int:
-    """Frozen weights as stored: quantized linears with their scales, all else in the weights' type. Experts are not quantized."""
+    """Frozen weights as stored: quantized linears and experts with their scales, all else in the weights' type."""
     if z.full:
         return 0
-    s, quantized = z.settings, 0
+    s, quantized, counted = z.settings, 0, 0
+    frozen = z.shape.num_weights - sum(new_weights(z))
     if s.train_type != "qlora":
-        return z.shape.num_weights * z.weight
+        return frozen * z.weight
     sizes = {}
-    for _, rows, columns in z.shape.linears:
+    for rows, columns in [item[1:] for item in z.shape.linears] + z.shape.expert_matrices():
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
+        counted += count * rows * columns
         quantized += count * weight_bytes(
-            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns
+            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns, z.weight
         )
-    return quantized + (z.shape.num_weights - z.shape.linear_weights) * z.weight
+    # New layers, which train, are none of them: the same part of the quantized as of all layers.
+    part = 1 - z.shape.new_layers / z.shape.num_layers
+    return int(quantized * part) + int(frozen - counted * part) * z.weight
+
+
+def new_weights(z: Sizes) -> list[int]:
+    """Weights of each tensor of the layers that expand.py added, which train whole; empty without them."""
+    shape = z.shape
+    if not shape.new_layers or z.full:
+        return []
+    layers = shape.new_layers / shape.num_layers
+    matrices = [rows * columns for _, rows, columns in shape.linears] + [
+        r * c for r, c in shape.expert_matrices()
+    ]
+    return [int(n * layers) for n in matrices]
 
 
 def trainable_tensors(z: Sizes) -> list[int]:
@@ -159,10 +175,23 @@ def trainable_tensors(z: Sizes) -> list[int]:
     if z.full:
         rest = z.shape.num_weights - z.shape.linear_weights
         return [rows * columns for _, rows, columns in z.shape.linears] + [rest]
+    if z.shape.new_layers:
+        return new_weights(z)
     r, tensors = z.settings.lora_rank, []
+    if adapts_experts(z):
+        experts = z.shape.num_experts or 1
+        for rows, columns in z.shape.expert_matrices():
+            tensors += [r * rows, r * columns * experts]
     for _, rows, columns in z.adapted:
         tensors += [r * rows, r * columns] + ([rows] if z.settings.use_dora else [])
     return tensors
+
+
+def adapts_experts(z: Sizes) -> bool:
+    """Whether experts held as one parameter get adapters of their own."""
+    s = z.settings
+    wanted = s.lora_target_modules == "all" and not s.use_dora
+    return wanted and not (z.full or z.shape.new_layers) and bool(z.shape.expert_matrices())
 
 
 def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
@@ -171,23 +200,12 @@ def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
     return OPTIMIZER_BYTES[z.settings.optimizer] * sum(tensors)
 
 
-def mapped(z: Sizes) -> bool:
-    """Whether unquantized weights stay views of the mapped file: where it holds them in the type that is asked for."""
-    stored, dense = z.shape.stored_bytes, z.shape.num_weights * z.weight
-    return bool(stored) and z.device == "cpu" and abs(stored - dense) < 0.02 * dense
-
-
-def unread_bytes(z: Sizes, load: Load) -> int:
-    """Pages of a mapped embedding that no token of the data names, so that nothing ever reads them from disk."""
-    if load.distinct is None or z.shape.tied or z.settings.train_type != "lora" or not mapped(z):
-        return 0
-    whole = z.shape.vocab_size * z.shape.hidden_size * z.weight
-    return max(0, whole - load.distinct * READ_AT_ONCE)
-
-
 def frozen_extras(z: Sizes) -> int:
-    """|w|^2 of each row, which DoRA keeps."""
-    return 4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora and not z.full else 0
+    """|w|^2 of each row, which DoRA keeps; the start of an adapter whose start changed the base."""
+    if z.full:
+        return 0
+    starts = 4 * sum(trainable_tensors(z)) if z.settings.init_lora_weights in CHANGES_BASE else 0
+    return starts + (4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora else 0)
 
 
 # ---- what a microbatch keeps for backward
@@ -250,7 +268,9 @@ def products_kept(z: Sizes) -> tuple[float, float]:
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
     k = shape.experts_per_token
-    inner = (3 + z.full) * (shape.expert_size or 0) + (1 + z.full) * shape.hidden_size
+    trains = z.full or adapts_experts(z)
+    inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
+    inner += 2 * z.settings.lora_rank if trains and not z.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
     return plain, routed
 
@@ -403,7 +423,6 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
         "logits": step["logits"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
-        "unread": -unread_bytes(z, load),
         "gathered": gathered_bytes(z) if ranks > 1 else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "allocator": allocator_bytes(z, load, kept),
@@ -431,10 +450,28 @@ def gathered_bytes(z: Sizes) -> int:
 
 
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
-    """Host memory at the peak of loading: the dense model in its type, and the mapped file where that is another type."""
+    """Host memory at the peak of loading: the base as it stays, and the weights in flight in their unquantized form.
+
+    Starts that look at unquantized weights have those whole first.
+    """
     z = Sizes(shape, settings)
-    dense = shape.num_weights * z.weight
-    stored = shape.stored_bytes or 2 * shape.num_weights
-    stored = 0 if abs(stored - dense) < 0.02 * dense else stored  # read without a copy
-    made = base_bytes(z) if settings.train_type == "qlora" else 0
-    return dense + max(stored, made) + LOADING_BYTES + 4 * sum(trainable_tensors(z)) * (not z.full)
+    trainable = 4 * sum(trainable_tensors(z))
+    if z.full or settings.init_lora_weights in (*CHANGES_BASE, "eva"):
+        whole = shape.num_weights * z.weight
+        return whole + LOADING_BYTES + trainable * (not z.full) + (base_bytes(z) if not z.full else 0)
+    largest = max(
+        shape.vocab_size * shape.hidden_size,
+        shape.largest_linear(),
+        *(r * c for r, c in shape.expert_matrices()),
+        0,
+    )
+    stored_width = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
+    workers = (
+        1
+        if settings.low_memory
+        else settings.loading_workers
+        if settings.loading_workers > 0
+        else LOADING_WORKERS
+    )
+    in_flight = workers * int(largest * (stored_width + (z.weight if z.weight != stored_width else 0)))
+    return base_bytes(z) + in_flight + LOADING_BYTES + trainable

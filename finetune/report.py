@@ -47,7 +47,7 @@ def ask_command(output_dir: str, form: str, row: dict) -> str:
 
 
 # Items of the prediction that only the total measures: one row of the table holds their sum.
-UNCOUNTED = ("logits", "workspace", "overlap", "unread", "libraries", "allocator", "gathered")
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "allocator", "gathered")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:

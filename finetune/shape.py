@@ -75,6 +75,7 @@ class ModelShape:
     dropout: float = 0.0  # of attention probabilities, where the config has one
     exact: bool = False  # from the files' own headers
     stored_bytes: int | None = None
+    new_layers: int = 0  # layers that expand.py added
 
     @classmethod
     def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
@@ -144,8 +145,21 @@ class ModelShape:
     def linear_weights(self) -> int:
         return sum(rows * columns for _, rows, columns in self.linears)
 
+    def expert_matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each parameter that holds all experts of a layer: gate and up together, and down."""
+        if not (self.num_experts and self.expert_size and self.expert_weights):
+            return []
+        one = FUSED_EXPERTS * self.hidden_size * self.expert_size
+        layers = self.expert_weights // (self.num_experts * one)
+        rows = self.num_experts * 2 * self.expert_size, self.num_experts * self.hidden_size
+        return [(rows[0], self.hidden_size), (rows[1], self.expert_size)] * layers
+
     def largest_linear(self) -> int:
-        return max((rows * columns for _, rows, columns in self.linears), default=0)
+        """Weights of the largest matrix that is made dense at once; of experts one is."""
+        sizes = [rows * columns for _, rows, columns in self.linears]
+        if self.num_experts and self.expert_size:
+            sizes.append(2 * self.hidden_size * self.expert_size)
+        return max(sizes, default=0)
 
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
@@ -215,6 +229,10 @@ def _computed(known: dict, text: dict) -> dict:
 
 
 def of_files(files) -> ModelShape:
-    """The shape of a checked model folder (hf_files.ModelFiles): from its weight files' headers where it has them."""
+    """The shape of a checked model folder (hf_files.ModelFiles): from its weight files' headers where it has them.
+
+    Files that are stored quantized hold codes, so their shapes say little: the config is asked.
+    """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
-    return ModelShape.from_config(files.config, read_headers(files.weight_files), size or None)
+    tensors = None if files.stored else read_headers(files.weight_files)
+    return ModelShape.from_config(files.config, tensors, size or None)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import quantization_wrapper
 from backend_manager import Backend, BackendManager
 from finetune import data, fit, memory, plan
 from finetune.cli import convert
@@ -18,7 +17,7 @@ from finetune.errors import PlanError
 from finetune.metrics import read_events
 from finetune.settings import Settings
 from finetune.shape import ModelShape, read_headers
-from finetune.torch_engine import adapters, attention, hf_model, loss, memory_count
+from finetune.torch_engine import adapters, attention, hf_model, loss
 from finetune.torch_engine.engine import TorchEngine
 from tests import tiny
 from tests.test_plan import NOW, capabilities, plan_of
@@ -132,17 +131,6 @@ def test_headers_give_the_sizes_of_any_model(architecture, tmp_path):
     assert {n for n, _, _ in shape.linears} == set(adapters.linear_names(model))
 
 
-@pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize(("method", "columns"), [("nf4", 128), ("nf4", 100), ("bnb", 128)])
-def test_bytes_of_a_quantized_weight_are_those_stored(method, columns, double_quant):
-    if method == "bnb":
-        pytest.importorskip("bitsandbytes")
-    config = quantization_wrapper.config_for(method, None, 64, double_quant)
-    layer = quantization_wrapper.quantized_linear(torch.randn(48, columns), None, config)
-    stored = sum(t.nbytes for t in layer.stored())
-    assert quantization_wrapper.weight_bytes(method, 4, 64, double_quant, 48, columns) == stored
-
-
 def test_constants_that_the_plan_repeats_are_the_engines():
     assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES and memory.GROUP_WASTE == attention.GROUP_WASTE
     assert memory.DEFAULT_TARGETS == adapters.DEFAULT_TARGETS
@@ -168,17 +156,6 @@ def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
     assert engine.counter.standing is standing
     names = ("base", "trainable", "gradients", "optimizer", "activations")
     assert [first[n] for n in names] == [second[n] for n in names]
-
-
-def test_what_is_left_of_a_mapped_file_is_copied_so_that_the_file_can_go(tmp_path):
-    engine, _ = engine_of("llama", settings_of("qlora"), tmp_path)
-    frozen = {n: p.clone() for n, p in engine.model.named_parameters()}
-    file = str(tmp_path / "model.safetensors")
-    if not any(file in line for line in Path("/proc/self/maps").read_text().splitlines()):
-        pytest.skip("this transformers reads the file into memory of its own")
-    memory_count.release_mapped(engine.model)
-    assert file not in Path("/proc/self/maps").read_text()
-    assert all(torch.equal(p, frozen[n]) for n, p in engine.model.named_parameters())
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

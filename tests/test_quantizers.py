@@ -85,7 +85,9 @@ def test_any_width_keeps_its_shape(columns):
     weight = torch.randn(6, columns)
     for double in (False, True):
         fmt = nf4_format(64, double)
-        back = nf4.dequantize(nf4.quantize(weight, fmt), torch.float32, weight.shape, fmt)
+        stored = nf4.quantize(weight, fmt)
+        assert sum(t.nbytes for t in stored.values()) == weight_bytes("nf4", 4, 64, double, *weight.shape)
+        back = nf4.dequantize(stored, torch.float32, weight.shape, fmt)
         assert back.shape == weight.shape
         # NF4's widest gap is 0.30 of a block's largest value (between its first two levels), so 0.16 bounds the rounding.
         assert (back - weight).abs().max() <= 0.16 * weight.abs().max()

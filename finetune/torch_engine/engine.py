@@ -297,8 +297,6 @@ class TorchEngine:
 
     def begin_memory(self, baseline: int) -> int:
         """Peak bytes of loading above `baseline`, which is the process after its imports; counts the training from here on."""
-        if self.settings.train_type == "qlora":
-            memory_count.release_mapped(self.model)
         settle_heap(self.settings.low_memory)
         return self.counter.begin(baseline)
 

@@ -15,8 +15,6 @@ from backend_manager import resident_bytes
 from finetune.engine import MemoryStats
 from finetune.quantizers.linear import QuantizedLinear
 
-MAPPED_IN_USE = 0.9  # of a mapped file's bytes: below this the copy of the rest is worth its while
-
 
 class Counter:
     """Counts each kind of tensor when it can have changed: weights once, moments after a step that made them, activations of
@@ -110,33 +108,6 @@ class Counter:
         }
         items = counted | {"workspace": total - sum(counted.values())}
         return MemoryStats(total, {name: n for name, n in items.items() if n})
-
-
-def release_mapped(model) -> None:
-    """Copies what is left of a mapped weight file whose larger part was quantized, so that the file's pages can go.
-
-    safetensors hands tensors out as views of one mapping, which stays whole while one of them lives.
-    """
-    files = mapped_files()
-    in_use = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        found = next((f for f in files if f[0] <= tensor.data_ptr() < f[1]), None)
-        if found:
-            in_use.setdefault(found, []).append(tensor)
-    for (begin, end), tensors in in_use.items():
-        if storage_bytes(tensors) < MAPPED_IN_USE * (end - begin):
-            for tensor in tensors:
-                tensor.data = tensor.data.clone()
-
-
-def mapped_files() -> list[tuple[int, int]]:
-    """Address ranges where safetensors files are mapped; none where the system does not tell."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    spans = (line.split()[0].split("-") for line in lines if line.endswith(".safetensors"))
-    return [(int(begin, 16), int(end, 16)) for begin, end in spans]
 
 
 def storage_bytes(tensors) -> int:
