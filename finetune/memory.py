@@ -19,7 +19,10 @@ EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller tha
 LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
 DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
 GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-LOADING_BYTES = 20 * 2**20  # code that loading pages in, and what quantizing takes beside a weight
+LOADING_BYTES, QUANTIZING_BYTES = (
+    36 * 2**20,
+    20 * 2**20,
+)  # code that loading pages in; what quantizing takes beside weights
 LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS, here as many as shown to matter
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
@@ -459,19 +462,12 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     if z.full or settings.init_lora_weights in (*CHANGES_BASE, "eva"):
         whole = shape.num_weights * z.weight
         return whole + LOADING_BYTES + trainable * (not z.full) + (base_bytes(z) if not z.full else 0)
-    largest = max(
-        shape.vocab_size * shape.hidden_size,
-        shape.largest_linear(),
-        *(r * c for r, c in shape.expert_matrices()),
-        0,
-    )
-    stored_width = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
-    workers = (
-        1
-        if settings.low_memory
-        else settings.loading_workers
-        if settings.loading_workers > 0
-        else LOADING_WORKERS
-    )
-    in_flight = workers * int(largest * (stored_width + (z.weight if z.weight != stored_width else 0)))
-    return base_bytes(z) + in_flight + LOADING_BYTES + trainable
+    if settings.train_type != "qlora":
+        return base_bytes(z) + LOADING_BYTES + trainable
+    stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
+    width = stored + (z.weight if z.weight != round(stored) else 0)
+    # Files hold experts one by one; they are joined, twice, before they are quantized. Embeddings come first, when little is there.
+    experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
+    workers = settings.loading_workers if settings.loading_workers > 0 else LOADING_WORKERS
+    in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if settings.low_memory else workers)
+    return base_bytes(z) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
