@@ -36,6 +36,7 @@ READS = {
 DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
     ("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"),
 )  # fmt: skip
+OUTER_NAMES = ("model.embed_tokens", "lm_head")  # as most models call them
 LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused by torch: their input is kept, no fp32 copy
 PARALLEL_BLOCKS = ("falcon", "cohere")
 FOUR_NORMS = ("gemma2", "gemma3")
@@ -119,22 +120,27 @@ class Sizes:
         return self.shape.num_kv_heads * self.shape.head_dim
 
 
+def named(wish: str, name: str) -> bool:
+    """Whether a list of names or endings, or a regex on whole names, names this layer."""
+    if re.fullmatch(r"[\w.,\s]+", wish):
+        return any(f".{name}".endswith(f".{end.strip()}") for end in wish.split(",") if end.strip())
+    try:
+        return bool(re.fullmatch(wish, name))
+    except re.error:  # told when the model is there
+        return False
+
+
 def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
-    """The linears that get an adapter; all of them where every weight trains."""
+    """The linears that get an adapter, embeddings and head among them where named; all of them where every weight trains."""
     wish = settings.lora_target_modules
     if settings.train_type == "full" or wish == "all":
         return list(shape.linears)
-    leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
     if wish == "default":
+        leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
         chosen = next((t for t in DEFAULT_TARGETS if leaves & set(t)), ())
         return [item for item in shape.linears if item[0].rpartition(".")[2] in chosen]
-    if re.fullmatch(r"[\w.,\s]+", wish):
-        endings = [e.strip() for e in wish.split(",") if e.strip()]
-        return [item for item in shape.linears if any(f".{item[0]}".endswith(f".{e}") for e in endings)]
-    try:
-        return [item for item in shape.linears if re.fullmatch(wish, item[0])]
-    except re.error:  # told when the model is there
-        return []
+    outer = [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
+    return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
 
 
 # ---- what stands all the time
@@ -181,20 +187,24 @@ def trainable_tensors(z: Sizes) -> list[int]:
     if z.shape.new_layers:
         return new_weights(z)
     r, tensors = z.settings.lora_rank, []
-    if adapts_experts(z):
-        experts = z.shape.num_experts or 1
-        for rows, columns in z.shape.expert_matrices():
-            tensors += [r * rows, r * columns * experts]
+    for rows, columns in adapted_experts(z):
+        tensors += [r * rows, r * columns * z.shape.num_experts]
     for _, rows, columns in z.adapted:
         tensors += [r * rows, r * columns] + ([rows] if z.settings.use_dora else [])
     return tensors
 
 
-def adapts_experts(z: Sizes) -> bool:
-    """Whether experts held as one parameter get adapters of their own."""
-    s = z.settings
-    wanted = s.lora_target_modules == "all" and not s.use_dora
-    return wanted and not (z.full or z.shape.new_layers) and bool(z.shape.expert_matrices())
+def adapted_experts(z: Sizes) -> list[tuple[int, int]]:
+    """(rows, columns) of the parameters of experts that get an adapter of their own."""
+    s, matrices = z.settings, z.shape.expert_matrices()
+    if z.full or z.shape.new_layers or s.use_dora:
+        return []
+    names = [
+        f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}"
+        for i in range(len(matrices))
+    ]
+    wish = s.lora_target_modules
+    return [m for m, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]
 
 
 def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
@@ -271,7 +281,7 @@ def products_kept(z: Sizes) -> tuple[float, float]:
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
     k = shape.experts_per_token
-    trains = z.full or adapts_experts(z)
+    trains = z.full or bool(adapted_experts(z))
     inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
     inner += 2 * z.settings.lora_rank if trains and not z.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
@@ -413,7 +423,9 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     gradients, cached = 4 * sum(tensors), 0
     if settings.train_type == "qlora" and settings.cache_dequantized == "true":
         whole = settings.group_size if settings.quantization_backend == "nf4" and z.compute == 4 else 1
-        cached = z.compute * sum(rows * -(-columns // whole) * whole for _, rows, columns in shape.linears)
+        dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
+        cached = z.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
+        cached = int(cached * (1 - shape.new_layers / shape.num_layers))
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
     items = {
