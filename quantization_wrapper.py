@@ -37,7 +37,7 @@ class QuantizationMethod(str, Enum):
 class Method:
     """A row of METHODS. `module` has its quantize and dequantize. `code_books`: the quant types of each width, the usual one
     first; none: one scale a row. `package` must be importable; `install` is the line that makes it so. `double_quant`: widths
-    whose scales can be quantized too. `whole`: widths whose result depends on the whole matrix, not on rows alone.
+    whose scales can be quantized too. `row_groups`: groups must fill a row. `whole`: widths whose result depends on the whole matrix, not on rows alone.
     """
 
     module: str
@@ -47,6 +47,7 @@ class Method:
     package: str | None = None
     install: str = ""
     double_quant: tuple[int, ...] = ()
+    row_groups: bool = False
     whole: tuple[int, ...] = ()
 
     @property
@@ -68,16 +69,16 @@ METHODS = {
     ),
     "hqq": Method(
         "finetune.quantizers.hqq", {bits: ("affine",) for bits in (4, 8, 3, 2)}, POWERS[:7], whole=(4, 8, 3, 2),
-        package="hqq", install="pip install hqq",
+        package="hqq", install="pip install hqq", row_groups=True,
         summary="half-quadratic quantization: scales and zeros solved for each matrix",
     ),
     "quanto": Method(
         "finetune.quantizers.quanto", {4: ("affine",), 8: (), 2: ("affine",)}, POWERS[:7],
-        package="optimum.quanto", install="pip install optimum-quanto",
+        package="optimum.quanto", install="pip install optimum-quanto", row_groups=True,
         summary="optimum-quanto: int4 and int2 by group, int8 with one scale a row",
     ),
     "mlx": Method(
-        "finetune.quantizers.mlx", {bits: ("affine",) for bits in (4, 8, 6, 5, 3, 2)}, (32, 64, 128),
+        "finetune.quantizers.mlx", {bits: ("affine",) for bits in (4, 8, 6, 5, 3, 2)}, (32, 64, 128), row_groups=True,
         summary="MLX's affine format in plain torch: the same packed bits as mx.quantize",
     ),
 }  # fmt: skip
@@ -193,6 +194,11 @@ def unsupported(
 def row_scaled(backend: str, bits: int) -> bool:
     """Whether there is one scale a row, so that the group size does not matter."""
     return not METHODS[backend].code_books[bits]
+
+
+def unfilled(backend: str, bits: int, group_size: int, columns: int) -> bool:
+    """Whether groups would not fill a row of that many columns, for a method that needs them to."""
+    return METHODS[backend].row_groups and not row_scaled(backend, bits) and bool(columns % group_size)
 
 
 def weight_bytes(

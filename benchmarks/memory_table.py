@@ -95,7 +95,7 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
 
 
 def off(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured else ("0" if not predicted else "new")
+    return f"{predicted / measured - 1:+.1%}" if measured > MIB else ""
 
 
 def row(cell: tuple, result: dict) -> list[str]:

@@ -24,7 +24,7 @@ LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS, here as many a
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
 # part of what is kept, and of one layer where each layer's tensors come and go. With --low_memory larger blocks are mapped.
-HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.15, 3.8, 0.25
+HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.2, 3.6, 0.25
 # Leaves that read one input, and which: autograd keeps it once.
 READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),

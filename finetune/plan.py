@@ -457,6 +457,7 @@ class _Resolver:
         problem = quantization_wrapper.unsupported(name, *asked)
         if problem:
             raise PlanError(problem)
+        self.groups(name)
         found = self.probe(name, v["n_bits"])
         if found and found["error"]:
             raise PlanError(
@@ -473,6 +474,23 @@ class _Resolver:
             self.notices.append(
                 "quantization on a CPU saves memory, not time: weights are dequantized at each use"
             )
+
+    def groups(self, name):
+        """Refuses a group size that some layer's rows are no multiple of, where the method needs that."""
+        v = self.values
+        linears = () if self.stored or not self.shape else self.shape.linears
+        for layer, _, columns in linears:
+            if quantization_wrapper.unfilled(name, v["n_bits"], v["group_size"], columns):
+                sizes = quantization_wrapper.METHODS[name].group_sizes
+                fine = [g for g in sizes if not any(c % g for _, _, c in linears)]
+                use = (
+                    f"Use --group_size {fine[-1]}"
+                    if fine
+                    else "Use --quantization_backend nf4, which takes any width"
+                )
+                raise PlanError(
+                    f"--group_size {v['group_size']}: does not divide the {columns} columns of {layer}, as {name} needs. {use}."
+                )
 
     def first_quantizer(self):
         """auto: the first of AUTO_ORDER that has what is asked for and passes its probe here."""

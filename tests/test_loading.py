@@ -80,6 +80,24 @@ def test_any_number_of_workers_loads_the_same(tmp_path):
     assert all(torch.equal(states[0][k], s[k]) for s in states[1:] for k in states[0])
 
 
+def test_models_built_in_several_threads_at_once_leave_torch_as_it_was(tmp_path):
+    import threading
+
+    tiny.build("llama").save_pretrained(tmp_path)
+    register, built = torch.nn.Module.register_parameter, []
+    threads = [
+        threading.Thread(target=lambda: built.append(loading.load_dense(tmp_path, torch.float32)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    beside = [torch.nn.Linear(2, 2) for _ in range(200)]  # made meanwhile, by another thread
+    for thread in threads:
+        thread.join()
+    assert len(built) == 4 and torch.nn.Module.register_parameter is register
+    assert not any(layer.weight.is_meta for layer in beside)
+
+
 def edited(folder, change):
     """Rewrites model.safetensors of a folder after `change(tensors)`."""
     tensors = load_file(folder / "model.safetensors")

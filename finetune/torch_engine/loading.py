@@ -56,21 +56,28 @@ class Checkpoint:
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
 
 
+_building = threading.Lock()
+
+
 @contextlib.contextmanager
 def _parameters_on_meta():
-    """Modules made inside have parameters without memory; their buffers are real, so that nothing computed is lost."""
-    register = nn.Module.register_parameter
+    """Modules made inside, by this thread, have parameters without memory; their buffers are real, so that nothing computed is lost.
 
-    def register_on_meta(module, name, parameter):
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    torch has no hook for it, so nn.Module's own method is changed for that while: one thread at a time, others see no change.
+    """
+    with _building:
+        register, builder = nn.Module.register_parameter, threading.get_ident()
 
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+        def register_on_meta(module, name, parameter):
+            if parameter is not None and threading.get_ident() == builder:
+                parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            register(module, name, parameter)
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
 
 
 def empty_model(folder, dtype: torch.dtype):
