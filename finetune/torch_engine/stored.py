@@ -80,7 +80,7 @@ def _bnb4(name, checkpoint):
     key = next(n for n in checkpoint.file_of if n.startswith(f"{name}.quant_state.bitsandbytes__"))
     state = json.loads(bytes(checkpoint.read(key).tolist()))
     shape, block, nested = tuple(state["shape"]), state["blocksize"], "nested_blocksize" in state
-    by_rows = (shape[0], -1) if shape[1] % block == 0 else (1, -1)
+    by_rows = (shape[0], -1) if shape[1] % block == 0 else (-1,)
     packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
     tensors = {"packed": packed.view(torch.uint8).reshape(by_rows)}
     if nested:
