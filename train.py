@@ -568,6 +568,10 @@ def run_plan(
         except launch.EXPECTED as error:
             code = error.exit_code
             raise
+        except RuntimeError as error:
+            if watch and watch.explains(error):
+                code = RankLost.exit_code
+            raise
         finally:
             if run.metrics:
                 end_event(run, status, code, time.perf_counter() - began)
@@ -739,9 +743,8 @@ def run_rank(world: ranks.World, store, wire: dict) -> plan.TrainState:
             return plan.TrainState(status="failed", exit_code=error.exit_code)
         raise
     except RuntimeError as error:
-        if not mesh.peer_is_gone(error):
+        if not watch.explains(error):
             raise
-        watch.wait_for_verdict()
         raise RankLost(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
 
 

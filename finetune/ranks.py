@@ -235,10 +235,14 @@ class Watch(threading.Thread):
     A closed connection is a dead rank, `timeout_s` without a word a silent one: the process may be stopped or its host gone.
     Then this rank writes the stacks of its threads into `stacks` and leaves with code 69, whatever it was waiting in.
     `speak(text)` is called in one rank only, with the line that names the rank; `last_words(code)` before each ends.
+    `peer_is_gone(error)`: whether an exception is a collective's that broke.
     """
 
-    def __init__(self, world: World, timeout_s: float, stacks: Path, speak, listener=None, address=None):
+    def __init__(
+        self, world: World, timeout_s: float, stacks: Path, speak, peer_is_gone, listener=None, address=None
+    ):
         super().__init__(daemon=True, name="watch")
+        self.peer_is_gone = peer_is_gone
         self.world, self.timeout_s, self.stacks, self.speak = world, timeout_s, stacks, speak
         self.listener, self.closing = listener, threading.Event()
         self.lock, self.last_words = threading.Lock(), lambda code: None
@@ -339,8 +343,10 @@ class Watch(threading.Thread):
                 self.speak(text)
             for rank in self.peers:
                 self._tell(rank, f"end {code} {text}")
-            self.last_words(code)
-            os._exit(code)
+            try:
+                self.last_words(code)
+            finally:
+                os._exit(code)
 
     def _dump_stacks(self) -> None:
         with contextlib.suppress(OSError):
@@ -354,9 +360,13 @@ class Watch(threading.Thread):
 
     # ---- for the main thread
 
-    def wait_for_verdict(self) -> None:
-        """Call it when a collective broke: the watch ends this process with the line that names the rank, within a moment."""
-        time.sleep(GRACE_S / 2)
+    def explains(self, error: BaseException) -> bool:
+        """Whether a collective broke because of another rank. Waits then: the watch ends this process within a moment, with the
+        line that names the rank, unless it finds all of them well.
+        """
+        gone = self.peer_is_gone(error)
+        self.closing.wait(GRACE_S / 2 if gone else 0)
+        return gone
 
     def fail(self, code: int, text: str) -> None:
         """Call it before leaving with a failure of this rank, so that the others leave too."""

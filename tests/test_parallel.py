@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,17 +109,14 @@ def in_default(layout, kind):
 
 
 def check(figures, kind):
-    allowed = {
-        "loss": LOSS,
-        "gradients": GRADIENTS,
-        "norm": NORMS,
-        "norms": NORMS_FULL if kind == "full" else 2 * NORMS,
-    }
+    # With scales in 8 bits the gradients are smaller sums of larger terms.
+    norms = NORMS_FULL if kind == "full" else 3 * NORMS if kind.endswith("double") else NORMS
+    allowed = {"loss": LOSS, "gradients": GRADIENTS, "norm": NORMS, "norms": norms}
     for name, limit in allowed.items():
         assert figures[name] <= limit, (name, figures)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_train_as_one_process_does(size, tmp_path):
     wanted = [
         (n, k, "llama")
@@ -158,7 +156,16 @@ def base(tiny_model, rows_file):
 
 
 def command(base, *more):
-    return [sys.executable, "-W", "ignore", ROOT / "train.py", *base, *more]
+    """The program's command line; of a flag given twice the later value."""
+    words = [*base, *more]
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    return [
+        sys.executable,
+        "-W",
+        "ignore",
+        ROOT / "train.py",
+        *(word for pair in flags.items() for word in pair),
+    ]
 
 
 def finish(argv, timeout_s=120, **environment):
@@ -217,6 +224,7 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
     torchrun = [
         sys.executable,
@@ -260,6 +268,7 @@ def by_hand(base, folder, *more, size=2):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tmp_path):
     processes = by_hand(base, tmp_path / "out")
     try:
@@ -271,6 +280,7 @@ def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tm
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_path):
     code, out, err = finish(
         command(base, "--batch_size", 99, "--world_size", 2, "--output_dir", tmp_path / "out")
@@ -285,41 +295,30 @@ def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_pa
     assert "".join(err for _, err in said).count("error: --lora_target_modules nope") == 1
 
 
-def test_a_run_goes_on_over_other_numbers_of_ranks(base, alone, tmp_path):
+@pytest.mark.slow
+def test_a_run_goes_on_over_other_numbers_of_ranks(base, tmp_path):
     """1 -> 2 -> 4 -> 1 ranks: the rows of each step, its loss, and the optimizer's state are those of one process."""
-    folder = tmp_path / "out"
-    flags = [*base, "--save_every", 3, "--keep_last", 9, "--output_dir", folder, "--num_epochs", 1]
-    for ranks_now, epochs in ((1, 1), (2, 2), (4, 3), (1, 4)):
-        more = [
-            "--num_epochs",
-            epochs,
-            *(["--batch_size", 4] if epochs == 1 else ["--resume", "auto"]),
-            "--world_size",
-            ranks_now,
-        ]
-        flags_now = flags[:-2] + more
-        code, out, err = finish(command(flags_now))
-        assert code == 0, err
-        assert ("saved by another number of ranks" in out) == (epochs > 1)
-    code, _, err = finish(
-        command(flags[:-2], "--num_epochs", 1, "--batch_size", 4, "--output_dir", tmp_path / "one")
-    )
-    assert code == 0, err
-    for epochs in (2, 3, 4):
-        code, _, err = finish(
-            command(flags[:-4], "--output_dir", tmp_path / "one", "--num_epochs", epochs, "--resume", "auto")
-        )
-        assert code == 0, err
-    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
+    started = [*base, "--save_every", 3, "--batch_size", 4, "--num_epochs", 1]
+    resumed = [*base, "--save_every", 3, "--resume", "auto"]
+    for name, worlds in (("many", (1, 2, 4, 1)), ("one", (1, 1, 1, 1))):
+        for epochs, world in enumerate(worlds, 1):
+            flags = started if epochs == 1 else resumed
+            code, out, err = finish(
+                command(flags, "--num_epochs", epochs, "--world_size", world, "--output_dir", tmp_path / name)
+            )
+            assert code == 0, err
+            assert ("saved by another number of ranks" in out) == (name == "many" and epochs > 1)
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
     one, many = (
-        load_file(checkpoint.newest(f)[0].folder / "optimizer.safetensors")
-        for f in (tmp_path / "one", folder)
+        load_file(checkpoint.newest(tmp_path / n)[0].folder / "optimizer.safetensors")
+        for n in ("one", "many")
     )
     assert one.keys() == many.keys()
     for name in one:
-        np.testing.assert_allclose(many[name], one[name], atol=1e-5 * np.abs(one[name]).max() + 1e-12)
+        np.testing.assert_allclose(many[name], one[name], atol=1e-4 * np.abs(one[name]).max())
 
 
+@pytest.mark.slow
 def test_the_same_number_of_ranks_resumes_bitwise(base, tmp_path):
     flags = [
         *base,
@@ -336,8 +335,6 @@ def test_the_same_number_of_ranks_resumes_bitwise(base, tmp_path):
     ]
     code, _, err = finish(command(flags, "--output_dir", tmp_path / "whole"))
     assert code == 0, err
-    import shutil
-
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     for later in checkpoint.steps_of(tmp_path / "part")[:-1]:
         shutil.rmtree(later)
@@ -374,6 +371,7 @@ def rank_process(parent: int, rank: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(base, tmp_path, victim):
     flags = [*base, *LONG, "--world_size", 2, "--batch_size", 2, "--output_dir", tmp_path / "out"]
@@ -393,7 +391,6 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(
         assert len(mine) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in mine)
     finally:
         ranks.finish(process)
-    flags[flags.index("--num_epochs") + 1] = 1
     resumed = [
         *base,
         *LONG,
@@ -411,6 +408,7 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_stacks(base, tmp_path, victim):
     flags = [
@@ -439,7 +437,7 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, victim):
     processes = by_hand(base, tmp_path / "out", *LONG)
     try:
@@ -453,6 +451,7 @@ def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, vi
     assert err.strip() == f"error: rank {victim} of 2 died; the others were ended. Start it again."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     flags = [

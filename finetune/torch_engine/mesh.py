@@ -41,9 +41,10 @@ def watch(world: World, store, timeout_s: float, stacks, speak) -> Watch:
         listener = Watch.listen()
         host = "127.0.0.1" if world.size == world.local_size else os.environ["MASTER_ADDR"]
         store.set("watch", json.dumps([host, listener.getsockname()[1]]))
-        started = Watch(world, timeout_s, stacks, speak, listener=listener)
+        started = Watch(world, timeout_s, stacks, speak, peer_is_gone, listener=listener)
     else:
-        started = Watch(world, timeout_s, stacks, speak, address=tuple(json.loads(store.get("watch"))))
+        address = tuple(json.loads(store.get("watch")))
+        started = Watch(world, timeout_s, stacks, speak, peer_is_gone, address=address)
     started.start()
     return started
 
