@@ -23,7 +23,7 @@ def build_parser() -> Parser:
         "--output_dir", required=True, metavar="DIR", help="the new model folder; must not exist, or be empty"
     )
     parser.add_argument(
-        "--expansion_rate", type=float, default=0.1, metavar="X", help="new layers for each old one (default: 0.1)"
+        "--expansion_rate", type=float, metavar="X", help="new layers for each old one (default: 0.1)"
     )  # fmt: skip
     parser.add_argument(
         "--num_new_blocks", type=int, metavar="N", help="the number of new layers, instead of the rate"
@@ -34,11 +34,14 @@ def build_parser() -> Parser:
 def choose(args, num_layers: int) -> int:
     from finetune import expansion
 
-    if args.num_new_blocks is None and not 0 < args.expansion_rate <= 1:
-        raise PlanError(f"--expansion_rate {args.expansion_rate}: must be above 0 and at most 1. Use 0.1.")
-    number = args.num_new_blocks
+    number, rate = args.num_new_blocks, args.expansion_rate
+    if number is not None and rate is not None:
+        raise PlanError(f"--expansion_rate {rate}: contradicts --num_new_blocks {number}. Give one of them.")
+    rate = 0.1 if rate is None else rate
+    if not 0 < rate <= 1:
+        raise PlanError(f"--expansion_rate {rate}: must be above 0 and at most 1. Use 0.1.")
     if number is None:
-        number = expansion.num_new_blocks(num_layers, args.expansion_rate)
+        number = expansion.num_new_blocks(num_layers, rate)
     if not 1 <= number <= num_layers:
         raise PlanError(f"--num_new_blocks {number}: must be 1 to {num_layers}, the layers there are.")
     return number
@@ -133,10 +136,12 @@ def prove(blocks, files, beside, config, grown, count_key, order, last, said) ->
 
     upto = max(i for i, source in enumerate(order) if source <= last) + 1
     before = blocks.logits_of(
-        list(files.folder.glob("model*.safetensors*")), expansion.resized(config, count_key, range(last + 1))
+        list(files.folder.glob("model*.safetensors*")),
+        expansion.resized(config, count_key, range(last + 1)),
+        said,
     )
     after = blocks.logits_of(
-        list(beside.glob("model*.safetensors*")), expansion.resized(grown, count_key, range(upto))
+        list(beside.glob("model*.safetensors*")), expansion.resized(grown, count_key, range(upto)), said
     )
     off = ((after - before).abs().max() / before.abs().max()).item()
     if not off <= 1e-5:

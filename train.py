@@ -620,12 +620,17 @@ def show_sample(run: Run, when: str) -> None:
 def examine(wishes: dict) -> None:
     """What --doctor and --recommend print."""
     manager, _ = manager_of(wishes)
-    if wishes.get("doctor", "false") != "false":
-        found = doctor.examine(manager)
-        as_json = wishes["doctor"] == "json"
-        print(doctor.as_json(found) if as_json else "\n".join(doctor.lines(manager, found)))
-    if wishes.get("recommend"):
-        print("\n".join(doctor.recommend(manager)))
+    if CAPABILITIES[manager.backend].engine not in ENGINES:
+        raise PlanError(f"--backend {manager.backend}: this version has no engine for it. Use --backend cpu.")
+    advice = doctor.recommend(manager) if wishes.get("recommend") else []
+    if wishes.get("doctor", "false") == "false":
+        print("\n".join(advice))
+        return
+    found = doctor.examine(manager)
+    if wishes["doctor"] == "json":
+        print(doctor.as_json(found | ({"recommend": advice} if advice else {})))
+    else:
+        print("\n".join([*doctor.lines(manager, found), *advice]))
 
 
 def fine_tune(**flags) -> plan.TrainState:

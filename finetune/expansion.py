@@ -176,7 +176,10 @@ def read_record(folder: Path, said: str) -> dict:
     if file.is_file():
         try:
             record = json.loads(file.read_text())
-            numbers = [int(i) for i in record["new_layers"]]
+            numbers = record["new_layers"]
+            plain = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
+            if not plain or not numbers or len(set(numbers)) < len(numbers):
+                raise ValueError(f"new_layers is {numbers!r}, must be different whole numbers from 0")
             return {**record, "layers": str(record["layers"]), "new_layers": numbers}
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{said}: {RECORD} cannot be read ({error}). Expand the model again.") from None

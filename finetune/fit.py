@@ -63,7 +63,7 @@ class Change:
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def parse_size(text: str, flag: str = "--assume_memory") -> int:
@@ -214,7 +214,7 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     def offer(text, price, **new):
         other = replace(s, **new)
         took = needs(other, shape, room)
-        if took < now:
+        if now - took >= now / 1000:
             found.append(Change(text, price, other, now - took, took <= room.usable))
 
     if s.microbatch_tokens > s.context_length:

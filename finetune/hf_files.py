@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+import quantization_wrapper
 from finetune.errors import PlanError
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -147,6 +148,8 @@ def read_folder(
         check_safetensors(path, said)
     tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
     stored = stored_format(config, said)
+    if stored:
+        stored |= as_stored(weights, stored, said)
     return ModelFiles(name, folder, revision, config, weights, tokenizer, source, stored)
 
 
@@ -231,6 +234,13 @@ def stored_format(config: dict, said: str) -> dict | None:
                 }
             if isinstance(how, dict) and method is None and {"bits", "group_size"} <= how.keys():
                 if how.get("mode", "affine") == "affine":
+                    bits, group = how["bits"], how["group_size"]
+                    numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
+                    if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
+                        raise PlanError(
+                            f"{said}: config.json's {key} says bits {bits!r} and group_size {group!r}; MLX's affine format has "
+                            f"{', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and groups of 32, 64 or 128. {AGAIN}"
+                        )
                     return {
                         "quantization_backend": "mlx",
                         "n_bits": how["bits"],
@@ -244,6 +254,27 @@ def stored_format(config: dict, said: str) -> dict | None:
                 "was made from."
             )
     return None
+
+
+def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
+    """What the files themselves say of a format that config.json claims: bitsandbytes' blocks and code book."""
+    from safetensors import safe_open
+
+    scales = False
+    for path in files:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():
+                if ".quant_state.bitsandbytes__" in name:
+                    state = json.loads(bytes(file.get_tensor(name).tolist()))
+                    return {"group_size": state["blocksize"], "quant_type": state["quant_type"]}
+                scales = scales or name.endswith((".scales", ".SCB", ".absmax"))
+    if not scales:
+        raise PlanError(
+            f"{said}: config.json says its weights are stored quantized ({claimed['quantization_backend']} at "
+            f"{claimed['n_bits']} bits), and its files hold plain ones. Remove quantization_config from config.json, or give "
+            "another folder."
+        )
+    return {}
 
 
 def known_model_type(model_type: str) -> bool:

@@ -19,7 +19,10 @@ EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller tha
 LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
 DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
 GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-LOADING_BYTES = 20 * 2**20  # code that loading pages in, and what quantizing takes beside a weight
+LOADING_BYTES, QUANTIZING_BYTES = (
+    36 * 2**20,
+    20 * 2**20,
+)  # code that loading pages in; what quantizing takes beside weights
 LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS, here as many as shown to matter
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
@@ -33,6 +36,7 @@ READS = {
 DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
     ("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"),
 )  # fmt: skip
+OUTER_NAMES = ("model.embed_tokens", "lm_head")  # as most models call them
 LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused by torch: their input is kept, no fp32 copy
 PARALLEL_BLOCKS = ("falcon", "cohere")
 FOUR_NORMS = ("gemma2", "gemma3")
@@ -116,22 +120,27 @@ class Sizes:
         return self.shape.num_kv_heads * self.shape.head_dim
 
 
+def named(wish: str, name: str) -> bool:
+    """Whether a list of names or endings, or a regex on whole names, names this layer."""
+    if re.fullmatch(r"[\w.,\s]+", wish):
+        return any(f".{name}".endswith(f".{end.strip()}") for end in wish.split(",") if end.strip())
+    try:
+        return bool(re.fullmatch(wish, name))
+    except re.error:  # told when the model is there
+        return False
+
+
 def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
-    """The linears that get an adapter; all of them where every weight trains."""
+    """The linears that get an adapter, embeddings and head among them where named; all of them where every weight trains."""
     wish = settings.lora_target_modules
     if settings.train_type == "full" or wish == "all":
         return list(shape.linears)
-    leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
     if wish == "default":
+        leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
         chosen = next((t for t in DEFAULT_TARGETS if leaves & set(t)), ())
         return [item for item in shape.linears if item[0].rpartition(".")[2] in chosen]
-    if re.fullmatch(r"[\w.,\s]+", wish):
-        endings = [e.strip() for e in wish.split(",") if e.strip()]
-        return [item for item in shape.linears if any(f".{item[0]}".endswith(f".{e}") for e in endings)]
-    try:
-        return [item for item in shape.linears if re.fullmatch(wish, item[0])]
-    except re.error:  # told when the model is there
-        return []
+    outer = [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
+    return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
 
 
 # ---- what stands all the time
@@ -178,20 +187,24 @@ def trainable_tensors(z: Sizes) -> list[int]:
     if z.shape.new_layers:
         return new_weights(z)
     r, tensors = z.settings.lora_rank, []
-    if adapts_experts(z):
-        experts = z.shape.num_experts or 1
-        for rows, columns in z.shape.expert_matrices():
-            tensors += [r * rows, r * columns * experts]
+    for rows, columns in adapted_experts(z):
+        tensors += [r * rows, r * columns * z.shape.num_experts]
     for _, rows, columns in z.adapted:
         tensors += [r * rows, r * columns] + ([rows] if z.settings.use_dora else [])
     return tensors
 
 
-def adapts_experts(z: Sizes) -> bool:
-    """Whether experts held as one parameter get adapters of their own."""
-    s = z.settings
-    wanted = s.lora_target_modules == "all" and not s.use_dora
-    return wanted and not (z.full or z.shape.new_layers) and bool(z.shape.expert_matrices())
+def adapted_experts(z: Sizes) -> list[tuple[int, int]]:
+    """(rows, columns) of the parameters of experts that get an adapter of their own."""
+    s, matrices = z.settings, z.shape.expert_matrices()
+    if z.full or z.shape.new_layers or s.use_dora:
+        return []
+    names = [
+        f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}"
+        for i in range(len(matrices))
+    ]
+    wish = s.lora_target_modules
+    return [m for m, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]
 
 
 def optimizer_bytes(z: Sizes, tensors: list[int]) -> int:
@@ -268,7 +281,7 @@ def products_kept(z: Sizes) -> tuple[float, float]:
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
     k = shape.experts_per_token
-    trains = z.full or adapts_experts(z)
+    trains = z.full or bool(adapted_experts(z))
     inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
     inner += 2 * z.settings.lora_rank if trains and not z.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
@@ -410,7 +423,9 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     gradients, cached = 4 * sum(tensors), 0
     if settings.train_type == "qlora" and settings.cache_dequantized == "true":
         whole = settings.group_size if settings.quantization_backend == "nf4" and z.compute == 4 else 1
-        cached = z.compute * sum(rows * -(-columns // whole) * whole for _, rows, columns in shape.linears)
+        dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
+        cached = z.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
+        cached = int(cached * (1 - shape.new_layers / shape.num_layers))
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
     items = {
@@ -459,19 +474,12 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     if z.full or settings.init_lora_weights in (*CHANGES_BASE, "eva"):
         whole = shape.num_weights * z.weight
         return whole + LOADING_BYTES + trainable * (not z.full) + (base_bytes(z) if not z.full else 0)
-    largest = max(
-        shape.vocab_size * shape.hidden_size,
-        shape.largest_linear(),
-        *(r * c for r, c in shape.expert_matrices()),
-        0,
-    )
-    stored_width = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
-    workers = (
-        1
-        if settings.low_memory
-        else settings.loading_workers
-        if settings.loading_workers > 0
-        else LOADING_WORKERS
-    )
-    in_flight = workers * int(largest * (stored_width + (z.weight if z.weight != stored_width else 0)))
-    return base_bytes(z) + in_flight + LOADING_BYTES + trainable
+    if settings.train_type != "qlora":
+        return base_bytes(z) + LOADING_BYTES + trainable
+    stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
+    width = stored + (z.weight if z.weight != round(stored) else 0)
+    # Files hold experts one by one; they are joined, twice, before they are quantized. Embeddings come first, when little is there.
+    experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
+    workers = settings.loading_workers if settings.loading_workers > 0 else LOADING_WORKERS
+    in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if settings.low_memory else workers)
+    return base_bytes(z) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

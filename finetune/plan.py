@@ -301,7 +301,7 @@ class _Resolver:
                 if self.given(name):
                     raise PlanError(f"--{name} {_word(v[name])}: nothing is quantized with --train_type {v['train_type']}. "
                                     "Use --train_type qlora.")  # fmt: skip
-            if v["quantization_backend"] not in ("auto", "none"):
+            if self.given("quantization_backend") and v["quantization_backend"] not in ("auto", "none"):
                 raise PlanError(f"--quantization_backend {v['quantization_backend']}: --train_type {v['train_type']} keeps its "
                                 "weights unquantized. Use --train_type qlora.")  # fmt: skip
             if v["init_lora_weights"] == "loftq":
@@ -316,6 +316,12 @@ class _Resolver:
         for name in ("assume_memory", "assume_world_size"):
             if v[name] and not v["dry_run"]:
                 raise PlanError(f"--{name} {v[name]}: plans for another machine. Add --dry_run.")
+        if v["loading_workers"] == 0:
+            raise PlanError("--loading_workers 0: reads nothing. Give 1 or more, or -1.")
+        if not any(part.strip() for part in v["lora_target_modules"].split(",")):
+            raise PlanError(
+                f"--lora_target_modules {v['lora_target_modules']!r}: names nothing. Name layers, or use all."
+            )
         if v["max_steps"] == 0:
             raise PlanError("--max_steps 0: trains nothing. Give a number of steps, or -1.")
         if self.given("max_steps") and v["max_steps"] > 0 and self.given("num_epochs"):
@@ -503,6 +509,15 @@ class _Resolver:
                 for n in quantization_wrapper.AUTO_ORDER
                 if v["n_bits"] in quantization_wrapper.METHODS[n].bits
             ]
+            books = {
+                b
+                for m in quantization_wrapper.METHODS.values()
+                for many in m.code_books.values()
+                for b in many
+            }
+            if v["quant_type"] is not None and v["quant_type"] not in books:
+                raise PlanError(f"--quant_type {v['quant_type']}: no method has it. There is {', '.join(sorted(books))}. Use one "
+                                "of these.")  # fmt: skip
             raise PlanError(quantization_wrapper.unsupported((able_widths or ["nf4"])[0], *asked))
         for name in able:
             found = self.probe(name, v["n_bits"])
@@ -531,9 +546,10 @@ class _Resolver:
 
     def memory(self):
         v = self.values
-        if v["cache_dequantized"] == "auto" and v["train_type"] == "qlora" and v["dp_shards"] > 1:
+        self.auto_cache = v["cache_dequantized"] == "auto" and v["train_type"] == "qlora"
+        if self.auto_cache and v["dp_shards"] > 1:
             self.set("cache_dequantized", "false", "sharded weights are gathered packed")
-        elif v["cache_dequantized"] == "auto" and v["train_type"] == "qlora":
+        elif self.auto_cache:
             self.cache_dequantized()
         elif v["cache_dequantized"] == "auto":
             self.values["cache_dequantized"] = "false"
@@ -562,6 +578,7 @@ class _Resolver:
         default = max(fit.DEFAULT_MICROBATCH_TOKENS, v["context_length"])
         if room and self.shape and self.shape.known and self.shape.linears:
             given = {k for k in ("microbatch_tokens",) if v[k] is not None}
+            self.leave_room(room, default)
             for name, (value, reason) in fit.settle_memory(Settings(**v), self.shape, room, given).items():
                 self.set(name, value, reason)
             self.tell_if_short(room)
@@ -573,6 +590,27 @@ class _Resolver:
                      "memory runs out" if used == "false" else "--reentrant_checkpointing asks for it")  # fmt: skip
         if v["microbatch_tokens"] is None:
             self.values["microbatch_tokens"] = default
+
+    def leave_room(self, room, default):
+        """Dense copies that auto would keep are given up where the run, not recomputed, does not fit with them."""
+        v = self.values
+        if not self.auto_cache or v["cache_dequantized"] != "true":
+            return
+        rows = DEFAULTS["batch_size"] if v["batch_size"] == "auto" else v["batch_size"]
+        plain = dict(
+            use_gradient_checkpointing="false",
+            batch_size=rows,
+            microbatch_tokens=v["microbatch_tokens"] or default,
+        )
+        took = fit.needs(Settings(**v | plain), self.shape, room)
+        if took > room.usable:
+            self.adjustments = [a for a in self.adjustments if a.setting != "cache_dequantized"]
+            self.values["cache_dequantized"] = "auto"
+            self.set(
+                "cache_dequantized",
+                "false",
+                f"{fit.gib(took)} predicted with dense copies do not fit in {fit.gib(room.usable)}",
+            )
 
     def tell_if_short(self, room):
         """A run that is predicted not to fit is told so before it loads; full rows make the prediction an upper bound."""
@@ -635,7 +673,10 @@ class _Resolver:
         v = self.values
         said = [f"{number} experts a layer"]
         if v["train_type"] == "qlora":
-            said.append("are quantized, and dequantized one at a time")
+            dense = v["cache_dequantized"] == "true"
+            said.append(
+                "are quantized" + (", with dense copies" if dense else ", and dequantized one at a time")
+            )
         if v["use_dora"]:
             said.append("get no adapter: PEFT has no DoRA for weights of experts held as one parameter")
         elif v["lora_target_modules"] == "all":
@@ -712,7 +753,10 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
         )
     if any(k in changed for k in rows):
         changed = {k: v for k, v in changed.items() if k not in rows}
-    refused = [f"--{k}: {_word(a)} -> {_word(b)}" for k, (a, b) in changed.items() if k not in MAY_CHANGE]
+    may = MAY_CHANGE | (
+        {"quant_type", "group_size", "double_quant"} if "quantization_backend" in changed else set()
+    )
+    refused = [f"--{k}: {_word(a)} -> {_word(b)}" for k, (a, b) in changed.items() if k not in may]
     if refused:
         raise PlanError(
             "; ".join(refused)

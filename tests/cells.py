@@ -18,7 +18,8 @@ LAYOUTS = {
     "FSDP2 4": ParallelDims(dp_shard=4), "HSDP 2x2": ParallelDims(dp_replicate=2, dp_shard=2),
 }  # fmt: skip
 QUANTIZERS = ("nf4", "bnb", "hqq", "quanto", "mlx")
-KINDS = ("full", "lora", "dora", *QUANTIZERS, "nf4 double", "bnb double", "bnb across rows", "nf4 bf16")
+KINDS = ("full", "lora", "dora", *QUANTIZERS, "nf4 double", "bnb double", "bnb across rows", "nf4 bf16",
+         "full no_sync", "lora no_sync", "lora recomputed", "nf4 recomputed", "full kept", "nf4 kept")  # fmt: skip
 STEPS, ROWS_A_STEP = 6, 7
 CPU = torch.device("cpu")
 # Six documents a rank are of unequal targets; 7 rows a step never divide evenly.
@@ -28,7 +29,11 @@ DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_A
 def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -> TorchEngine:
     """The engine of a tiny model; the same weights for every number of ranks."""
     model = tiny.build(architecture)
-    full, bf16 = kind == "full", kind.endswith("bf16")
+    bf16, kept = kind.endswith("bf16"), kind.endswith("kept")
+    changes |= {"no_sync": kind.endswith("no_sync")}
+    changes |= {"use_gradient_checkpointing": "true" if kind.endswith("recomputed") else "false"}
+    kind = kind.removesuffix(" no_sync").removesuffix(" recomputed").removesuffix(" kept")
+    full = kind == "full"
     settings = dataclasses.replace(
         Settings(), precision="bf16" if bf16 else "fp32", lr=1e-3, grad_norm=0.5, lora_rank=4, use_dora=kind == "dora",
         train_type="full" if full else "lora" if kind in ("lora", "dora") else "qlora", **changes,
@@ -49,7 +54,7 @@ def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -
             for name, parameter in adapters.adapter_parameters(model).items():
                 if name.endswith("lora_B"):
                     parameter.normal_(std=0.05, generator=generator)
-    engine = TorchEngine(model, settings, CPU, ranks=ranks)
+    engine = TorchEngine(model, settings, CPU, ranks=ranks, reshard_after_forward=not kept)
     engine.settle_layout("auto")
     return engine
 

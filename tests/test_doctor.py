@@ -49,6 +49,7 @@ def test_the_command_line_prints_it_as_text_and_as_json():
     data = json.loads(
         subprocess.run([*run, "json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     )
+    assert data["recommend"][0].startswith("NVIDIA")
     assert set(data["quantization"]) == {f"{name}/{bits}" for name, bits in pairs()}
 
 

@@ -259,3 +259,29 @@ def test_from_the_shell_a_model_is_expanded_trained_asked_and_scored(tiny_model,
     )
     score.main(["--checkpoint", str(out), "--dataset", str(rows_file), "--samples", "2", "--device", "cpu"])
     assert "exact match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("new", ["[-1]", '"12"', "[true]", "[1, 1]", "[]", "[0, 1, 2]", "[7]"])
+def test_a_record_that_is_not_of_this_model_is_refused(new, tiny_model, rows_file, tmp_path):
+    import shutil
+
+    from finetune.errors import PlanError
+    from train import fine_tune
+
+    folder = tmp_path / "expanded"
+    expand.main(["--model_name", str(tiny_model), "--output_dir", str(folder), "--num_new_blocks", "1"])
+    record = json.loads((folder / "llama_pro.json").read_text())
+    (folder / "llama_pro.json").write_text(json.dumps(record | {"new_layers": json.loads(new)}))
+    with pytest.raises(PlanError, match="--llama_pro_path .*Expand"):
+        fine_tune(
+            llama_pro_path=str(folder), dataset=str(rows_file), output_dir=str(tmp_path / "out"), max_steps=1
+        )
+    shutil.rmtree(folder)
+
+
+def test_a_rate_and_a_number_contradict_each_other(tiny_model, tmp_path):
+    from finetune.errors import PlanError
+
+    flags = ["--model_name", str(tiny_model), "--output_dir", str(tmp_path / "x"), "--num_new_blocks", "1"]
+    with pytest.raises(PlanError, match="--expansion_rate 0.5: contradicts --num_new_blocks 1"):
+        expand.main([*flags, "--expansion_rate", "0.5"])

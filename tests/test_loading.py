@@ -132,6 +132,25 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path)
         loading.load_dense(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_a_tensor_that_is_no_weight_is_refused_by_its_type(dtype, tmp_path):
+    tiny.build("llama").save_pretrained(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    edited(tmp_path, lambda t: t.update({name: t[name].to(dtype)}))
+    with pytest.raises(PlanError, match=f"{name} is of type .* and has no scales beside it"):
+        loading.load_dense(tmp_path, torch.float32)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path):
+    tiny.build("llama_tied").save_pretrained(tmp_path)
+    edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    lines = []
+    hf_model.load(tmp_path, QLORA, CPU, say=lines.append)
+    assert lines == [
+        "  note: lm_head.weight is another weight in its files than the one config.json ties it to: both are kept"
+    ]
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     tiny.build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -246,6 +265,63 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
     ids = torch.arange(3, 20)[None]
     # merged into weights of the config's type, bf16
     torch.testing.assert_close(merged(input_ids=ids).logits, used(input_ids=ids).logits, rtol=0, atol=0.02)
+
+
+ATTENTION = "model.layers.0.self_attn.q_proj"
+DAMAGED = {  # what is done to a tensor of a stored folder, and what is said
+    ("bnb nf4", "weight.absmax", None): "weight.absmax is missing beside the weight",
+    ("bnb nf4", "weight.quant_state.bitsandbytes__nf4", None): "bitsandbytes__nf4 is missing beside",
+    ("bnb nf4 double", "weight.nested_absmax", None): "cannot be made of its files",
+    ("bnb nf4", "weight.absmax", 3): "it has 3 scales, 64 fit its shape",
+    ("bnb nf4", "weight", 100): "its codes take 100 bytes, 2048 fit its shape",
+    ("bnb int8", "SCB", None): "is of type I8 and has no scales|SCB is missing beside",
+    ("bnb int8", "SCB", 3): "it has 3 scales for 64 rows",
+    ("mlx 4", "scales", None): "scales is missing beside the weight",
+    ("mlx 4", "biases", None): "biases is missing beside the weight",
+    ("mlx 4", "scales", 3): "its codes are of 64 rows, its scales",
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED, ids=[f"{k}-{p}-{n}" for k, p, n in DAMAGED])
+def test_a_stored_folder_with_a_part_missing_or_cut_is_one_line(case, dense_folder, tmp_path):
+    from finetune import hf_files
+
+    kind, part, rows = case
+    folder, name = stored_folder(kind, dense_folder, tmp_path / "stored"), f"{ATTENTION}.{part}"
+    edited(folder, lambda t: t.pop(name) if rows is None else t.update({name: t[name][:rows].clone()}))
+    how = hf_files.find(str(folder)).stored
+    settings = Settings(train_type="qlora", precision="fp32", cache_dequantized="false", **how)
+    with pytest.raises(PlanError, match=DAMAGED[case]) as error:
+        hf_model.load(folder, settings, CPU)
+    assert "\n" not in str(error.value) and str(error.value).endswith(
+        ("save the model again.", "its config.json.")
+    )
+
+
+def test_a_config_that_claims_what_the_files_are_not_is_refused(dense_folder, tmp_path):
+    import shutil
+
+    from finetune import hf_files
+
+    folder = tmp_path / "claimed"
+    shutil.copytree(dense_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for claim, said in (
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "and its files hold plain ones"),
+        ({"bits": "4", "group_size": 64}, "says bits '4' and group_size 64; MLX's affine format has"),
+        ({"bits": 4, "group_size": 0}, "says bits 4 and group_size 0; MLX's"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": claim}))
+        with pytest.raises(PlanError, match=said):
+            hf_files.find(str(folder))
+
+
+def test_blocks_of_another_size_than_stored_are_refused(dense_folder, rows_file, tmp_path):
+    from train import fine_tune
+
+    folder = stored_folder("bnb nf4", dense_folder, tmp_path / "stored")
+    with pytest.raises(PlanError, match="--group_size 128: .* quantizing again would lose more"):
+        fine_tune(model_name=str(folder), dataset=str(rows_file), group_size=128, dry_run=True)
 
 
 def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):

@@ -475,3 +475,45 @@ def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(
     assert "predicted" in out and "measured" in out and "off by" in out
     resumed = fine_tune(resume=str(tmp_path / "out"), max_steps=4)
     assert resumed.step == 4
+
+
+# ---- named targets, dense copies, small figures
+
+
+@pytest.mark.parametrize(
+    "wish", ["down_proj", "embed_tokens,lm_head", "all", r".*q_proj|.*experts\.gate_up_proj"]
+)
+def test_adapters_on_named_experts_embeddings_and_heads_are_counted(wish, tmp_path):
+    settings = settings_of("qlora", lora_target_modules=wish)
+    predicted, measured = counted("mixtral", settings, tmp_path)
+    assert predicted["trainable"] == measured["trainable"] and predicted["optimizer"] <= measured["optimizer"]
+
+
+def test_dense_copies_of_experts_are_counted(tmp_path):
+    predicted, measured = counted("mixtral", settings_of("qlora", cache_dequantized="true"), tmp_path)
+    assert predicted["dequantized"] == pytest.approx(measured["dequantized"], rel=0.05)
+
+
+def test_dense_copies_are_given_up_where_the_run_does_not_fit_with_them(tmp_path):
+    tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(
+        tmp_path
+    )
+    shape = ModelShape.from_config(
+        json.loads((tmp_path / "config.json").read_text()), read_headers(tmp_path.glob("*.safetensors"))
+    )
+    dense = plan_of(shape=shape, caps=capabilities(memory_bytes=64 * GIB))
+    assert dense.settings.cache_dequantized == "true"
+    least = fit.needs(replace(dense.settings, cache_dequantized="false"), shape, fit.Room(64 * GIB, "cpu"))
+    short = (
+        int(
+            (least + 0.3 * (fit.needs(dense.settings, shape, fit.Room(64 * GIB, "cpu")) - least))
+            / fit.USABLE_PART
+        )
+        + GIB // 2
+    )
+    plan_short = plan_of(shape=shape, caps=capabilities(memory_bytes=short))
+    assert plan_short.settings.cache_dequantized == "false"
+
+
+def test_small_sizes_are_told_in_mib():
+    assert (fit.gib(3 * 2**20), fit.gib(GIB)) == ("3.0 MiB", "1.00 GiB")

@@ -110,8 +110,9 @@ def in_default(layout, kind):
 
 
 def check(figures, kind):
-    # With scales in 8 bits the gradients are smaller sums of larger terms.
-    norms = NORMS_FULL if kind == "full" else 3 * NORMS if kind.endswith("double") else NORMS
+    # After the first step rounding is amplified by AdamW: more where scales have 8 bits, or norms follow norms as in Gemma 3.
+    more = kind.endswith("double") or figures["architecture"] != "llama"
+    norms = NORMS_FULL if kind.startswith("full") else 5 * NORMS if more else NORMS
     allowed = {"loss": LOSS, "gradients": GRADIENTS, "norm": NORMS, "norms": norms}
     for name, limit in allowed.items():
         assert figures[name] <= limit, (name, figures)

@@ -73,6 +73,8 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
     names = names + three_d + outer_names(model)
     if re.fullmatch(r"[\w.,\s]+", wish):
         endings = [e.strip() for e in wish.split(",") if e.strip()]
+        if not endings:
+            raise PlanError(f"--lora_target_modules {wish!r}: names nothing. Name layers, or use all.")
         chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
         missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
     else:
@@ -86,7 +88,8 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
     if missing:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(
-            f"--lora_target_modules {missing[0]}: no linear layer of this model has that name. It has {leaves}."
+            f"--lora_target_modules {missing[0]}: no layer of this model that can be adapted has that name. Name some of "
+            f"{leaves}, or use all."
         )
     if use_dora and set(chosen) & set(three_d):
         first = next(n for n in chosen if n in three_d)
@@ -228,6 +231,12 @@ def eva_start(model, names: list[str], settings: Settings, batches) -> dict[str,
     import peft
     from peft.tuners.lora.eva import get_eva_state_dict
 
+    for name in names:
+        most = min(features(model.get_submodule(name)))
+        if settings.lora_rank > most:
+            raise PlanError(
+                f"--lora_rank {settings.lora_rank}: eva finds at most {most} directions in {name}. Use at most {most}."
+            )
     config = peft.LoraConfig(
         r=settings.lora_rank,
         target_modules=names,

@@ -139,13 +139,16 @@ def _is_identity(model, block) -> bool:
 
 
 @torch.no_grad()
-def logits_of(files: list[Path], config: dict) -> torch.Tensor:
+def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
     """Logits of the weights in `files` under `config`, in the type they are stored in; layers past the config are not read."""
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             (Path(folder) / file.name).symlink_to(file.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        model = loading.load_dense(folder, loading.config_dtype(config))
+        try:
+            model = loading.load_dense(folder, loading.config_dtype(config))
+        except PlanError as error:  # it names the folder made here
+            raise PlanError(str(error).replace(f"--model_name {folder}", said)) from error
         vocab = model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(0))
         return model(input_ids=ids, use_cache=False).logits.float()
@@ -158,7 +161,7 @@ def new_blocks(model, record: dict, said: str) -> list[str]:
     """Names of the new layers' modules. Raises PlanError where the record does not fit the model."""
     name = layer_list_name(model, record["layers"], said)
     count = len(model.get_submodule(name))
-    if not record["new_layers"] or max(record["new_layers"]) >= count:
+    if max(record["new_layers"]) >= count or len(record["new_layers"]) >= count:
         raise PlanError(
             f"{said}: new layers {record['new_layers']} are not among its {count}. Expand it again."
         )

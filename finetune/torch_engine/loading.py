@@ -26,6 +26,7 @@ import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.torch_engine import stored
 
+PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
 MOST_WORKERS = 4  # more tensors in flight cost memory and gain nothing on the disks tried
 
 
@@ -51,6 +52,10 @@ class Checkpoint:
         own = self.quantization.get(layer)
         chosen = own if isinstance(own, dict) else self.quantization
         return chosen["bits"], chosen["group_size"]
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor in safetensors' words: F32, BF16, U8, ..."""
+        return self._open[self.file_of[name]].get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple:
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
@@ -161,12 +166,14 @@ def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=
     wanted = model.state_dict()
     weights, extra = _assign(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
-    _check_shapes(said, checkpoint, weights, wanted)
+    _check(said, checkpoint, weights, wanted)
     place = _Placer(model, checkpoint, dtype, device, quantized, hold, said)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
     _run(place, weights, workers)
     missing |= {name for name, p in model.named_parameters() if p.is_meta}
+    tied = set(model.all_tied_weights_keys)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    apart = sorted(tied - set(model.all_tied_weights_keys))
     lost = sorted(name for name, p in model.named_parameters() if p.is_meta)
     if lost:
         raise PlanError(f"{said}: lacks {len(lost)} weights of its config, such as {lost[0]}. "
@@ -174,11 +181,15 @@ def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=
     model.to(device)  # buffers
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
-    return (
-        [f"{len(extra)} tensors of its files are no part of the model, such as {extra[0]}: left out"]
-        if extra
-        else []
-    )
+    lines = [
+        f"{name} is another weight in its files than the one config.json ties it to: both are kept"
+        for name in apart
+    ]
+    if extra:
+        lines.append(
+            f"{len(extra)} tensors of its files are no part of the model, such as {extra[0]}: left out"
+        )
+    return lines
 
 
 def _run(place, weights, workers: int) -> None:
@@ -227,12 +238,19 @@ def _assign(model, checkpoint, wanted) -> tuple[list[_Weight], list[str]]:
     return list(weights.values()), extra
 
 
-def _check_shapes(said, checkpoint, weights, wanted) -> None:
+def _check(said, checkpoint, weights, wanted) -> None:
+    """Raises PlanError, from the files' headers, for a weight of another shape or of a type that is no weight's."""
     for weight in weights:
-        if weight.mapping is None and not stored.parts(weight.names[0], checkpoint):
-            found, expected = checkpoint.shape(weight.names[0]), tuple(wanted[weight.target].shape)
-            if found != expected:
-                raise PlanError(f"{said}: {weight.target} is {list(found)} in its files, {list(expected)} by its config. "
+        expected = wanted[weight.target]
+        for name in weight.names:
+            kind = checkpoint.kind(name)
+            plain = stored.parts(name, checkpoint) is None
+            if plain and expected.is_floating_point() and kind not in PLAIN_KINDS:
+                raise PlanError(f"{said}: {name} is of type {kind} and has no scales beside it; weights are read as "
+                                f"{', '.join(PLAIN_KINDS)}. Download or save the model again.")  # fmt: skip
+            found = checkpoint.shape(name)
+            if plain and weight.mapping is None and found != tuple(expected.shape):
+                raise PlanError(f"{said}: {weight.target} is {list(found)} in its files, {list(expected.shape)} by its config. "
                                 "Give a folder whose weights fit its config.json.")  # fmt: skip
 
 
@@ -268,6 +286,8 @@ class _Placer:
                 made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
                 made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
             else:
+                if stored.parts(weight.names[0], self.checkpoint):
+                    stored.check(weight.names[0], self.checkpoint, self.shape_of(weight.target))
                 ready = stored.ready(weight.names[0], self.checkpoint, self.quantized.get(weight.target))
                 if ready is not None:
                     self.put_layer(weight.target, ready)
@@ -275,9 +295,14 @@ class _Placer:
                 made = {weight.target: stored.dense(weight.names[0], self.checkpoint)}
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PlanError(f"{self.said}: {weight.target} cannot be made of its files: {first}") from error
+            raise PlanError(f"{self.said}: {weight.target} cannot be made of its files: {first}. "
+                            "Download or save the model again.") from error  # fmt: skip
         while made:
             self.put(*made.popitem())
+
+    def shape_of(self, name: str) -> tuple:
+        parent, _, leaf = name.rpartition(".")
+        return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         parent, _, leaf = name.rpartition(".")

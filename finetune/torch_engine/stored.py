@@ -29,15 +29,46 @@ def owner(name: str, checkpoint) -> tuple[str, bool]:
 
 
 def parts(name: str, checkpoint) -> str | None:
-    """How a weight is stored: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor."""
-    head = name.rpartition(".")[0]
-    if f"{head}.scales" in checkpoint.file_of and name.endswith(".weight"):
+    """How a weight is stored: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor. One tensor beside it is enough to tell."""
+    head, _, leaf = name.rpartition(".")
+    if leaf != "weight":
+        return None
+    if f"{head}.scales" in checkpoint.file_of or f"{head}.biases" in checkpoint.file_of:
         return "mlx"
-    if f"{name}.absmax" in checkpoint.file_of:
+    if any(f"{name}.{part}" in checkpoint.file_of for part in BNB4_PARTS) or _quant_state(name, checkpoint):
         return "bnb4"
-    if f"{head}.SCB" in checkpoint.file_of and name.endswith(".weight"):
+    if f"{head}.SCB" in checkpoint.file_of or f"{head}.weight_format" in checkpoint.file_of:
         return "bnb8"
     return None
+
+
+def _quant_state(name: str, checkpoint) -> str | None:
+    return next(
+        (
+            found
+            for kind in ("nf4", "fp4")
+            if (found := f"{name}.quant_state.bitsandbytes__{kind}") in checkpoint.file_of
+        ),
+        None,
+    )
+
+
+def check(name: str, checkpoint, expected: tuple) -> None:
+    """Raises ValueError where a weight's parts are not all there, or are not those of a weight of the expected shape [O, I]."""
+    kind, head = parts(name, checkpoint), name.rpartition(".")[0]
+    needed = {
+        "mlx": (f"{head}.scales", f"{head}.biases"),
+        "bnb4": (f"{name}.absmax", f"{name}.quant_state.bitsandbytes__nf4"),
+        "bnb8": (f"{head}.SCB",),
+    }[kind]
+    if kind == "bnb4" and _quant_state(name, checkpoint):
+        needed = needed[:1]
+    for part in (name, *needed):
+        if part not in checkpoint.file_of:
+            raise ValueError(f"{part} is missing beside the weight whose scales it holds")
+    shape = _READ[kind](name, checkpoint)[2]
+    if shape != expected:
+        raise ValueError(f"it is {list(shape)} in its files, {list(expected)} by config.json")
 
 
 def ready(name: str, checkpoint, config) -> QuantizedLinear | None:
@@ -67,6 +98,10 @@ def _mlx(name, checkpoint):
     packed = words.view(torch.uint8)
     # bits * columns = 8 * bytes of a row, columns = groups * group_size: the config gives the one that files do not tell.
     bits, group_size = checkpoint.mlx_format(head)
+    if scales.shape != biases.shape or scales.shape[0] != words.shape[0]:
+        raise ValueError(
+            f"its codes are of {words.shape[0]} rows, its scales {list(scales.shape)}, its biases {list(biases.shape)}"
+        )
     shape = (words.shape[0], scales.shape[1] * group_size)
     if packed.shape[1] * 8 != shape[1] * bits:
         raise ValueError(
@@ -77,11 +112,17 @@ def _mlx(name, checkpoint):
 
 
 def _bnb4(name, checkpoint):
-    key = next(n for n in checkpoint.file_of if n.startswith(f"{name}.quant_state.bitsandbytes__"))
-    state = json.loads(bytes(checkpoint.read(key).tolist()))
+    state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
     shape, block, nested = tuple(state["shape"]), state["blocksize"], "nested_blocksize" in state
     by_rows = (shape[0], -1) if shape[1] % block == 0 else (-1,)
     packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
+    if packed.nbytes * 2 != shape[0] * shape[1]:
+        raise ValueError(
+            f"its codes take {packed.nbytes} bytes, {shape[0] * shape[1] // 2} fit its shape {list(shape)}"
+        )
+    blocks = shape[0] * shape[1] // block
+    if absmax.numel() != blocks:
+        raise ValueError(f"it has {absmax.numel()} scales, {blocks} fit its shape {list(shape)}")
     tensors = {"packed": packed.view(torch.uint8).reshape(by_rows)}
     if nested:
         if state["nested_blocksize"] != 256:
@@ -102,6 +143,8 @@ def _bnb4(name, checkpoint):
 
 def _bnb8(name, checkpoint):
     codes, absmax = checkpoint.read(name), checkpoint.read(name.removesuffix("weight") + "SCB")
+    if absmax.numel() != codes.shape[0]:
+        raise ValueError(f"it has {absmax.numel()} scales for {codes.shape[0]} rows")
     tensors = {"packed": codes, "absmax": absmax.float().reshape(-1, 1).view(torch.int32)}
     return bnb, tensors, tuple(codes.shape), Format(8, 64, None, False, torch.float16)
 
