@@ -32,7 +32,8 @@ def meet(world: World):
     os.environ.setdefault("MASTER_ADDR", world.host)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=LONGEST_WAIT))
-    return store
+    # torchrun's store outlives a restart: what the ranks before wrote there must not be read again.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def watch(world: World, store, timeout_s: float, stacks, speak) -> Watch:
