@@ -410,6 +410,13 @@ class BackendManager:
             "environment": environment(),
         }
 
+    @property
+    def num_devices(self) -> int:
+        """CUDA devices this process may use; 1 for any other backend."""
+        if self.backend is not Backend.CUDA:
+            return 1
+        return max(1, _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount"))
+
     def print_summary(self) -> None:
         print("\n".join(self.summary_lines()))
 

@@ -18,6 +18,7 @@ def build_parser() -> Parser:
 if __name__ == "__main__":  # --help and a wrong flag are answered before numpy and the rest are imported
     launch.answer_early(build_parser())
 
+import json
 import math
 import os
 import sys
@@ -44,14 +45,15 @@ from finetune import (
     memory,
     plan,
     prompts,
+    ranks,
     report,
     rundir,
     shape,
 )
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, RankLost
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
-from finetune.settings import NAMES
+from finetune.settings import DEFAULTS, NAMES
 from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 
 ENGINES = ("torch",)
@@ -77,27 +79,31 @@ class Run:
     seconds: dict = field(default_factory=dict)
     results: dict = field(default_factory=dict)
     stop: launch.Stop = None
+    world: ranks.World = ranks.World()
     ends: set = field(default_factory=set)  # ids that end an answer
     resumed: bool = False
 
     def stopping(self) -> bool:
         return self.stop.signal is not None
 
+    @property
+    def data_rank(self) -> int:
+        return self.plan.dims.data_rank(self.world.rank)
+
 
 def make_plan(
-    wishes: dict, prepare: bool = True
+    wishes: dict, prepare: bool = True, world: ranks.World | None = None
 ) -> tuple[plan.RunPlan, hf_files.ModelFiles | None, rundir.Found | None]:
-    """(plan, the model's files, the run to resume). `prepare` False neither probes nor fetches. Raises PlanError."""
+    """(plan, the model's files, the run to resume). `prepare` False neither probes nor fetches. Raises PlanError.
+
+    `world`: this process among the ranks that a launcher started.
+    """
     problem = environment_error()
     if problem:
         raise PlanError(problem)
-    if (os.environ.get("WORLD_SIZE") or "1") != "1":
-        raise PlanError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains in one process. Start it without a launcher."
-        )
     if wishes.get("log_to") == "wandb" and package_version("wandb") is None:
         raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
-    found = rundir.find_run(wishes.get("resume"), wishes.get("output_dir"))
+    found, given = rundir.find_run(wishes.get("resume"), wishes.get("output_dir")), wishes
     if found:
         if wishes.get("output_dir") and Path(wishes["output_dir"]).resolve() != found.output_dir.resolve():
             raise PlanError(
@@ -105,6 +111,8 @@ def make_plan(
             )
         wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
         wishes["output_dir"] = str(found.output_dir)
+        if world and "world_size" not in given:
+            wishes.pop("world_size", None)
     manager, skipped = manager_of(wishes)
     known = manager.capabilities if prepare else manager.documented_or_cached()
     if wishes.get("llama_pro_path"):
@@ -116,11 +124,12 @@ def make_plan(
         name = wishes.get("model_name") or plan.DEMO_MODEL
         files = hf_files.find(name, wishes.get("revision"), fetch=prepare, weights=prepare)
     sizes = files and sizes_of(files, wishes.get("llama_pro_path"))
-    kept = plan.kept_settings(found.saved_plan, str(manager.backend)) if found else None
+    kept = plan.kept_settings(found.saved_plan, str(manager.backend), given) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
     settled = plan.resolve_plan(
-        wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored
-    )
+        wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored, world=world,
+        num_devices=manager.num_devices,
+    )  # fmt: skip
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
             f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."
@@ -206,10 +215,11 @@ def prepare_data(run: Run, raws: dict) -> None:
         run.questions = data.prompts_and_answers(*raws["score"], run.tokenizer)
         run.validation = run.validation or tokenized("score")
     settle_rows(run)
+    batches = s.gradient_accumulation_steps * run.plan.data_ranks
     if len(run.train_set) < run.plan.rows_per_step:
         raise PlanError(
             f"--dataset {s.dataset}: {len(run.train_set)} rows are fewer than the {run.plan.rows_per_step} of one step. "
-            f"Use --batch_size {max(1, len(run.train_set) // s.gradient_accumulation_steps)} or more rows."
+            f"Use --batch_size {max(1, len(run.train_set) // batches)} or more rows."
         )
     for line in run.train_set.skipped[:10]:
         print(f"  skipped: {line}")
@@ -226,7 +236,8 @@ def settle_rows(run: Run) -> None:
     s = run.plan.settings
     if run.plan.requested.get("batch_size") != "auto" or run.resumed:
         return
-    rows, why = fit.rows_for_data(s.batch_size, len(run.train_set) // s.gradient_accumulation_steps)
+    batches = s.gradient_accumulation_steps * run.plan.data_ranks
+    rows, why = fit.rows_for_data(s.batch_size, len(run.train_set) // batches)
     if why:
         fewer_rows(run, rows, why)
 
@@ -263,7 +274,6 @@ class Loading(threading.Thread):
 def load_model(run: Run, found: rundir.Found | None) -> Loading:
     """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
     from finetune.torch_engine import hf_model
-    from finetune.torch_engine.engine import device_of
 
     s, batches = run.plan.settings, None
     if s.init_lora_weights == "eva":
@@ -272,17 +282,27 @@ def load_model(run: Run, found: rundir.Found | None) -> Loading:
             run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
         )
     saved = run.directory.saved_start(found) if found else None
-    loading = Loading(lambda: hf_model.load(run.files.folder, s, device_of(run.plan.backend), batches, saved))
+    loading = Loading(lambda: hf_model.load(run.files.folder, s, device(run), batches, saved))
     loading.start()
     return loading
 
 
+def device(run: Run):
+    """The device this rank trains on."""
+    from finetune.torch_engine.engine import device_of
+
+    return device_of(run.plan.backend, run.world.local_rank if run.world.size > 1 else None)
+
+
 def build_engine(run: Run, model) -> None:
     """The engine on the loaded model, and the plan settled by what was proved on it."""
-    from finetune.torch_engine.engine import TorchEngine, device_of
+    from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.mesh import Ranks
 
-    device = device_of(run.plan.backend)
-    run.engine = TorchEngine(model, run.plan.settings, device, pad_id(run.tokenizer), run.files.config)
+    run.engine = TorchEngine(
+        model, run.plan.settings, device(run), pad_id(run.tokenizer), run.files.config,
+        Ranks.of(run.world, run.plan.dims, device(run)), run.plan.reshard_after_forward,
+    )  # fmt: skip
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
@@ -290,7 +310,7 @@ def build_engine(run: Run, model) -> None:
         print(f"{setting}: {used} ({reason})")
     for notice in run.engine.notices():
         print(f"  note: {notice}")
-    if run.plan.requested.get("batch_size") == "auto" and not run.resumed:
+    if run.plan.requested.get("batch_size") == "auto" and not run.resumed and run.world.size == 1:
         try_rows(run)
     trainable, total = run.engine.parameter_counts()
     print(f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})")
@@ -343,11 +363,15 @@ def evaluate(run: Run) -> None:
     if not math.isfinite(nll):
         raise NonFiniteError(f"step {run.state.step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
     if run.questions:
-        values["exact_match"], answers = exact_match(
-            run.engine, run.tokenizer, run.questions, s.score_max_new_tokens, run.ends, stop=run.stopping
-        )
+        mine, part, answers = run.questions[run.data_rank :: run.plan.data_ranks], 0.0, [None]
+        with run.engine.whole_weights():
+            if mine:
+                part, answers = exact_match(
+                    run.engine, run.tokenizer, mine, s.score_max_new_tokens, run.ends, stop=run.stopping
+                )
         if run.stopping():
             return
+        values["exact_match"] = round(run.engine.total(part * len(mine))) / len(run.questions)
         run.results["first answer"] = answers[0]
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
@@ -375,8 +399,9 @@ def train(run: Run, stop: launch.Stop) -> None:
             started = time.perf_counter()
             cursor = data.Cursor(state.epoch, state.index)
             rows, after = data.step_rows(len(run.train_set), run.plan.rows_per_step, s.seed, cursor)
+            mine = data.rank_rows(rows, run.data_rank, run.plan.data_ranks)
             batches = data.microbatches(
-                run.train_set, rows, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id
+                run.train_set, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id
             )
             lr = schedule.lr_at(state.step + 1)
             try:
@@ -386,6 +411,7 @@ def train(run: Run, stop: launch.Stop) -> None:
                 raise NonFiniteError(
                     report.not_finite(error, state.step + 1, sources, run.directory.root, s.lr)
                 ) from None
+            stop.settle(run.engine.agree)
             state.step, state.epoch, state.index = state.step + 1, after.epoch, after.index
             state.num_tokens += result.num_tokens
             state.loss = result.nll / result.num_targets
@@ -429,6 +455,10 @@ def start(run: Run, found: rundir.Found | None) -> None:
         if saved:
             run.state, offset = run.directory.restore(run.engine, saved, run.identity)
             print(f"resumed from {saved.folder} at step {run.state.step} of {steps}")
+            if run.engine.reseeded:
+                print(
+                    "  saved by another number of ranks: each draws dropout anew from the first's random state and its own number"
+                )
             if run.state.total_steps != steps:
                 print(
                     f"  total steps: {run.state.total_steps} -> {steps}; the schedule is that of the new total"
@@ -443,13 +473,15 @@ def start(run: Run, found: rundir.Found | None) -> None:
         print(f"  dropped {', '.join(dropped)}: this run goes on from step {run.state.step}")
     run.results["tokens before"] = run.state.num_tokens
     run.directory.save_plan(run.plan)
-    run.tokenizer.save_pretrained(s.output_dir)
+    run.directory.save_tokenizer(run.tokenizer)
+    quiet = run.world.rank > 0
     run.metrics = Metrics(
         run.directory.root,
         s.log_to,
         s.log_every_n_steps,
         offset,
-        tracker=tracker(s, run.plan.to_json()),
+        quiet,
+        tracker=tracker(s, run.plan.to_json(), quiet),
     )
     if offset is not None:
         run.metrics.event("save", step=run.state.step, path=str(saved.folder))
@@ -467,23 +499,32 @@ def predicted_memory(run: Run) -> dict:
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
     load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
-    predicted = memory.estimate(s, sizes, load, run.plan.backend)
+    predicted = memory.estimate(s, sizes, load, run.plan.backend, run.plan.dims.dp_shard)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
     return predicted
 
 
-def run_plan(
-    settled: plan.RunPlan, files: hf_files.ModelFiles, found: rundir.Found | None
-) -> plan.TrainState:
-    """The whole run in this process. Its TrainState says how it ended; status `stopped` names a signal in exit_code."""
-    run, began = Run(settled, files, resumed=found is not None), time.perf_counter()
+def complete(settled: plan.RunPlan, found: rundir.Found | None) -> plan.TrainState | None:
+    """The end of the run that was to be resumed, where it has nothing left to do."""
     done = rundir.finished_state(found.output_dir) if found and not found.step_folder else None
     if done and done.step == done.total_steps and plan.same_length(settled, found.saved_plan):
         print(f"already complete: {settled.settings.output_dir} holds all {done.step} steps")
         return done
-    run.directory = rundir.RunDir(settled, resumed=found is not None)
-    stop = run.stop = launch.Stop()
+    return None
+
+
+def run_plan(
+    settled: plan.RunPlan, files: hf_files.ModelFiles, found: rundir.Found | None, world=None, watch=None
+) -> plan.TrainState:
+    """The whole run in this process, one rank of it. Its TrainState says how it ended; status `stopped` names a signal in
+    exit_code. `world`, `watch`: of several ranks, this one's place and the thread that watches the others.
+    """
+    world = world or ranks.World()
+    run, began = Run(settled, files, resumed=found is not None, world=world), time.perf_counter()
+    owner = rundir.OnlookerDir if world.rank else rundir.RunDir
+    run.directory = owner(settled, resumed=found is not None)
+    stop = run.stop = launch.Stop(alone=world.size == 1)
     code, status = 1, "failed"
     with stop.listening():
         try:
@@ -493,7 +534,7 @@ def run_plan(
             if notice:
                 print(f"  note: {notice}")
             run.ends = end_ids(run.tokenizer, files.folder)
-            baseline = _import_framework()
+            baseline = _import_framework(world.local_size)
             run.identity["vocab_size"] = shape.ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
             loading = None if starts_from_data else load_model(run, found)
@@ -504,8 +545,12 @@ def run_plan(
             run.seconds["loading"] = time.perf_counter() - began
             with checkpoint.storage(run.directory.root):
                 start(run, found)
+            if watch:
+                watch.last_words = lambda code: end_event(run, "failed", code, time.perf_counter() - began)
+            stop.settle(run.engine.agree)
             if run.state.step == 0 and not stop.signal:
                 evaluate(run)
+                stop.settle(run.engine.agree)
                 if not stop.signal:
                     show_sample(run, "before")
             train(run, stop)
@@ -523,17 +568,13 @@ def run_plan(
         except launch.EXPECTED as error:
             code = error.exit_code
             raise
+        except RuntimeError as error:
+            if watch and watch.explains(error):
+                code = RankLost.exit_code
+            raise
         finally:
             if run.metrics:
-                peak = run.results.get("peak", {"total": 0, "items": {}})
-                for beside in ("loading", "evaluating"):  # beside the total, not in it
-                    peak["items"] |= {beside: run.results[beside]} if run.results.get(beside) else {}
-                run.metrics.event(
-                    "end", status=status, exit_code=code, step=run.state.step, wall_s=time.perf_counter() - began,
-                    peak_memory_bytes=peak,
-                )  # fmt: skip
-                run.metrics.end_live()
-                run.metrics.close()
+                end_event(run, status, code, time.perf_counter() - began)
             run.directory.close()
     run.state.output_dir = str(run.directory.root)
     run.seconds["whole run"] = time.perf_counter() - began
@@ -541,12 +582,24 @@ def run_plan(
     return run.state
 
 
-def _import_framework() -> int:
+def end_event(run: Run, status: str, code: int, wall_s: float) -> None:
+    """The last line of metrics.jsonl."""
+    peak = run.results.get("peak", {"total": 0, "items": {}})
+    for beside in ("loading", "evaluating"):  # beside the total, not in it
+        peak["items"] |= {beside: run.results[beside]} if run.results.get(beside) else {}
+    run.metrics.event(
+        "end", status=status, exit_code=code, step=run.state.step, wall_s=wall_s, peak_memory_bytes=peak
+    )  # fmt: skip
+    run.metrics.end_live()
+    run.metrics.close()
+
+
+def _import_framework(ranks_here: int = 1) -> int:
     """Imports what trains, and returns this process's memory after that: what memory figures are counted above."""
     from finetune.torch_engine.engine import settle_threads
     from finetune.torch_engine.memory_count import current_resident_bytes
 
-    settle_threads()
+    settle_threads(ranks_here)
     return current_resident_bytes()
 
 
@@ -590,7 +643,14 @@ def fine_tune(**flags) -> plan.TrainState:
     if wishes.get("doctor", "false") != "false" or wishes.get("recommend"):
         examine(wishes)
         return plan.TrainState(status="examined")
-    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"))
+    world = ranks.world_of(
+        os.environ, *(wishes.get(n, DEFAULTS[n]) for n in ("master_addr", "master_port"))
+    )  # fmt: skip
+    if world and world.size > 1 and not wishes.get("dry_run"):
+        return run_launched(wishes, world)
+    if world and world.rank:
+        return plan.TrainState(status="planned")
+    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"), world=world)
     print("\n".join(report.plan_lines(settled)))
     if wishes.get("dry_run"):
         lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room)
@@ -600,12 +660,115 @@ def fine_tune(**flags) -> plan.TrainState:
             output_dir=settled.settings.output_dir,
             exit_code=0 if fits else PlanError.exit_code,
         )
+    done = complete(settled, found)
+    if done:
+        return done
+    if settled.dims.world_size > 1:
+        return start_ranks(settled, found)
     return run_plan(settled, files, found)
+
+
+# ---- several ranks
+
+
+def to_wire(settled: plan.RunPlan, found: rundir.Found | None) -> str:
+    """What a rank needs to begin."""
+    return json.dumps({"plan": settled.to_wire(), "found": found and asdict(found)}, default=str)
+
+
+def start_ranks(settled: plan.RunPlan, found: rundir.Found | None) -> plan.TrainState:
+    """Starts the plan's ranks as processes of this program and waits for them."""
+    stop = launch.Stop()
+    sys.stdout.flush()
+    try:
+        result = ranks.run_ranks(
+            Path(__file__), settled.dims.world_size, to_wire(settled, found), stop.passing_on
+        )
+    except RuntimeError as error:
+        if stop.heard is None or isinstance(error, launch.EXPECTED):
+            raise
+        return plan.TrainState(
+            status="stopped", exit_code=128 + stop.heard
+        )  # left at once, by a second signal
+    return plan.TrainState(**result)
+
+
+def run_launched(wishes: dict, world: ranks.World) -> plan.TrainState:
+    """One rank that a launcher started. The first makes the plan for all."""
+    launch.silence(world.rank)
+    from finetune.torch_engine import mesh
+
+    store = mesh.meet(world)
+    if world.rank:
+        wire = json.loads(store.get("plan"))
+        if "code" in wire:  # the first has said why
+            return plan.TrainState(status="ended", exit_code=wire["code"])
+        return run_rank(world, store, wire)
+    try:
+        settled, _, found = make_plan(wishes, world=world)
+    except launch.EXPECTED as error:
+        store.set("plan", json.dumps({"code": error.exit_code}))
+        raise
+    print("\n".join(report.plan_lines(settled)), flush=True)
+    done = complete(settled, found)
+    wire = json.dumps({"code": 0}) if done else to_wire(settled, found)
+    store.set("plan", wire)
+    return done or run_rank(world, store, json.loads(wire))
+
+
+def run_rank(world: ranks.World, store, wire: dict) -> plan.TrainState:
+    """The run as one of several ranks, from the plan that all have. Never leaves another waiting."""
+    from finetune.torch_engine import mesh
+    from finetune.torch_engine.engine import device_of
+
+    settled, found = plan.RunPlan.from_wire(wire["plan"]), wire["found"]
+    if found:
+        step = found["step_folder"]
+        found = rundir.Found(Path(found["output_dir"]), found["saved_plan"], Path(step) if step else None)
+    s = settled.settings
+    flag = "--llama_pro_path" if s.llama_pro_path else "--model_name"
+    files = hf_files.find(
+        s.llama_pro_path or s.model_name, None if s.llama_pro_path else s.revision, flag=flag
+    )
+    stacks = Path(s.output_dir) / "stacks"
+    watch = mesh.watch(world, store, s.rank_timeout, stacks, launch.say_error)
+    try:
+        mesh.join(world, store, device_of(settled.backend, world.local_rank), s.rank_timeout)
+        state = run_plan(settled, files, found, world, watch)
+        mesh.leave()
+        watch.close()
+        if world.folder and world.rank == 0:
+            ranks.tell_result(world, asdict(state))
+        return state
+    except launch.EXPECTED as error:
+        watch.fail(error.exit_code, str(error))
+        if world.folder:
+            ranks.tell_failure(world, error.exit_code, str(error))
+        if world.folder or world.rank:  # told by the process that started us, or by the first rank
+            return plan.TrainState(status="failed", exit_code=error.exit_code)
+        raise
+    except RuntimeError as error:
+        if not watch.explains(error):
+            raise
+        raise RankLost(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
 
 
 def main(argv=None) -> int:
     launch.prepare_environment()
+    world = ranks.world_of(os.environ)
+    if world and world.launcher == "ours":
+        return main_of_rank(world)
     return fine_tune(**wishes_from(argv, build_parser())).exit_code
+
+
+def main_of_rank(world: ranks.World) -> int:
+    """A rank that start_ranks started: 0 where it handed over how the run ended, a signal included."""
+    launch.silence(world.rank)
+    from finetune.torch_engine import mesh
+
+    wire = json.loads((world.folder / "plan.json").read_text())
+    state = run_rank(world, mesh.meet(world), wire)
+    return state.exit_code if state.status == "failed" else 0
 
 
 if __name__ == "__main__":

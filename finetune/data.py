@@ -331,6 +331,11 @@ def step_rows(num_rows: int, rows_per_step: int, seed: int, cursor: Cursor) -> t
     return rows, Cursor(cursor.epoch + 1, 0) if end == num_rows else Cursor(cursor.epoch, end)
 
 
+def rank_rows(rows: np.ndarray, data_rank: int, data_ranks: int) -> np.ndarray:
+    """The rows of a step that one data rank takes: every data_ranks-th, so that they may be of any number; none is left over."""
+    return rows[data_rank::data_ranks]
+
+
 # ------ batches
 
 

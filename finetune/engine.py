@@ -68,6 +68,15 @@ class Engine(Protocol):
         self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], hopeless=None
     ) -> list[list[int]]: ...
 
+    def whole_weights(self):
+        """A context in which ranks may generate each at its own pace."""
+
+    def agree(self, number: int) -> int:
+        """The largest of all ranks' numbers; all call it at the same point, as they do all that follows."""
+
+    def total(self, number: float) -> float:
+        """The sum of all ranks' numbers."""
+
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Weights that train, by their names on disk. Arrays may share the engine's memory: use them before the next step."""
 

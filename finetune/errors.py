@@ -13,6 +13,12 @@ class NonFiniteError(ArithmeticError):
     exit_code = 65
 
 
+class RankLost(RuntimeError):
+    """Another rank or its host died, or fell silent. This rank is well; the job goes on from its last checkpoint."""
+
+    exit_code = 69
+
+
 class OutOfMemoryError(MemoryError):
     """The device or host ran out of memory; the text names what to lower, with the present values."""
 

@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 
 from finetune.errors import (
     CheckpointDamaged,
@@ -12,10 +13,13 @@ from finetune.errors import (
     OutOfMemoryError,
     OutputDirInUse,
     PlanError,
+    RankLost,
     StorageError,
 )
 
-EXPECTED = (PlanError, NonFiniteError, OutOfMemoryError, StorageError, OutputDirInUse, CheckpointDamaged)
+EXPECTED = (
+    PlanError, NonFiniteError, RankLost, OutOfMemoryError, StorageError, OutputDirInUse, CheckpointDamaged,
+)  # fmt: skip
 
 
 def prepare_environment() -> None:
@@ -33,34 +37,71 @@ def prepare_environment() -> None:
 
 
 class Stop:
-    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. The second leaves at once."""
+    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. The second leaves at once.
 
-    def __init__(self):
-        self.signal = None
+    `heard` is this process's own; `signal` is what the run acts on. Several ranks settle it together, between steps.
+    """
+
+    def __init__(self, alone: bool = True):
+        self.alone, self.heard, self.signal = alone, None, None
 
     @property
     def exit_code(self) -> int:
         return 128 + self.signal
 
     def _handle(self, number, frame):
-        if self.signal is not None:
+        if self.heard is not None:
             os._exit(128 + number)
-        self.signal = number
+        self.heard = number
+        if self.alone:
+            self.signal = number
+
+    def settle(self, agree) -> None:
+        """`agree(number) -> the largest of all ranks`. Every rank calls it at the same point."""
+        if not self.alone:
+            self.signal = agree(self.heard or 0) or None
+
+    @contextlib.contextmanager
+    def passing_on(self, send):
+        """Handles both signals inside by `send(number)`: the process that started the ranks has nothing to save itself."""
+
+        def handle(number, frame):
+            self.heard = number
+            send(number)
+
+        with self._handling(handle):
+            yield self
 
     @contextlib.contextmanager
     def listening(self):
-        """Handles both signals inside, and puts the former handlers back. Only the main thread may install handlers."""
-        import threading
+        """Handles both signals inside."""
+        with self._handling(self._handle):
+            yield self
 
+    @contextlib.contextmanager
+    def _handling(self, handle):
+        """Puts the former handlers back at the end. Only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
-            yield self
+            yield
             return
-        former = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        former = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
-            yield self
+            yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
+
+
+def silence(rank: int) -> None:
+    """Of several ranks the first speaks; whatever the others print goes nowhere."""
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open as long as the process
+        os.environ["TQDM_DISABLE"] = "1"
+
+
+def say_error(text) -> None:
+    """The line of a failure, on stderr."""
+    print(f"error: {text}" if not str(text).startswith("error") else text, file=sys.stderr, flush=True)
 
 
 def answer_early(parser) -> None:
@@ -84,7 +125,7 @@ def exit_with(main) -> None:
         code = main()
     except EXPECTED as error:
         sys.stdout.flush()
-        print(f"error: {error}" if not str(error).startswith("error") else error, file=sys.stderr)
+        say_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

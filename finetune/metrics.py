@@ -17,7 +17,10 @@ GIB = 2**30
 
 
 class Metrics:
-    """Writes events to `output_dir`/metrics.jsonl and shows them. `offset`: the byte a resumed run goes on from."""
+    """Writes events to `output_dir`/metrics.jsonl and shows them. `offset`: the byte a resumed run goes on from.
+
+    `quiet`: neither writes nor shows; what it is told, another rank tells.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,9 @@ class Metrics:
         self.live = log_to != "stdout" and sys.stdout.isatty() and not quiet
         self.started, self.live_text = time.perf_counter(), ""
         self.times = []
+        self.handle = None
+        if quiet:
+            return
         if self.file.exists():
             with open(self.file, "r+b") as file:
                 file.truncate(0 if offset is None else min(offset, self.file.stat().st_size))
@@ -40,6 +46,8 @@ class Metrics:
 
     def event(self, kind: str, **values) -> None:
         """Appends one JSON line; each is flushed, so that a crash tears at most the last."""
+        if self.quiet:
+            return
         with storage(self.file):
             values = {
                 k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
@@ -55,6 +63,8 @@ class Metrics:
 
     def offset(self) -> int:
         """Bytes written so far, on disk."""
+        if self.quiet:
+            return 0
         with storage(self.file):
             self.handle.flush()
             os.fsync(self.handle.fileno())
@@ -116,14 +126,15 @@ class Metrics:
             print(flush=True)
 
     def close(self) -> None:
-        self.handle.close()
+        if self.handle:
+            self.handle.close()
         if self.tracker:
             self.tracker.finish()
 
 
-def tracker(settings, plan_json):
+def tracker(settings, plan_json, quiet=False):
     """A Weights & Biases run where --log_to wandb asks for one, else None."""
-    if settings.log_to != "wandb":
+    if settings.log_to != "wandb" or quiet:
         return None
     import wandb
 

@@ -15,6 +15,8 @@ import quantization_wrapper
 from backend_manager import Backend, BackendCapabilities
 from finetune import fit
 from finetune.errors import PlanError
+from finetune.parallel import KEEPS_GATHERED, ParallelDims, dims_of
+from finetune.ranks import World
 from finetune.settings import DEFAULTS, NOT_SAVED, OLDER_OPTIMIZERS, OLDER_TRAIN_TYPES, Settings
 from finetune.shape import ModelShape
 
@@ -53,9 +55,18 @@ class RunPlan:
     notices: tuple[str, ...]
     backend: str
     engine: str
-    data_ranks: int = 1
+    dims: ParallelDims = ParallelDims()
     shape: ModelShape | None = None  # what the plan was made for; not saved
     room: fit.Room | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dims.data_ranks
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether a layer's gathered weights are freed between its forward and its backward."""
+        return self.settings.sharding_strategy not in KEEPS_GATHERED
 
     @property
     def rows_per_step(self) -> int:
@@ -73,6 +84,20 @@ class RunPlan:
             | {"backend": self.backend, "backend_type": self.backend, "engine": self.engine},
             "adjustments": [asdict(a) for a in self.adjustments],
         }
+
+    def to_wire(self) -> dict:
+        """All that crosses to another rank, as JSON: what was decided, without the sizes it was decided by."""
+        return {
+            "settings": asdict(self.settings), "requested": self.requested, "notices": self.notices, "backend": self.backend,
+            "adjustments": [asdict(a) for a in self.adjustments], "engine": self.engine, "dims": asdict(self.dims),
+        }  # fmt: skip
+
+    @classmethod
+    def from_wire(cls, wire: dict) -> "RunPlan":
+        return cls(
+            Settings(**wire["settings"]), wire["requested"], tuple(Adjustment(**a) for a in wire["adjustments"]),
+            tuple(wire["notices"]), wire["backend"], wire["engine"], ParallelDims(**wire["dims"]),
+        )  # fmt: skip
 
     def digest(self) -> str:
         """sha256 of everything settled but where it is written to."""
@@ -108,16 +133,21 @@ def resolve_plan(
     kept: dict | None = None,
     probe: Callable[[str, int], dict | None] | None = None,
     stored: dict | None = None,
+    world: World | None = None,
+    num_devices: int = 1,
 ) -> RunPlan:
     """Settles the wishes against what the machine can do and the model's config. Raises PlanError.
 
     `kept`: what a saved run settled where the user left it open; see kept_settings. `probe(method, bits)`: the probe of one
     quantizer, None where it was not run; by default what `capabilities.quantizers` holds. `stored`: the settings
-    of a base that is stored quantized (hf_files.stored_format).
+    of a base that is stored quantized (hf_files.stored_format). `world`: this process's place among ranks that a launcher
+    started; without one, there are `num_devices` ranks unless --world_size says otherwise.
     """
     known = capabilities.quantizers
     probe = probe or (lambda method, bits: known.get(f"{method}/{bits}"))
-    return _Resolver(requested, backend, capabilities, shape, kept, probe, stored).plan(now or datetime.now())
+    resolver = _Resolver(requested, backend, capabilities, shape, kept, probe, stored)
+    resolver.world, resolver.num_devices = world, num_devices
+    return resolver.plan(now or datetime.now())
 
 
 def settle(plan: RunPlan, proofs: dict) -> RunPlan:
@@ -149,9 +179,11 @@ class _Resolver:
         self.probe, self.stored = probe, stored
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.backend, self.caps, self.shape = backend, capabilities, shape
-        self.demo, self.kept = demo_defaults(self.requested), kept or {}
+        self.demo, self.kept = demo_defaults(self.requested), dict(kept or {})
+        self.kept_rows = self.kept.pop("rows_per_step", None)
         self.values = {**DEFAULTS, **self.demo, **self.kept, **self.requested}
         self.adjustments, self.notices = [], []
+        self.world, self.num_devices, self.dims, self.local_size = None, 1, ParallelDims(), 1
 
     def plan(self, now) -> RunPlan:
         self.older_names()
@@ -159,6 +191,7 @@ class _Resolver:
             self.stored_base()
         self.contradictions()
         self.not_in_this_version()
+        self.ranks()
         self.machine()
         self.precision()
         self.quantization()
@@ -174,6 +207,7 @@ class _Resolver:
             tuple(self.notices),
             str(self.backend),
             self.caps.engine,
+            self.dims,
             shape=self.shape,
             room=self.room(),
         )
@@ -313,38 +347,65 @@ class _Resolver:
 
     def not_in_this_version(self):
         v = self.values
-        one_process = "this version trains in one process"
+        later = "not in this version, which shards and replicates"
         for name, fine, why in (
-            ("world_size", (-1, 1), one_process), ("dp_degree", (1,), one_process), ("dp_shards", (-1, 1), one_process),
-            ("tp_degree", (1,), one_process), ("cp_degree", (1,), one_process), ("pp_degree", (1,), one_process),
-            ("parallel_backend", ("ptd",), one_process),
-            ("use_cpu_offload", (False,), "it offloads sharded weights, and " + one_process),
+            ("tp_degree", (1,), later), ("cp_degree", (1,), later), ("pp_degree", (1,), later),
+            ("parallel_backend", ("ptd",), "not in this version, which shards through torch alone"),
+            ("use_cpu_offload", (False,), "not in this version: sharded weights stay on the device"),
             ("mlx_config", (None,), "this version has no MLX engine"),
         ):  # fmt: skip
-            if name == "world_size" and self.backend is Backend.MLX and v[name] > 1:
-                raise PlanError(
-                    f"--world_size {v[name]}: MLX backend doesn't support distributed training. Use --world_size 1."
-                )
             if v[name] not in fine:
                 use = " or ".join(_word(f) for f in fine if f is not None)
                 raise PlanError(
                     f"--{name} {_word(v[name])}: {why}. " + (f"Use {use}." if use else "Leave it out.")
                 )
+        if self.backend is Backend.MLX and v["world_size"] > 1:
+            raise PlanError(
+                f"--world_size {v['world_size']}: MLX backend doesn't support distributed training. Use --world_size 1."
+            )
         if self.caps.engine != "torch":
             raise PlanError(
                 f"--backend {self.backend}: this version has no {self.caps.engine.upper()} engine. Use --backend cpu."
             )
-        alone = "one process meets no other"
-        for name, why in (
-            ("no_sync", "one process exchanges nothing"), ("sharding_strategy", "one process holds everything"),
-            ("rank_timeout", alone), ("master_addr", alone), ("master_port", alone),
-        ):  # fmt: skip
-            self.set(name, DEFAULTS[name], why)
+
+    def ranks(self):
+        """How many ranks, what each does, and the settings that only one or only several of them have a use for."""
+        v, started = self.values, self.world
+        if started and v["world_size"] not in (-1, started.size):
+            raise PlanError(
+                f"--world_size {v['world_size']}: {started.launcher} started {started.size} ranks. Leave --world_size out."
+            )
+        size = started.size if started else v["world_size"] if v["world_size"] > 0 else self.num_devices
+        self.local_size = started.local_size if started else size
+        self.dims = dims_of(v, size, self.local_size)
+        batches = v["gradient_accumulation_steps"] * self.dims.data_ranks
+        if self.kept_rows and self.kept_rows % batches == 0:
+            why = "as the saved run settled it" if v["batch_size"] == "auto" else (
+                f"the saved run's {self.kept_rows} rows a step in {batches} batches")  # fmt: skip
+            self.set("batch_size", self.kept_rows // batches, why)
+        v["world_size"], v["dp_degree"], v["dp_shards"] = size, self.dims.dp_replicate, self.dims.dp_shard
+        if size == 1:
+            alone = "one process meets no other"
+            for name, why in (
+                ("no_sync", "one process exchanges nothing"), ("sharding_strategy", "one process holds everything"),
+                ("rank_timeout", alone), ("master_addr", alone), ("master_port", alone),
+            ):  # fmt: skip
+                self.set(name, DEFAULTS[name], why)
+            return
+        if v["dp_shards"] == 1:
+            self.set("no_sync", True, "replicas exchange gradients once a step")
+        else:
+            if v["optimizer"] == "adamw_8bit":
+                raise PlanError(
+                    "--optimizer adamw_8bit: its blocks run over rows that sharding cuts. Use adamw, or --sharding_strategy ddp."
+                )
+            if v["cache_dequantized"] == "true":
+                raise PlanError(
+                    "--cache_dequantized true: keeps every weight whole and dense on every rank, which sharding is there to "
+                    "avoid. Leave it out, or use --sharding_strategy ddp."
+                )
 
     def machine(self):
-        if self.values["world_size"] != 1:
-            self.values["world_size"] = 1
-        self.values["dp_shards"] = 1
         self.values["backend"] = str(self.backend)
         self.notices += [
             f"{setting}: {why}"
@@ -486,7 +547,9 @@ class _Resolver:
     def memory(self):
         v = self.values
         self.auto_cache = v["cache_dequantized"] == "auto" and v["train_type"] == "qlora"
-        if self.auto_cache:
+        if self.auto_cache and v["dp_shards"] > 1:
+            self.set("cache_dequantized", "false", "sharded weights are gathered packed")
+        elif self.auto_cache:
             self.cache_dequantized()
         elif v["cache_dequantized"] == "auto":
             self.values["cache_dequantized"] = "false"
@@ -512,9 +575,6 @@ class _Resolver:
     def rows_and_recomputation(self):
         """What memory decides: checkpointing and batch_size where they are auto, microbatch_tokens where it is unset."""
         v, room = self.values, self.room()
-        kept = self.kept.get("batch_size")
-        if v["batch_size"] == "auto" and kept:
-            self.set("batch_size", kept, "as the saved run settled it")
         default = max(fit.DEFAULT_MICROBATCH_TOKENS, v["context_length"])
         if room and self.shape and self.shape.known and self.shape.linears:
             given = {k for k in ("microbatch_tokens",) if v[k] is not None}
@@ -562,7 +622,13 @@ class _Resolver:
 
     def room(self) -> fit.Room | None:
         """The memory that is planned for: this machine's device, or the ones that --assume_memory and --assume_world_size name."""
-        return room_of(self.values, str(self.backend), self.caps.memory_bytes, self.given("backend"))
+        room = room_of(self.values, str(self.backend), self.caps.memory_bytes, self.given("backend"))
+        if room is None or self.dims.world_size == 1 or self.values["assume_memory"]:
+            return room
+        shared = (
+            self.local_size if self.backend in (Backend.CPU, Backend.MPS) else 1
+        )  # one memory for all ranks here
+        return replace(room, memory_bytes=room.memory_bytes // shared, ranks=self.dims.dp_shard)
 
     def cache_dequantized(self):
         """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""
@@ -641,6 +707,7 @@ MAY_CHANGE = {
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "profile_memory",
     "wait_steps", "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency", "rank_timeout",
     "master_addr", "master_port", "loading_workers", "cache_dequantized", "use_activation_cpu_offload",
+    "sharding_strategy", "no_sync",
 }  # fmt: skip
 
 
@@ -649,13 +716,15 @@ def resumed_wishes(given: dict, saved: dict) -> dict:
     return {**saved["requested"], **given}
 
 
-def kept_settings(saved: dict, backend: str) -> dict:
-    """What a resumed run takes from the saved one instead of deciding anew: rows a step, and on the same backend the rest."""
-    rows = (
-        {"batch_size": saved["settled"]["batch_size"]}
-        if saved["requested"].get("batch_size") == "auto"
-        else {}
-    )
+def kept_settings(saved: dict, backend: str, given=()) -> dict:
+    """What a resumed run takes from the saved one instead of deciding anew: rows a step, and on the same backend the rest.
+
+    `given`: the wishes of now; who sets rows now is held to them.
+    """
+    rows = {"rows_per_step": saved_rows(saved["settled"])}
+    by_hand = saved["requested"].get("batch_size") != "auto" and "gradient_accumulation_steps" in given
+    if "batch_size" in given or by_hand:
+        rows = {}
     if saved["settled"].get("backend") != backend:
         return rows
     names = (
@@ -676,12 +745,13 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     if plan.settings.batch_layout == "auto":  # settled on the loaded model, as it was in the saved run
         changed.pop("batch_layout", None)
     rows = ("batch_size", "gradient_accumulation_steps")
-    old_rows, new_rows = (s["batch_size"] * s["gradient_accumulation_steps"] for s in (old, new))
+    old_rows, new_rows = saved_rows(old), plan.rows_per_step
+    if old_rows != new_rows:
+        ranks = f" x {plan.data_ranks} data ranks" if plan.data_ranks > 1 else ""
+        raise PlanError(
+            f"--batch_size x --gradient_accumulation_steps{ranks}: {old_rows} -> {new_rows} rows a step. Keep {old_rows}."
+        )
     if any(k in changed for k in rows):
-        if old_rows != new_rows:
-            raise PlanError(
-                f"--batch_size x --gradient_accumulation_steps: {old_rows} -> {new_rows} rows a step. Keep {old_rows}."
-            )
         changed = {k: v for k, v in changed.items() if k not in rows}
     may = MAY_CHANGE | (
         {"quant_type", "group_size", "double_quant"} if "quantization_backend" in changed else set()
@@ -696,6 +766,12 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     if "quantization_backend" in changed:
         lines.append("the base is quantized anew from its own weights, so the loss may step a little")
     return replace(plan, notices=plan.notices + tuple(lines))
+
+
+def saved_rows(settled: dict) -> int:
+    """Rows a step of a saved run."""
+    ranks = settled.get("dp_degree", 1) * max(1, settled.get("dp_shards", 1))
+    return settled["batch_size"] * settled["gradient_accumulation_steps"] * ranks
 
 
 def same_length(plan: RunPlan, saved: dict) -> bool:

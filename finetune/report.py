@@ -15,6 +15,7 @@ def plan_lines(plan) -> list[str]:
     what = f"the new layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
         f"{what} of {s.model_name} on {where} in {s.precision}{base}",
+        *([f"ranks: {plan.dims.world_size} ({plan.dims})"] if plan.dims.world_size > 1 else []),
         f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),

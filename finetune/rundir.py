@@ -91,13 +91,18 @@ def _state(values: dict) -> TrainState:
     return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})
 
 
+def weights_file(plan: RunPlan) -> str:
+    """The file of a checkpoint that holds what trains."""
+    return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
+
+
 class RunDir:
     """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data."""
 
     def __init__(self, plan: RunPlan, resumed: bool):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = checkpoint.Lock(self.root)
-        self.weights_file = TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
+        self.weights_file = weights_file(plan)
         self.run_id = plan.digest()[:16]
         if not checkpoint.holds_a_run(self.root) and (self.root / "config.json").exists():
             self.close()
@@ -203,5 +208,41 @@ class RunDir:
         for name, content in configs.items():
             checkpoint.replace_text(folder / name, json.dumps(content, indent=2) + "\n")
 
+    def save_tokenizer(self, tokenizer) -> None:
+        tokenizer.save_pretrained(self.root)
+
     def finish(self, state: TrainState) -> None:
         self.write_json("train_state.json", asdict(replace(state, output_dir=str(self.root))))
+
+
+class OnlookerDir(RunDir):
+    """The folder as ranks other than the first know it: read for a checkpoint to go on from, never written to.
+
+    What is gathered for a file is gathered by all ranks, so saving and publishing ask the engine as the owner does.
+    """
+
+    def __init__(self, plan: RunPlan, resumed: bool):
+        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.weights_file = weights_file(plan)
+
+    def begin(self, resumed_step: int | None) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def write_json(self, name: str, content: dict) -> None:
+        pass
+
+    def save_step(self, engine, state, identity, configs, metrics_offset) -> Path:
+        engine.optimizer_state(), engine.trainable_state(), engine.rng_state()
+        return self.root / "checkpoints" / f"step-{state.step}"
+
+    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
+        if self.plan.adapter:
+            engine.trainable_state()
+        else:
+            engine.write_model(folder or self.root)
+
+    def save_tokenizer(self, tokenizer) -> None:
+        pass

@@ -186,18 +186,24 @@ class Settings:
     # machine
     backend: str = flag(None, "machine", "auto, cuda, mps, mlx, cpu or xpu; default: FSDP_BACKEND, else auto")
     world_size: int = flag(
-        -1, "machine", "processes; -1: one a device, or what the launcher started", minimum=-1
+        -1,
+        "machine",
+        "processes; -1: one a CUDA device, else one, or what the launcher started",
+        minimum=-1,
+        nonzero=True,
     )
     parallel_backend: str = flag("ptd", "machine", "who shards", choices=("ptd", "accelerate"))
     dp_degree: int = flag(1, "machine", "replicas", minimum=1)
-    dp_shards: int = flag(-1, "machine", "ranks that share one copy of the weights; -1: the rest", minimum=-1)
+    dp_shards: int = flag(
+        -1, "machine", "ranks that share one copy of the weights; -1: the rest", minimum=-1, nonzero=True
+    )
     tp_degree: int = flag(1, "machine", "ranks that split each layer", minimum=1)
     cp_degree: int = flag(1, "machine", "ranks that split each sequence", minimum=1)
     pp_degree: int = flag(1, "machine", "ranks that split the stack of layers", minimum=1)
     sharding_strategy: str = flag(
         None, "machine", "the older script's word for degrees", choices=SHARDING_STRATEGIES
     )
-    no_sync: bool = flag(False, "machine", "accumulate without exchanging gradients")
+    no_sync: bool = flag(False, "machine", "exchange gradients once a step, not once a microbatch")
     rank_timeout: float = flag(600.0, "machine", "seconds a silent rank is waited for", above=0.0)
     master_addr: str = flag("localhost", "machine", "where rank 0 listens")
     master_port: int = flag(12355, "machine", "and its port", minimum=1)

@@ -21,6 +21,7 @@ from finetune import errors
 from finetune.cli import read_config
 from finetune.plan import resolve_plan
 from finetune.prompts import detect_format
+from finetune.ranks import World
 from finetune.settings import DEFAULTS, FIELDS, NAMES, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +101,13 @@ def test_every_command_parses_and_its_plan_settles(where, words):
                 resolve_plan(given, backend, CAPABILITIES[backend], None)
             if script == "generate.py":
                 generate.check(PARSERS[script].parse_args(rest))
+        case ["torchrun", *options]:
+            at = options.index("train.py")
+            number = dict(o.lstrip("-").split("=") for o in options[:at] if "=" in o)
+            size = int(number["nproc_per_node"]) * int(number.get("nnodes", 1))
+            world = World(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
+            given = vars(PARSERS["train.py"].parse_args(options[at + 1 :]))
+            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["python", "-m", "pytest", *_]:
             assert importlib.util.find_spec("pytest")
         case ["python", script, *_]:

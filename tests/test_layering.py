@@ -27,7 +27,8 @@ ARROWS = {
     "part": ({"part", "quantization_wrapper", "backend_manager"}, {"numpy"}),
     "torch_engine": (
         {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
-         "finetune.settings", "finetune.errors", "finetune.engine", "finetune.expansion"},
+         "finetune.settings", "finetune.errors", "finetune.engine", "finetune.expansion",
+         "finetune.parallel", "finetune.ranks"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch", "triton"}),

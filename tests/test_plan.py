@@ -116,9 +116,28 @@ def test_older_product_names_map_or_say_what_is_missing(word):
 
 
 REFUSED = [
-    (dict(world_size=2), "--world_size 2: this version trains in one process"),
-    (dict(tp_degree=2), "--tp_degree 2: this version trains in one process"),
-    (dict(pp_degree=2), "--pp_degree 2:"),
+    (dict(tp_degree=2), "--tp_degree 2: not in this version"),
+    (dict(cp_degree=2), "--cp_degree 2: not in this version"),
+    (dict(pp_degree=2), "--pp_degree 2: not in this version"),
+    (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, and the world size is 1"),
+    (
+        dict(world_size=3, dp_shards=2),
+        "--dp_shards 2: the product of the degrees is 2, and the world size is 3",
+    ),
+    (
+        dict(world_size=4, dp_degree=2, dp_shards=3),
+        "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6",
+    ),
+    (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its blocks run over rows"),
+    (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
+    (
+        dict(world_size=4, sharding_strategy="hybrid_full_shard"),
+        "--sharding_strategy hybrid_full_shard: replicates over",
+    ),
+    (
+        dict(world_size=4, sharding_strategy="full_shard", dp_degree=2),
+        "--dp_degree 2: contradicts --sharding_strategy",
+    ),
     (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
     (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
     (

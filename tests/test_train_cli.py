@@ -138,12 +138,6 @@ def test_token_ids_beyond_the_embedding_name_the_row(base, make_tokenizer, tmp_p
         train.main(_with(base, model_name=folder))
 
 
-def test_a_launcher_with_several_ranks_is_refused(base, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PlanError, match="WORLD_SIZE=2: this version trains in one process"):
-        train.main(_with(base))
-
-
 @pytest.mark.parametrize(
     ("script", "argv", "message"),
     [

@@ -24,7 +24,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         quant_type=fmt.quant_type,
         compress_statistics=fmt.double_quant,
     )
-    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (1, -1)
+    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (-1,)
     tensors = {"packed": packed.reshape(by_rows), "absmax": _bits(state.absmax).reshape(by_rows)}
     if fmt.double_quant:
         tensors |= {"absmax2": _bits(state.state2.absmax), "offset": _bits(state.offset.reshape(1))}

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import os
 import platform
+import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,18 @@ import torch
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import adapters, attention, experts, hf_model, loading, loss, memory_count, optim
+from finetune.torch_engine import (
+    adapters,
+    attention,
+    experts,
+    hf_model,
+    loading,
+    loss,
+    memory_count,
+    optim,
+    parallelize,
+)
+from finetune.torch_engine.mesh import ALONE, Ranks
 
 SCALE_START, SCALE_GROWS_EVERY = (
     2.0**15,
@@ -22,19 +35,33 @@ SCALE_START, SCALE_GROWS_EVERY = (
 
 
 class TorchEngine:
-    """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step."""
+    """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step.
 
-    def __init__(self, model, settings, device, pad_id: int = 0, base_config: dict | None = None):
+    With several `ranks` every method that touches weights is called by all of them at the same point; state and files
+    come from the first.
+    """
+
+    def __init__(
+        self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
+        reshard_after_forward: bool = True,
+    ):  # fmt: skip
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
+        self.ranks, self.reseeded = ranks, False
+        self.root = parallelize.shard(model, ranks, reshard_after_forward) if ranks.sharded else None
+        self.whole_now = 0  # how many callers need every weight whole
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = optim.build(self.named, settings, device) if self.named else None
+        self.held = parallelize.held(
+            self.named
+        )  # what the optimizer updates: of sharded weights, this rank's rows
+        held = {n: p for n, p in self.held.items() if p is not None}
+        self.optimizer = optim.build(held, settings, device) if self.named else None
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
         self.head, self.layout = None, None
-        self.counter = memory_count.Counter(model, self.named, device)
+        self.counter = memory_count.Counter(model, held, device)
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
             self._checkpoint_activations()
@@ -44,19 +71,35 @@ class TorchEngine:
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
         self.model.eval()
-        hf_model.prove_causal(self.model, self.autocast)
+        self._try(hf_model.prove_causal, self.model, self.autocast)
         proof = hf_model.Proof(False, "asked for")
         if wished != "padded":
-            proof = hf_model.prove_flat(self.model, self.autocast, self.settings.context_length)
+            proof = self._try(hf_model.prove_flat, self.model, self.autocast, self.settings.context_length)
         if wished == "flat" and not proof.holds:
             raise PlanError(f"--batch_layout flat: {proof.reason}. Use auto or padded.")
         self.layout = "flat" if proof.holds else "padded"
         self.model.set_attn_implementation(
             attention.NAME if proof.holds else attention.own_implementation(self.model)
         )
-        head = hf_model.prove_head(self.model, self.layout, self.autocast)
+        head = self._try(hf_model.prove_head, self.model, self.layout, self.autocast)
         self.head = loss.Head.of(self.model) if head.holds else None
         return {"batch_layout": (self.layout, proof.reason)}
+
+    def _on_model(self, work, *args):
+        """work(*args), with the weights outside the layers gathered where they are sharded."""
+        return work(*args) if self.root is None else self.root(work, *args)
+
+    def _try(self, work, *args):
+        """The same for forwards that no backward follows: what they gathered is let go."""
+        try:
+            return self._on_model(work, *args)
+        finally:
+            self._reshard()
+
+    def _reshard(self):
+        if self.root is not None and not self.whole_now:
+            for module in parallelize.fsdp_modules(self.root):
+                module.reshard()
 
     def _checkpoint_activations(self):
         if not self.model.supports_gradient_checkpointing:
@@ -76,29 +119,42 @@ class TorchEngine:
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments as they were."""
         self.model.train()
-        num_targets = sum(b.num_targets for b in microbatches)
+        mine = (
+            sum(b.num_targets for b in microbatches),
+            sum(b.num_tokens for b in microbatches),
+            len(microbatches),
+        )
+        table = self.ranks.table(list(mine))
+        num_targets, num_tokens = (int(n) for n in table[:, :2].sum(0))
         assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
+        # Ranks exchange weights and gradients in every microbatch: those with fewer go along with empty ones.
+        microbatches = microbatches + [self._empty_batch()] * int(table[:, 2].max() - len(microbatches))
         total = torch.zeros(
             (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
         )
-        for batch in microbatches:
+        for i, batch in enumerate(microbatches):
+            if self.root is not None:
+                last = i == len(microbatches) - 1
+                self.root.set_requires_gradient_sync(last or not self.settings.no_sync)
             with self._memory_advice(batch):
                 with self._offload(), self.counter.kept_by(batch):
-                    nll = self.nll(batch)
+                    nll = self._on_model(self.nll, batch)
                 (nll * ((self.scale or 1.0) / num_targets)).backward()
             total += nll.detach().to(total.device, torch.float64)
-        parameters = list(self.named.values())
+        parameters = self._settle_gradients()
         self.counter.count_gradients()
         if self.scale:
             for p in parameters:
                 if p.grad is not None:
                     p.grad /= self.scale
         limit = self.settings.grad_norm if self.settings.apply_gradient_clipping else None
-        norm = optim.clip(parameters, limit)
+        cut = [p for n, p in self.held.items() if p is not self.named[n]]
+        norm = optim.clip(parameters, limit, cut, self.ranks.sum_over_shards if self.ranks.sharded else None)
+        self.ranks.sum(total)
         nll = total.item()
-        result = partial(StepResult, nll, num_targets, sum(b.num_tokens for b in microbatches), norm)
+        result = partial(StepResult, nll, num_targets, num_tokens, norm)
         if not np.isfinite(norm) or not np.isfinite(nll):
-            self.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             if self.scale and np.isfinite(nll) and self.scale > 1:
                 self.scale, self.clean_steps = self.scale / 2, 0
                 return result(skipped=True)
@@ -108,7 +164,7 @@ class TorchEngine:
         first = not self.optimizer.state
         with self._memory_advice(microbatches[0]):  # the first step makes the moments
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if first:  # they took holes that the next forward would have used, and it makes the heap grow beside the rest
             trim_heap()
         if self.scale:
@@ -116,6 +172,23 @@ class TorchEngine:
             if self.clean_steps % SCALE_GROWS_EVERY == 0:
                 self.scale *= 2
         return result()
+
+    def _settle_gradients(self) -> list:
+        """What the optimizer updates, each with the gradient of all ranks. FSDP has summed those of sharded weights."""
+        parallelize.take_gradients(self.named, self.held)
+        replicated = [p for n, p in self.named.items() if self.held[n] is p]
+        parallelize.sum_gradients(replicated, self.ranks)
+        return [p for p in self.held.values() if p is not None]
+
+    def _drop_gradients(self):
+        for p in (*self.named.values(), *self.held.values()):
+            if p is not None:
+                p.grad = None
+
+    def _empty_batch(self) -> Batch:
+        """Two tokens and no target: adds nothing to loss and gradients."""
+        ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
+        return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
 
     def nll(self, batch: Batch) -> torch.Tensor:
         """Summed nll of one microbatch's targets, differentiable."""
@@ -165,15 +238,33 @@ class TorchEngine:
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
+        """Each rank takes its share of the microbatches; the sums are over all."""
         self.model.eval()
-        total, count = 0.0, 0
-        for batch in microbatches:
+        ranks, total, count = self.ranks.dims.data_ranks, 0.0, 0
+        mine = microbatches[self.ranks.data_rank :: ranks]
+        mine += [self._empty_batch()] * (-(-len(microbatches) // ranks) - len(mine))
+        for batch in mine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                total += self.nll(batch).item()
+                total += self._on_model(self.nll, batch).item()
             count += batch.num_targets
-        return total, count
+        self._reshard()
+        total, count = self.ranks.table([total, count]).sum(0)
+        return float(total), int(count)
+
+    @contextlib.contextmanager
+    def whole_weights(self):
+        """Every weight gathered, as packed as it is stored, so that ranks may generate each at its own pace. Collective."""
+        if self.root is None:
+            yield
+            return
+        self.whole_now += 1
+        try:
+            with parallelize.gathered(self.root) if self.whole_now == 1 else contextlib.nullcontext():
+                yield
+        finally:
+            self.whole_now -= 1
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, hopeless=None, **sampling) -> list[list[int]]:
@@ -181,36 +272,103 @@ class TorchEngine:
         from finetune.torch_engine.generate import generate
 
         self.model.eval()
-        with self.autocast(), dense_weights(self.model):
+        # Dense copies of every weight are what sharding is there to avoid.
+        dense = dense_weights(self.model) if self.root is None else contextlib.nullcontext()
+        with self.autocast(), self.whole_weights(), dense:
             new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
         trim_heap()
         return new
 
+    def agree(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        return int(self.ranks.largest(number))
+
+    def total(self, number: float) -> float:
+        """The sum of all ranks' numbers."""
+        return float(self.ranks.table([number]).sum())
+
     # ---- state
 
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that hands out state."""
+        return self.ranks.rank == 0
+
+    def _gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that is cut as the parameter `name` is."""
+        if self.held[name] is self.named[name]:
+            return part.detach().cpu()
+        return self.ranks.whole(part, self.named[name].shape[0])
+
     def trainable_state(self) -> dict[str, np.ndarray]:
+        """Of several ranks, the first's is the state, gathered a tensor at a time; the others' is empty."""
+        whole = {}
+        for name, parameter in self.named.items():
+            tensor = self._gathered(name, parallelize.local(parameter.detach()).float())
+            whole |= {name: tensor} if self.first else {}
+        if not self.first:
+            return {}
         if self._whole():
-            return {n: p.detach().float().cpu().numpy() for n, p in self.named.items()}
-        tensors = adapters.to_disk(self.model, self.named, self.settings)
+            return {name: tensor.numpy() for name, tensor in whole.items()}
+        tensors = adapters.to_disk(self.model, whole, self.settings)
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        tensors, numbers = optim.state(self.optimizer, {self._disk(n): p for n, p in self.named.items()})
-        return tensors, {"counts": numbers, "scale": self.scale, "clean_steps": self.clean_steps}
+        parts, numbers = optim.state(self.optimizer, self.held)
+        tensors = {}
+        for key, kind in self.ranks.of_first([(k, str(v.dtype)) for k, v in parts.items()]):
+            name, _, moment = key.rpartition(".")
+            none = np.zeros((0, *self.named[name].shape[1:]), kind)  # where this rank holds no row
+            whole = self._gathered(name, torch.from_numpy(parts.get(key, none))).numpy()
+            tensors |= {f"{self._disk(name)}.{moment}": whole} if self.first else {}
+        counts = {}
+        for key, number in numbers.items():
+            name, _, moment = key.rpartition(".")
+            counts[f"{self._disk(name)}.{moment}"] = number
+        return tensors, {"counts": counts, "scale": self.scale, "clean_steps": self.clean_steps}
 
     def rng_state(self) -> dict[str, np.ndarray]:
-        state = {"host": torch.get_rng_state().numpy()}
+        """Random state of every rank: the first's under plain names, rank 1's under rank1.* and so on."""
+        out = {}
+        for name, state in self._own_rng_state().items():
+            for rank, tensor in enumerate(self.ranks.gather(state)):
+                out[name if rank == 0 else f"rank{rank}.{name}"] = tensor.numpy()
+        return out if self.first else {}
+
+    def _own_rng_state(self) -> dict[str, torch.Tensor]:
+        state = {"host": torch.get_rng_state()}
         if self.device.type != "cpu":
-            state[self.device.type] = torch.get_device_module(self.device).get_rng_state().numpy()
+            state[self.device.type] = torch.get_device_module(self.device).get_rng_state()
         return state
 
     def load_state(self, trainable, optimizer, values, rng) -> None:
-        """Takes up a checkpoint. Raises PlanError where its tensors are not the ones that train here."""
+        """Takes up a checkpoint. Raises PlanError where its tensors are not the ones that train here.
+
+        Saved by another number of ranks, random states fit nobody: each rank then draws anew, from the first's state and its
+        own number, and `reseeded` is set.
+        """
         self.load_trainable(trainable)
-        named = {self._disk(n): p for n, p in self.named.items()}
-        optim.load_state(self.optimizer, named, optimizer, values["counts"])
+        held = {self._disk(n): p for n, p in self.held.items()}
+        names = {self._disk(n): n for n in self.named}
+        tensors, counts = {}, {}
+        for found, given in ((tensors, optimizer), (counts, values["counts"])):
+            for key, value in given.items():
+                name = names.get(key.rpartition(".")[0])
+                if name is None or self.held[name] is self.named[name]:
+                    found[key] = value  # unknown ones are refused below
+                elif self.held[name] is not None:
+                    found[key] = value if found is counts else value[self.ranks.rows_of(len(value))]
+        optim.load_state(self.optimizer, held, tensors, counts)
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
-        self._set_rng_state(rng)
+        saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
+        if saved_ranks == self.ranks.dims.world_size:
+            prefix = f"rank{self.ranks.rank}." if self.ranks.rank else ""
+            self._set_rng_state(
+                {name: rng[prefix + name] for name in self._own_rng_state() if prefix + name in rng}
+            )
+        else:
+            self.reseeded = True
+            self.seed(zlib.crc32(np.asarray(rng["host"]).tobytes()))
 
     def _set_rng_state(self, rng) -> None:
         torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
@@ -228,11 +386,13 @@ class TorchEngine:
             odd = sorted(set(named) ^ set(trainable))[0]
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
         for name, parameter in named.items():
-            if tuple(parameter.shape) != tuple(trainable[name].shape):
+            value = torch.from_numpy(np.array(trainable[name]))
+            if tuple(parameter.shape) != tuple(value.shape):
                 raise PlanError(
-                    f"--resume: {name} is {trainable[name].shape} on disk, {tuple(parameter.shape)} here."
+                    f"--resume: {name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} here."
                 )
-            parameter.copy_(torch.from_numpy(np.array(trainable[name])))
+            rows = parallelize.local(parameter.detach())
+            rows.copy_(value if rows.shape == value.shape else value[self.ranks.rows_of(len(value))])
 
     def _disk(self, name) -> str:
         return name if self._whole() else adapters.disk_name(name)
@@ -242,7 +402,8 @@ class TorchEngine:
         return self.settings.train_type == "full" or self.settings.llama_pro_path is not None
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        """Each rank draws its own dropout; the first as one process would."""
+        torch.manual_seed(seed + 1_000_003 * self.ranks.rank)
 
     # ---- what is saved
 
@@ -286,12 +447,21 @@ class TorchEngine:
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
-        hf_model.write_folder(self.model, Path(folder), self.saved_dtype)
+        whole, state = {}, {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in whole:  # tied weights stay one tensor
+                part, cut = parallelize.local(tensor.detach()), parallelize.local(tensor) is not tensor
+                value = self.ranks.whole(part, tensor.shape[0]) if cut else part
+                whole[id(tensor)] = value if self.first else None
+            state[name] = whole[id(tensor)]
+        if self.first:
+            hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
 
     def profiler(self, written: list):
         from finetune.torch_engine import profiling
 
-        return profiling.profiler(self.settings, self.device, written)
+        settings = self.settings if self.first else replace(self.settings, profile=False)
+        return profiling.profiler(settings, self.device, written)
 
     # ---- memory
 
@@ -314,8 +484,10 @@ class TorchEngine:
         Learning rate 0 leaves the weights; moments are made first, as they stand in every later step, and dropped at the end.
         `several`: gradients stand too, as they do between the microbatches of one step. Raises OutOfMemoryError.
         """
-        assert not self.optimizer.state, "try_step comes before the first step"
-        before = self.rng_state()
+        assert not self.optimizer.state and self.ranks.alone, (
+            "try_step comes before the first step of one process"
+        )
+        before = {name: state.numpy() for name, state in self._own_rng_state().items()}
         try:
             with self._memory_advice(batch):
                 for p in self.named.values():
@@ -363,14 +535,22 @@ def dense_weights(model):
             layer.cached = None
 
 
-def device_of(backend: str) -> torch.device:
-    return torch.device(backend)
+def device_of(backend: str, local_rank: int | None = None) -> torch.device:
+    """The device of a backend; of several ranks on one machine each has its own where there are several."""
+    if local_rank is None or backend in ("cpu", "mps"):
+        return torch.device(backend)
+    return torch.device(backend, local_rank)
 
 
-def settle_threads() -> None:
-    """As many compute threads as this process may use cores, where the user has not said otherwise."""
-    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ) and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+def settle_threads(ranks_here: int = 1) -> None:
+    """As many compute threads as this process may use cores, where the user has not said otherwise; ranks share them."""
+    said = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)
+    if said and not (
+        ranks_here > 1 and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    ):
+        return  # torchrun sets 1 where the user said nothing
+    if hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
 def _glibc():

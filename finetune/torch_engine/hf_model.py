@@ -178,15 +178,15 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     return ((after - before).abs().max() / before.abs().max()).item()
 
 
-def write_folder(model, folder, dtype: torch.dtype) -> None:
-    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when whole."""
+def write_folder(model, folder, dtype: torch.dtype, state: dict | None = None) -> None:
+    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when whole. `state`: the model's, whole."""
     import tempfile
 
     model.config.dtype = dtype  # save_pretrained leaves text here
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
         tensors = {
             n: t.detach().to(dtype).cpu() if t.is_floating_point() else t
-            for n, t in model.state_dict().items()
+            for n, t in (model.state_dict() if state is None else state).items()
         }
         model.save_pretrained(beside, state_dict=tensors)
         for file in sorted(Path(beside).iterdir()):

@@ -47,7 +47,7 @@ def state(optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
     """({'<name>.<moment>': array}, {'<name>.<count>': number})."""
     tensors, numbers = {}, {}
     for name, parameter in named.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in (optimizer.state.get(parameter, {}) if parameter is not None else {}).items():
             if key == "step":
                 numbers[f"{name}.step"] = float(value)
             elif torch.is_tensor(value):
@@ -84,10 +84,20 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         optimizer.state[parameter] = restored
 
 
-def clip(parameters, limit: float | None) -> float:
-    """The norm of all gradients together, fp32; scales them down to `limit` where it is given and passed."""
+def clip(parameters, limit: float | None, cut=(), sum_over_shards=None) -> float:
+    """The norm of all gradients together, fp32; scales them down to `limit` where it is given and passed.
+
+    `cut`: those among `parameters` that are one rank's rows of a whole, whose squares `sum_over_shards` adds up over ranks.
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
+    if sum_over_shards is None:
+        norm = torch.nn.utils.get_total_norm(grads)
+    else:
+        known = {id(p) for p in cut}
+        parts = [p.grad for p in parameters if id(p) in known and p.grad is not None]
+        whole = [p.grad for p in parameters if id(p) not in known and p.grad is not None]
+        squares = sum_over_shards(torch.nn.utils.get_total_norm(parts).double().square())
+        norm = (squares + torch.nn.utils.get_total_norm(whole).double().square()).sqrt().float()
     if limit is not None and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm.item()

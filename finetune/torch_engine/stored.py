@@ -114,7 +114,7 @@ def _mlx(name, checkpoint):
 def _bnb4(name, checkpoint):
     state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
     shape, block, nested = tuple(state["shape"]), state["blocksize"], "nested_blocksize" in state
-    by_rows = (shape[0], -1) if shape[1] % block == 0 else (1, -1)
+    by_rows = (shape[0], -1) if shape[1] % block == 0 else (-1,)
     packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
     if packed.nbytes * 2 != shape[0] * shape[1]:
         raise ValueError(

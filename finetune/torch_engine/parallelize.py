@@ -1,0 +1,137 @@
+"""FSDP2 over a loaded model: each decoder layer a group, the rest the root's; and what trains, as the rows this rank holds.
+
+Frozen parameters of any dtype, packed integers among them, share a group with what trains. Gradients are summed, never
+averaged: the loss is already divided by the targets of all ranks.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from finetune.errors import PlanError
+from finetune.torch_engine.mesh import Ranks
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class Root(nn.Module):
+    """Calls any work on the model while the parameters outside the layers (embeddings, norms, head) are gathered."""
+
+    def __init__(self, model, reshard_after_forward: bool):
+        super().__init__()
+        self.model, self.reshard_after_forward = model, reshard_after_forward
+
+    def forward(self, work, *args):
+        return work(*args)
+
+
+def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
+    """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
+
+    Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
+    """
+    _probe(ranks)
+    mesh = ranks.mesh if ranks.dims.dp_replicate > 1 else ranks.mesh["dp_shard"]
+    whole = {p for p in model.parameters() if p.ndim == 0}
+    root = Root(model, reshard_after_forward)
+    for module in (*decoder_layers(model), root):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+    for module in fsdp_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
+    return root
+
+
+def decoder_layers(model) -> list[nn.Module]:
+    """The stacks of modules as long as the config says the model is deep; in a nested stack, the outer one's."""
+    depth = model.config.get_text_config().num_hidden_layers
+    stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    outer = [(n, m) for n, m in stacks if not any(n.startswith(o + ".") for o, _ in stacks)]
+    return [layer for _, stack in outer for layer in stack]
+
+
+def fsdp_modules(root) -> list[FSDPModule]:
+    return [m for m in root.modules() if isinstance(m, FSDPModule)]
+
+
+def _probe(ranks: Ranks) -> None:
+    """Shards and gathers one packed parameter: torch takes integer ones since 2026 only."""
+    module = nn.Linear(2, 2 * ranks.dims.dp_shard, bias=False).to(ranks.mesh.device_type)
+    codes = torch.arange(6 * ranks.dims.dp_shard, dtype=torch.uint8).view(-1, 3)
+    module.packed = nn.Parameter(codes.to(ranks.mesh.device_type), requires_grad=False)
+    try:
+        fully_shard(module, mesh=ranks.mesh["dp_shard"])
+        module.unshard()
+        same = torch.equal(module.packed.cpu(), codes)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"--dp_shards {ranks.dims.dp_shard}: torch {torch.__version__} does not shard integer parameters "
+            f"({str(error).splitlines()[0]}). Use --sharding_strategy ddp, or a newer torch."
+        ) from error
+    assert same, "packed bytes differ after gathering"
+
+
+@contextlib.contextmanager
+def gathered(root):
+    """Every parameter whole on every rank, so that any code may read it and forwards exchange nothing. Collective at entry."""
+    modules = fsdp_modules(root)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for (
+            module
+        ) in modules:  # the root's own are needed again at once by backward, so FSDP keeps them between
+            module.set_reshard_after_forward(root.reshard_after_forward and module is not root, recurse=False)
+            module.reshard()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a parameter that this rank holds, on the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(named: dict) -> dict:
+    """{name: what the optimizer updates}: the parameter itself, or this rank's rows of it. None where it has no row."""
+    out = {}
+    for name, parameter in named.items():
+        if isinstance(parameter, DTensor):
+            rows = local(parameter.detach())
+            out[name] = nn.Parameter(rows) if rows.numel() else None
+        else:
+            out[name] = parameter
+    return out
+
+
+def take_gradients(named: dict, held: dict) -> None:
+    """Hands each sharded gradient to the rows that the optimizer updates."""
+    for name, parameter in named.items():
+        if held[name] is not None and held[name] is not parameter:
+            held[name].grad = None if parameter.grad is None else local(parameter.grad)
+
+
+@torch.no_grad()
+def sum_gradients(parameters: list, ranks: Ranks) -> None:
+    """Adds up the gradients of replicated parameters over all ranks, in buckets. A gradient that some rank lacks is zero there."""
+    if ranks.alone or not parameters:
+        return
+    present = ranks.table([float(p.grad is not None) for p in parameters]).any(0)
+    parameters = [p for p, some in zip(parameters, present, strict=True) if some]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    bucket, size = [], 0
+    for i, p in enumerate(parameters):
+        bucket.append(p.grad)
+        size += p.grad.nbytes
+        if size >= BUCKET_BYTES or i == len(parameters) - 1 or parameters[i + 1].grad.dtype != p.grad.dtype:
+            flat = ranks.sum(torch.cat([g.reshape(-1) for g in bucket]))
+            for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                g.copy_(part.view_as(g))
+            bucket, size = [], 0

@@ -1,0 +1,122 @@
+"""One cell of the matrix of parallel training: a few steps on several ranks against the same steps in one process."""
+
+import dataclasses
+
+import torch
+
+import quantization_wrapper
+from finetune.data import microbatches, rank_rows
+from finetune.parallel import ParallelDims
+from finetune.ranks import World
+from finetune.settings import Settings
+from finetune.torch_engine import adapters, experts, mesh, parallelize
+from finetune.torch_engine.engine import TorchEngine
+from tests import tiny
+
+LAYOUTS = {
+    "DDP 2": ParallelDims(dp_replicate=2), "FSDP2 2": ParallelDims(dp_shard=2), "FSDP2 3": ParallelDims(dp_shard=3),
+    "FSDP2 4": ParallelDims(dp_shard=4), "HSDP 2x2": ParallelDims(dp_replicate=2, dp_shard=2),
+}  # fmt: skip
+QUANTIZERS = ("nf4", "bnb", "hqq", "quanto", "mlx")
+KINDS = ("full", "lora", "dora", *QUANTIZERS, "nf4 double", "bnb double", "bnb across rows", "nf4 bf16",
+         "full no_sync", "lora no_sync", "lora recomputed", "nf4 recomputed", "full kept", "nf4 kept")  # fmt: skip
+STEPS, ROWS_A_STEP = 6, 7
+CPU = torch.device("cpu")
+# Six documents a rank are of unequal targets; 7 rows a step never divide evenly.
+DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_A_STEP)))
+
+
+def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -> TorchEngine:
+    """The engine of a tiny model; the same weights for every number of ranks."""
+    model = tiny.build(architecture)
+    bf16, kept = kind.endswith("bf16"), kind.endswith("kept")
+    changes |= {"no_sync": kind.endswith("no_sync")}
+    changes |= {"use_gradient_checkpointing": "true" if kind.endswith("recomputed") else "false"}
+    kind = kind.removesuffix(" no_sync").removesuffix(" recomputed").removesuffix(" kept")
+    full = kind == "full"
+    settings = dataclasses.replace(
+        Settings(), precision="bf16" if bf16 else "fp32", lr=1e-3, grad_norm=0.5, lora_rank=4, use_dora=kind == "dora",
+        train_type="full" if full else "lora" if kind in ("lora", "dora") else "qlora", **changes,
+    )  # fmt: skip
+    model.requires_grad_(full)
+    if not full:
+        model.to(torch.bfloat16 if bf16 else torch.float32)
+        if kind not in ("lora", "dora"):
+            group = 128 if kind.endswith("across rows") else 32
+            config = quantization_wrapper.config_for(
+                kind.split()[0], group_size=group, double_quant="double" in kind
+            )
+            quantization_wrapper.quantize_model(model, config, adapters.linear_names(model))
+            experts.quantize(model, config, list(experts.reachable(model)))
+        adapters.add(model, adapters.target_names(model, "all", settings.use_dora), settings)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in adapters.adapter_parameters(model).items():
+                if name.endswith("lora_B"):
+                    parameter.normal_(std=0.05, generator=generator)
+    engine = TorchEngine(model, settings, CPU, ranks=ranks, reshard_after_forward=not kept)
+    engine.settle_layout("auto")
+    return engine
+
+
+def train(engine: TorchEngine, steps: int = STEPS) -> dict:
+    """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
+    gradients = {}
+
+    def keep(*_):
+        if not gradients:
+            for name, parameter in engine.held.items():
+                grad = (
+                    torch.zeros_like(parallelize.local(engine.named[name]))
+                    if parameter is None
+                    else parameter.grad
+                )
+                gradients[name] = engine._gathered(name, grad).clone()
+
+    engine.optimizer.register_step_pre_hook(keep)
+    ranks, losses, norms = engine.ranks, [], []
+    for step in range(steps):
+        rows = torch.arange(step * ROWS_A_STEP, (step + 1) * ROWS_A_STEP).numpy()
+        mine = rank_rows(rows, ranks.data_rank, ranks.dims.data_ranks)
+        result = engine.train_step(microbatches(DATA, mine, engine.layout, 8, 60, 0), 1e-3)
+        losses.append(result.nll / result.num_targets)
+        norms.append(result.grad_norm)
+    held = {n: parallelize.local(p.detach()) for n, p in engine.model.named_parameters()}
+    return dict(losses=losses, norms=norms, gradients=gradients, bytes={n: t.nbytes for n, t in held.items()},
+                shapes={n: (tuple(p.shape), p.element_size()) for n, p in engine.model.named_parameters()})  # fmt: skip
+
+
+def compare(one: dict, many: dict) -> dict:
+    """Largest relative differences: of losses, norms after the first step, the first step's norm and gradients."""
+    norms = [abs(a - b) / a for a, b in zip(one["norms"], many["norms"], strict=True)]
+    grads = max(
+        ((many["gradients"][n] - g).abs().max() / g.abs().max().clamp_min(1e-12)).item()
+        for n, g in one["gradients"].items()
+    )
+    losses = [abs(a - b) / a for a, b in zip(one["losses"], many["losses"], strict=True)]
+    return {"loss": max(losses), "gradients": grads, "norm": norms[0], "norms": max(norms)}
+
+
+def expected_bytes(result: dict, ranks) -> dict:
+    """What this rank may hold of each parameter: its ceil(rows / N) of the rows."""
+    out = {}
+    for name, (shape, size) in result["shapes"].items():
+        rows = ranks.rows_of(shape[0])
+        out[name] = (rows.stop - rows.start) * size * torch.Size(shape[1:]).numel()
+    return out
+
+
+def matrix(rank: int, size: int, cells: list) -> list[dict]:
+    """Figures of each (layout, kind, architecture); called in every rank. One process's steps are run by the first alone."""
+    figures = []
+    for layout, kind, architecture in cells:
+        dims = LAYOUTS[layout]
+        ranks = mesh.Ranks.of(World(rank, size), dims, CPU)
+        many = train(build(kind, ranks, architecture))
+        found = {"layout": layout, "kind": kind, "architecture": architecture}
+        found["bytes"] = many["bytes"] == expected_bytes(many, ranks)
+        found["held"] = sum(many["bytes"].values())
+        if rank == 0:
+            found |= compare(train(build(kind, architecture=architecture)), many)
+        figures.append(found)
+    return figures
