@@ -109,7 +109,7 @@ BAD_FLAGS = {
     "pair": ({"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"}, "--n_bits 3: quanto has 2/4/8 bits"),
     "bits": ({"train_type": "qlora", "n_bits": 7}, "--n_bits 7: nf4 has 4 bits"),
     "groups": ({"train_type": "qlora", "n_bits": 3}, "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj"),
-    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no linear layer"),
+    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no layer of this model"),
     "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),
     "resume": ({"resume": "nowhere"}, "--resume nowhere: no such folder"),
     "validation": ({"validation_dataset": "nowhere.jsonl"}, "--validation_dataset nowhere.jsonl: "),
