@@ -410,6 +410,17 @@ def allocator_bytes(z: Sizes, load: Load, kept: int) -> int:
     return int(grown * (HEAP_PART_LOW_MEMORY if z.settings.low_memory else 1))
 
 
+def cached_bytes(z: Sizes) -> int:
+    """Dense copies of the quantized weights, where they are kept."""
+    s, shape = z.settings, z.shape
+    if s.train_type != "qlora" or s.cache_dequantized != "true":
+        return 0
+    whole = s.group_size if s.quantization_backend == "nf4" and z.compute == 4 else 1
+    dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
+    cached = z.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
+    return int(cached * (1 - shape.new_layers / shape.num_layers))
+
+
 def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks: int = 1) -> dict:
     """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
 
@@ -420,12 +431,8 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
         return {"total": 0, "items": {}}
     z = Sizes(shape, settings, device)
     tensors, kept = trainable_tensors(z), activations(z, load)
-    gradients, cached = 4 * sum(tensors), 0
-    if settings.train_type == "qlora" and settings.cache_dequantized == "true":
-        whole = settings.group_size if settings.quantization_backend == "nf4" and z.compute == 4 else 1
-        dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
-        cached = z.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
-        cached = int(cached * (1 - shape.new_layers / shape.num_layers))
+    gradients = 4 * sum(tensors)
+    cached = cached_bytes(z)
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
     items = {
@@ -482,4 +489,4 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
     workers = settings.loading_workers if settings.loading_workers > 0 else LOADING_WORKERS
     in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if settings.low_memory else workers)
-    return base_bytes(z) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
+    return base_bytes(z) + cached_bytes(z) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
