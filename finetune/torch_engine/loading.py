@@ -285,14 +285,14 @@ class _Placer:
             if weight.mapping is not None:
                 made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
                 made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-            else:
-                if stored.parts(weight.names[0], self.checkpoint):
-                    stored.check(weight.names[0], self.checkpoint, self.shape_of(weight.target))
-                ready = stored.ready(weight.names[0], self.checkpoint, self.quantized.get(weight.target))
-                if ready is not None:
-                    self.put_layer(weight.target, ready)
+            elif stored.parts(weight.names[0], self.checkpoint):
+                found = stored.read(weight.names[0], self.checkpoint, self.shape_of(weight.target))
+                if weight.target in self.quantized:
+                    self.put_layer(weight.target, stored.layer(*found))
                     return
-                made = {weight.target: stored.dense(weight.names[0], self.checkpoint)}
+                made = {weight.target: stored.dense(*found)}
+            else:
+                made = {weight.target: self.checkpoint.read(weight.names[0])}
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(f"{self.said}: {weight.target} cannot be made of its files: {first}. "

@@ -53,42 +53,33 @@ def _quant_state(name: str, checkpoint) -> str | None:
     )
 
 
-def check(name: str, checkpoint, expected: tuple) -> None:
-    """Raises ValueError where a weight's parts are not all there, or are not those of a weight of the expected shape [O, I]."""
+def read(name: str, checkpoint, expected: tuple) -> tuple:
+    """(its quantizer's module, tensors, shape [O, I], Format) of a weight stored quantized, with its parts.
+
+    Raises ValueError where a part is missing, or where they are not those of a weight of the expected shape.
+    """
     kind, head = parts(name, checkpoint), name.rpartition(".")[0]
     needed = {
         "mlx": (f"{head}.scales", f"{head}.biases"),
-        "bnb4": (f"{name}.absmax", f"{name}.quant_state.bitsandbytes__nf4"),
+        "bnb4": (f"{name}.absmax", _quant_state(name, checkpoint) or f"{name}.quant_state.bitsandbytes__nf4"),
         "bnb8": (f"{head}.SCB",),
     }[kind]
-    if kind == "bnb4" and _quant_state(name, checkpoint):
-        needed = needed[:1]
-    for part in (name, *needed):
+    for part in needed:
         if part not in checkpoint.file_of:
             raise ValueError(f"{part} is missing beside the weight whose scales it holds")
-    shape = _READ[kind](name, checkpoint)[2]
-    if shape != expected:
-        raise ValueError(f"it is {list(shape)} in its files, {list(expected)} by config.json")
+    found = _READ[kind](name, checkpoint)
+    if found[2] != expected:
+        raise ValueError(f"it is {list(found[2])} in its files, {list(expected)} by config.json")
+    return found
 
 
-def ready(name: str, checkpoint, config) -> QuantizedLinear | None:
-    """The layer of a weight stored quantized, its codes unchanged; None for a plain tensor, or where a dense one is wanted.
-
-    `config` None: the weight is not a quantized linear's here.
-    """
-    kind = parts(name, checkpoint)
-    if kind is None or config is None:
-        return None
-    module, tensors, shape, fmt = _READ[kind](name, checkpoint)
+def layer(module, tensors: dict, shape: tuple, fmt: Format) -> QuantizedLinear:
+    """The layer of what `read` gave, its codes unchanged."""
     return QuantizedLinear(tensors, shape, partial(module.dequantize, shape=shape, fmt=fmt))
 
 
-def dense(name: str, checkpoint) -> torch.Tensor:
-    """The weight itself: as it is on disk, or dequantized."""
-    kind = parts(name, checkpoint)
-    if kind is None:
-        return checkpoint.read(name)
-    module, tensors, shape, fmt = _READ[kind](name, checkpoint)
+def dense(module, tensors: dict, shape: tuple, fmt: Format) -> torch.Tensor:
+    """The weight itself of what `read` gave, for where the model needs it."""
     return module.dequantize(tensors, fmt.scale_dtype, shape, fmt)
 
 
