@@ -363,7 +363,7 @@ def evaluate(run: Run) -> None:
     if not math.isfinite(nll):
         raise NonFiniteError(f"step {run.state.step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
     if run.questions:
-        mine, part, answers = run.questions[run.data_rank :: run.plan.data_ranks], 0.0, [None]
+        mine, part, answers = run.engine.share_of(run.questions), 0.0, [None]
         with run.engine.whole_weights():
             if mine:
                 part, answers = exact_match(
@@ -372,7 +372,7 @@ def evaluate(run: Run) -> None:
         if run.stopping():
             return
         values["exact_match"] = round(run.engine.total(part * len(mine))) / len(run.questions)
-        run.results["first answer"] = answers[0]
+        run.results["first answer"] = run.engine.of_first(answers[0])
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
     run.metrics.say(f"eval  step {run.state.step} | {shown}")

@@ -5,6 +5,7 @@ neighbours. Data ranks are those that take rows of their own: dp_replicate x dp_
 """
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import prod
 
 from finetune.errors import PlanError
@@ -34,6 +35,11 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Over how many ranks each weight is cut by rows: those of one context-parallel group share weights too."""
+        return self.dp_shard * self.cp
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Degrees in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
@@ -57,10 +63,21 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
-    def group(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` on `axis` alone, itself among them."""
+    def shard_rank(self, rank: int) -> int:
+        """Which of the `shards` parts of each weight the rank holds."""
         at = self.coordinates(rank)
-        return [self.rank_at(at | {axis: i}) for i in range(getattr(self, axis))]
+        return at["dp_shard"] * self.cp + at["cp"]
+
+    def leads(self, rank: int) -> bool:
+        """Whether the rank is the first of those that share its rows of data."""
+        at = self.coordinates(rank)
+        return at["cp"] == at["tp"] == at["pp"] == 0
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` on `axes` alone, itself among them, in their order."""
+        at, axes = self.coordinates(rank), [axis for axis in AXES if axis in axes]
+        places = product(*(range(getattr(self, axis)) for axis in axes))
+        return [self.rank_at(at | dict(zip(axes, place, strict=True))) for place in places]
 
     def __str__(self) -> str:
         named = [f"{FLAGS[axis]} {degree}" for axis, degree in zip(AXES, self.mesh_shape, strict=True)]

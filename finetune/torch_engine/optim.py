@@ -84,20 +84,24 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         optimizer.state[parameter] = restored
 
 
-def clip(parameters, limit: float | None, cut=(), sum_over_shards=None) -> float:
-    """The norm of all gradients together, fp32; scales them down to `limit` where it is given and passed.
+def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
+    """The norm of all gradients of all ranks together, fp32; scales them down to `limit` where it is given and passed.
 
-    `cut`: those among `parameters` that are one rank's rows of a whole, whose squares `sum_over_shards` adds up over ranks.
+    `owned`: {name: the groups of ranks that hold parts of it, "shard" and "tp" among them}; a name that is missing is counted
+    by another rank.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if sum_over_shards is None:
-        norm = torch.nn.utils.get_total_norm(grads)
+    grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    if ranks.alone:
+        norm = torch.nn.utils.get_total_norm(grads.values())
     else:
-        known = {id(p) for p in cut}
-        parts = [p.grad for p in parameters if id(p) in known and p.grad is not None]
-        whole = [p.grad for p in parameters if id(p) not in known and p.grad is not None]
-        squares = sum_over_shards(torch.nn.utils.get_total_norm(parts).double().square())
-        norm = (squares + torch.nn.utils.get_total_norm(whole).double().square()).sqrt().float()
+        squares = {}
+        for over in ((), ("shard",), ("tp",), ("shard", "tp")):
+            part = [g for n, g in grads.items() if owned.get(n) == over]
+            square = torch.nn.utils.get_total_norm(part).double().square().cpu()
+            for group in over:
+                square = ranks.sum(square, group)
+            squares[over] = square
+        norm = ranks.sum(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
     return norm.item()
