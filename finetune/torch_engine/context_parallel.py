@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
+from finetune.torch_engine.attention import DENSE_UP_TO
 from finetune.torch_engine.mesh import Ranks
 
 NAME = "documents_across_ranks"
@@ -126,14 +127,16 @@ def context_attention(
 def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
     """Causal attention of the last queries of a document to all its keys so far: [1, H, n, D]."""
     num_queries, num_keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    dense = DENSE_UP_TO.get((q.device.type, q.dtype), 0)
     windowed = window is not None and window < num_keys
     square = num_queries == num_keys and not windowed
+    fused = softcap is None and sinks_H is None and num_keys > dense
     allowed = None
-    if not square or softcap is not None or sinks_H is not None:
+    if not (square and fused):
         allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
         if windowed:
             allowed = allowed.triu(num_keys - num_queries + 1 - window)
-    if softcap is None and sinks_H is None:
+    if fused:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=allowed, is_causal=allowed is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )

@@ -90,18 +90,17 @@ def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
     `owned`: {name: the groups of ranks that hold parts of it, "shard" and "tp" among them}; a name that is missing is counted
     by another rank.
     """
-    grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-    if ranks.alone:
-        norm = torch.nn.utils.get_total_norm(grads.values())
-    else:
-        squares = {}
-        for over in ((), ("shard",), ("tp",), ("shard", "tp")):
-            part = [g for n, g in grads.items() if owned.get(n) == over]
-            square = torch.nn.utils.get_total_norm(part).double().square().cpu()
-            for group in over:
-                square = ranks.sum(square, group)
-            squares[over] = square
-        norm = ranks.sum(sum(squares.values()), "pp").sqrt().float()
+    squares = {}
+    for over in ((), ("shard",), ("tp",), ("shard", "tp")):
+        grads = [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
+        # Each tensor's norm in fp32, their sum in fp64: the same number whichever ranks the tensors are on.
+        square = torch.zeros((), dtype=torch.float64)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()
+        for group in over:
+            square = ranks.sum(square, group)
+        squares[over] = square
+    norm = ranks.sum(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
     return norm.item()
