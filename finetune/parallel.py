@@ -63,6 +63,11 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    @property
+    def weight_ranks(self) -> int:
+        """Over how many ranks one copy of the model is spread."""
+        return self.shards * self.tp * self.pp
+
     def shard_rank(self, rank: int) -> int:
         """Which of the `shards` parts of each weight the rank holds."""
         at = self.coordinates(rank)
@@ -102,6 +107,40 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
             f"Use --world_size {dims.world_size}, or other degrees."
         )
     return dims
+
+
+def check_model(dims: ParallelDims, shape) -> None:
+    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is. What transformers plans for the model is asked of it when it is loaded.
+    """
+    sizes = {"attention heads": shape.num_heads, "key/value heads": shape.num_kv_heads}
+    if not shape.num_experts:
+        sizes["intermediate size"] = shape.intermediate_size
+    _divides("tp_degree", dims.tp, sizes)
+    _divides("pp_degree", dims.pp, {"layers": shape.num_layers})
+    if dims.tp > 1 and shape.num_experts:
+        raise PlanError(f"--tp_degree {dims.tp}: experts are not cut in this version, and the model has {shape.num_experts} a "
+                        "layer. Use --dp_shards instead.")  # fmt: skip
+
+
+def check_settings(dims: ParallelDims, values: dict) -> None:
+    """Raises PlanError where a degree contradicts a setting."""
+    for axis, name, wrong, why in (
+        ("cp", "batch_layout", "padded", "cuts flat rows"),
+        ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that share a row"),
+        ("tp", "optimizer", "adamw_8bit", "cuts rows that its blocks run over"),
+        ("pp", "use_activation_cpu_offload", True, "keeps activations of several microbatches on the device"),
+    ):
+        if getattr(dims, axis) > 1 and values[name] == wrong:
+            word = "true" if wrong is True else wrong
+            raise PlanError(f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out.")
+
+
+def _divides(flag: str, degree: int, sizes: dict) -> None:
+    sizes = {what: n for what, n in sizes.items() if n}
+    odd = next(((what, n) for what, n in sizes.items() if n % degree), None)
+    if odd:
+        fine = [d for d in range(1, max(sizes.values()) + 1) if not any(n % d for n in sizes.values())]
+        raise PlanError(f"--{flag} {degree}: {odd[1]} {odd[0]} are no multiple of it. Use one of {', '.join(map(str, fine[:12]))}.")
 
 
 def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int, int]:

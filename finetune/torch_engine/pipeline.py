@@ -53,6 +53,8 @@ class Stage:
                     if parameter not in empty:
                         empty[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                     setattr(module, leaf, empty[parameter])
+            if getattr(module, "cached", None) is not None and all(p.is_meta for p in module.parameters()):
+                module.cached = None
             if getattr(module, "row_square_O", None) is not None and all(p.is_meta for p in module.parameters()):
                 module.row_square_O = None
 
