@@ -110,8 +110,7 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
 
 
 def check_model(dims: ParallelDims, shape) -> None:
-    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is. What transformers plans for the model is asked of it when it is loaded.
-    """
+    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is. What transformers plans for the model is asked of it when it is loaded."""
     sizes = {"attention heads": shape.num_heads, "key/value heads": shape.num_kv_heads}
     if not shape.num_experts:
         sizes["intermediate size"] = shape.intermediate_size
@@ -132,7 +131,9 @@ def check_settings(dims: ParallelDims, values: dict) -> None:
     ):
         if getattr(dims, axis) > 1 and values[name] == wrong:
             word = "true" if wrong is True else wrong
-            raise PlanError(f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out.")
+            raise PlanError(
+                f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out."
+            )
 
 
 def _divides(flag: str, degree: int, sizes: dict) -> None:
@@ -140,7 +141,9 @@ def _divides(flag: str, degree: int, sizes: dict) -> None:
     odd = next(((what, n) for what, n in sizes.items() if n % degree), None)
     if odd:
         fine = [d for d in range(1, max(sizes.values()) + 1) if not any(n % d for n in sizes.values())]
-        raise PlanError(f"--{flag} {degree}: {odd[1]} {odd[0]} are no multiple of it. Use one of {', '.join(map(str, fine[:12]))}.")
+        raise PlanError(
+            f"--{flag} {degree}: {odd[1]} {odd[0]} are no multiple of it. Use one of {', '.join(map(str, fine[:12]))}."
+        )
 
 
 def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int, int]:

@@ -395,7 +395,9 @@ class _Resolver:
         if self.dims.pp > 1 and v["score_dataset"]:
             why = "a pipeline generates no answers; score.py does after the run"
             if self.given("score_dataset"):
-                raise PlanError(f"--score_dataset {v['score_dataset']}: {why}. Use --validation_dataset with --pp_degree.")
+                raise PlanError(
+                    f"--score_dataset {v['score_dataset']}: {why}. Use --validation_dataset with --pp_degree."
+                )
             if not (v["validation_dataset"] or v["validation_split"]):
                 self.set("validation_dataset", v["score_dataset"], "its loss is what a pipeline measures")
             self.set("score_dataset", None, why)

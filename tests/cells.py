@@ -32,10 +32,14 @@ CPU = torch.device("cpu")
 DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_A_STEP)))
 
 
-def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", deep: bool = False, **changes) -> TorchEngine:
+def build(
+    kind: str, ranks=mesh.ALONE, architecture: str = "llama", deep: bool = False, **changes
+) -> TorchEngine:
     """The engine of a tiny model; the same weights for every number of ranks."""
     # Wide enough that half a row is whole blocks of scales.
-    model = tiny.build(architecture, intermediate_size=128, **({"num_hidden_layers": 4} if ranks.dims.pp > 2 or deep else {}))
+    model = tiny.build(
+        architecture, intermediate_size=128, **({"num_hidden_layers": 4} if ranks.dims.pp > 2 or deep else {})
+    )
     bf16, kept = kind.endswith("bf16"), kind.endswith("kept")
     changes |= {"no_sync": kind.endswith("no_sync")}
     changes |= {"use_gradient_checkpointing": "true" if kind.endswith("recomputed") else "false"}
@@ -124,7 +128,9 @@ def matrix(rank: int, size: int, cells: list) -> list[dict]:
         try:
             many = train(build(kind, ranks, architecture))
         except PlanError as error:  # on every rank
-            figures.append({"layout": layout, "kind": kind, "architecture": architecture, "refused": str(error)})
+            figures.append(
+                {"layout": layout, "kind": kind, "architecture": architecture, "refused": str(error)}
+            )
             continue
         found = {"layout": layout, "kind": kind, "architecture": architecture}
         found["bytes"] = many["bytes"] == expected_bytes(many, ranks)

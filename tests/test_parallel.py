@@ -239,7 +239,9 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")
 
 
-@pytest.mark.parametrize("flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES])
+@pytest.mark.parametrize(
+    "flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES]
+)
 def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tmp_path, flag):
     flags = [*base, "--batch_size", 4, "--world_size", 2, f"--{flag}", 2, "--output_dir", tmp_path / "out"]
     code, out, err = finish(command(flags))
@@ -252,8 +254,14 @@ def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tm
     [
         (dict(tp_degree=4, world_size=4), "2 key/value heads are no multiple of it. Use one of 1, 2."),
         (dict(pp_degree=3, world_size=3), "2 layers are no multiple of it. Use one of 1, 2."),
-        (dict(cp_degree=2, world_size=2, batch_layout="padded"), "contradicts --cp_degree 2, which cuts flat rows"),
-        (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, and the world size is 3"),
+        (
+            dict(cp_degree=2, world_size=2, batch_layout="padded"),
+            "contradicts --cp_degree 2, which cuts flat rows",
+        ),
+        (
+            dict(tp_degree=2, world_size=3),
+            "--tp_degree 2: the product of the degrees is 2, and the world size is 3",
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flags, message):
@@ -271,11 +279,33 @@ def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
         batch = 4 // degrees.get("dp_shards", 1)
         words = [word for name, value in degrees.items() for word in (f"--{name}", value)]
         more = ["--resume", "auto"] if i else []
-        flags = [*base, *more, *words, "--batch_size", batch, "--world_size", world, "--max_steps", 2 * (i + 1)]
-        code, out, err = finish(command(flags, "--lr_scheduler", "constant", "--output_dir", tmp_path / "out"))
+        flags = [
+            *base,
+            *more,
+            *words,
+            "--batch_size",
+            batch,
+            "--world_size",
+            world,
+            "--max_steps",
+            2 * (i + 1),
+        ]
+        code, out, err = finish(
+            command(flags, "--lr_scheduler", "constant", "--output_dir", tmp_path / "out")
+        )
         assert code == 0, err
     code, _, err = finish(
-        command(base, "--batch_size", 4, "--lr_scheduler", "constant", "--max_steps", 12, "--output_dir", tmp_path / "one")
+        command(
+            base,
+            "--batch_size",
+            4,
+            "--lr_scheduler",
+            "constant",
+            "--max_steps",
+            12,
+            "--output_dir",
+            tmp_path / "one",
+        )
     )
     assert code == 0, err
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)

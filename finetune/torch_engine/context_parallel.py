@@ -109,7 +109,9 @@ def context_attention(
 ):  # fmt: skip
     """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""
     if not isinstance(documents, Context):
-        raise PlanError("--cp_degree: this model does not hand its layout down to its attention. Use --dp_shards instead.")
+        raise PlanError(
+            "--cp_degree: this model does not hand its layout down to its attention. Use --dp_shards instead."
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if key.shape[-1] == value.shape[-1]:
         both = torch.stack([key[0].transpose(0, 1), value[0].transpose(0, 1)], 1)
@@ -133,12 +135,21 @@ def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
     fused = softcap is None and sinks_H is None and num_keys > dense
     allowed = None
     if not (square and fused):
-        allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+        allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(
+            num_keys - num_queries
+        )
         if windowed:
             allowed = allowed.triu(num_keys - num_queries + 1 - window)
     if fused:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=allowed is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            q,
+            k,
+            v,
+            attn_mask=allowed,
+            is_causal=allowed is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=grouped,
         )
     per = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(per, 1), v.repeat_interleave(per, 1)

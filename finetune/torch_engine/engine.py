@@ -65,7 +65,9 @@ class TorchEngine:
         self.held = parallelize.held(self.named)
         held = {n: p for n, p in self.held.items() if p is not None}
         if self.stage and not self.named:
-            raise PlanError(f"--pp_degree {ranks.dims.pp}: nothing trains on stage {self.stage.number}. Use a smaller degree.")
+            raise PlanError(
+                f"--pp_degree {ranks.dims.pp}: nothing trains on stage {self.stage.number}. Use a smaller degree."
+            )
         self.optimizer = optim.build(held, settings, device) if self.named else None
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
@@ -94,9 +96,13 @@ class TorchEngine:
         self.layout = "flat" if proof.holds else "padded"
         if self.ranks.dims.cp > 1:
             if not proof.holds:
-                raise PlanError(f"--cp_degree {self.ranks.dims.cp}: cuts flat rows, and {proof.reason}. Use --dp_shards instead.")
+                raise PlanError(
+                    f"--cp_degree {self.ranks.dims.cp}: cuts flat rows, and {proof.reason}. Use --dp_shards instead."
+                )
             context_parallel.register()
-        self.head = loss.Head.of(self.model) if head.holds and (self.stage is None or self.stage.last) else None
+        self.head = (
+            loss.Head.of(self.model) if head.holds and (self.stage is None or self.stage.last) else None
+        )
         self.head_is_shared = head.holds and self.ranks.dims.tp > 1
         self._set_attention()
         if self.reference is not None:
@@ -155,7 +161,9 @@ class TorchEngine:
         if logits is not None:
             real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             if self.ranks.dims.cp > 1:
-                places = context_parallel.places(len(logits) * self.ranks.dims.cp, self.ranks.at("cp"), self.ranks.dims.cp)
+                places = context_parallel.places(
+                    len(logits) * self.ranks.dims.cp, self.ranks.at("cp"), self.ranks.dims.cp
+                )
                 real = torch.from_numpy(places < len(wanted)).to(logits.device)
                 wanted = wanted[torch.from_numpy(places[places < len(wanted)]).to(logits.device)]
             if len(wanted):
@@ -456,7 +464,9 @@ class TorchEngine:
         """The contrary of _gathered: what this rank holds of it."""
         parameter, dim = self.named[name], self.pieces.dims.get(name)
         if dim is not None:
-            whole = whole.narrow(dim, (piece := self.ranks.piece_of(whole.shape[dim])).start, piece.stop - piece.start)
+            whole = whole.narrow(
+                dim, (piece := self.ranks.piece_of(whole.shape[dim])).start, piece.stop - piece.start
+            )
         return whole[self.ranks.rows_of(len(whole))] if parallelize.is_cut(parameter) else whole
 
     def _collected(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
@@ -531,7 +541,11 @@ class TorchEngine:
                 if name is None:
                     found[key] = value  # refused below
                 elif self.held.get(name) is not None:
-                    found[key] = value if found is counts else self._part(name, torch.from_numpy(np.array(value))).numpy()
+                    found[key] = (
+                        value
+                        if found is counts
+                        else self._part(name, torch.from_numpy(np.array(value))).numpy()
+                    )
         optim.load_state(self.optimizer, held, tensors, counts)
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)

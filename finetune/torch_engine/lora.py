@@ -104,9 +104,7 @@ class LoRALinear(nn.Module):
         weight_OI = self.exact_weight()
         if self.row_square_O is None:
             self.row_square_O = weight_OI.square().sum(1)
-        return weight_norm(
-            weight_OI, self.lora_A, self.lora_B, self.scaling, self.row_square_O, self.across
-        )
+        return weight_norm(weight_OI, self.lora_A, self.lora_B, self.scaling, self.row_square_O, self.across)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:

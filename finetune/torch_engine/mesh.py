@@ -86,7 +86,9 @@ GROUPS = {
     "cp": ("cp",),
     "tp": ("tp",),
     "pp": ("pp",),
-    "pp back": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
+    "pp back": (
+        "pp",
+    ),  # gradients travel in a group of their own, so that they never wait behind activations
 }  # and "ends": the first and the last stage, of those that are one of the two
 HEADER = 10  # numbers that go before a tensor whose shape the receiver does not know
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)  # fmt: skip
@@ -167,9 +169,7 @@ class Ranks:
         sizes = self.table([len(mine)])[:, 0].astype(int)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = torch.from_numpy(mine.copy())
-        return [
-            json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.gather(padded), sizes, strict=True)
-        ]
+        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.gather(padded), sizes, strict=True)]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of this shape, in their order."""

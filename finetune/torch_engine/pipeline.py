@@ -44,18 +44,24 @@ class Stage:
             if i not in mine:
                 layer.forward = self._hand_in if i < mine.start else self._hand_on
         kept = {
-            id(p) for n, p in self.model.named_parameters(remove_duplicate=False) if self.number in self.stages[n]
+            id(p)
+            for n, p in self.model.named_parameters(remove_duplicate=False)
+            if self.number in self.stages[n]
         }
         empty = {}  # tied ones stay one
         for module in self.model.modules():
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(parameter) not in kept:
                     if parameter not in empty:
-                        empty[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                        empty[parameter] = nn.Parameter(
+                            parameter.detach().to("meta"), parameter.requires_grad
+                        )
                     setattr(module, leaf, empty[parameter])
             if getattr(module, "cached", None) is not None and all(p.is_meta for p in module.parameters()):
                 module.cached = None
-            if getattr(module, "row_square_O", None) is not None and all(p.is_meta for p in module.parameters()):
+            if getattr(module, "row_square_O", None) is not None and all(
+                p.is_meta for p in module.parameters()
+            ):
                 module.row_square_O = None
 
     def _hand_in(self, *args, **kwargs):
@@ -178,9 +184,13 @@ def _assign(model, count: int) -> dict[str, tuple]:
     plan = getattr(config, "base_model_pp_plan", None)
     layers = parallelize.decoder_layers(model)
     if not plan or "layers" not in plan:
-        raise PlanError(f"{said}: transformers has no pipeline plan for {config.model_type}. Use --dp_shards instead.")
+        raise PlanError(
+            f"{said}: transformers has no pipeline plan for {config.model_type}. Use --dp_shards instead."
+        )
     if len(layers) % count:
-        raise PlanError(f"{said}: {len(layers)} layers are no multiple of it. Use a degree that divides them.")
+        raise PlanError(
+            f"{said}: {len(layers)} layers are no multiple of it. Use a degree that divides them."
+        )
     each, stage_of_layer = len(layers) // count, {}
     for i, layer in enumerate(layers):
         stage_of_layer |= {id(p): i // each for p in layer.parameters()}
@@ -188,7 +198,12 @@ def _assign(model, count: int) -> dict[str, tuple]:
     early = [getattr(decoder, n) for n in order[: order.index("layers")] if hasattr(decoder, n)]
     early = {id(p) for m in early for p in m.parameters()}
     late = {id(p) for p in model.get_output_embeddings().parameters()}
-    late |= {id(p) for n in order[order.index("layers") + 1 :] if hasattr(decoder, n) for p in getattr(decoder, n).parameters()}
+    late |= {
+        id(p)
+        for n in order[order.index("layers") + 1 :]
+        if hasattr(decoder, n)
+        for p in getattr(decoder, n).parameters()
+    }
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)

@@ -9,6 +9,7 @@ import re
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -139,9 +140,13 @@ def split(model, ranks: Ranks) -> Pieces:
                     f"{said}: {name} cannot be cut: {error}. Use --dp_shards instead, a smaller --group_size or another quantizer."
                 ) from None
         else:
-            raise PlanError(f"{said}: {name} is planned as {kind}, which is not done here. Use --dp_shards instead.")
+            raise PlanError(
+                f"{said}: {name} is planned as {kind}, which is not done here. Use --dp_shards instead."
+            )
     if not met & set(COLUMN + ROW):
-        raise PlanError(f"{said}: transformers' plan of {type(model).__name__} names no layer of it. Use --dp_shards instead.")
+        raise PlanError(
+            f"{said}: transformers' plan of {type(model).__name__} names no layer of it. Use --dp_shards instead."
+        )
     return pieces
 
 
@@ -150,11 +155,15 @@ def _plan(model, said: str) -> dict[str, str]:
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
-        raise PlanError(f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead.")
+        raise PlanError(
+            f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
+        )
     odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
     if odd:
         what = "experts" if any("expert" in name for name in plan) else f"layers planned as {odd[0]}"
-        raise PlanError(f"{said}: {config.model_type} has {what}, which are not cut here. Use --dp_shards instead.")
+        raise PlanError(
+            f"{said}: {config.model_type} has {what}, which are not cut here. Use --dp_shards instead."
+        )
     decoder = model.get_decoder()
     prefix = next((n + "." for n, m in model.named_modules() if m is decoder and n), "")
     return {re.escape(prefix) + re.escape(n).replace(r"\*", r"\d+"): kind for n, kind in plan.items()}
@@ -199,7 +208,9 @@ def _keep_piece(module, leaf: str, dim: int, ranks: Ranks, path: str, pieces: Pi
     if old is None:
         return
     if old.shape[dim] % ranks.dims.tp:
-        raise ValueError(f"its {old.shape[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}")
+        raise ValueError(
+            f"its {old.shape[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}"
+        )
     index = (slice(None),) * dim + (ranks.piece_of(old.shape[dim]),)
     setattr(module, leaf, nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad))
     pieces.dims[f"{path}.{leaf}"] = dim
@@ -218,11 +229,9 @@ def _split_quantized(layer: QuantizedLinear, dim: int, ranks: Ranks) -> dict[str
     shape = tuple(wanted.shape)
     dequantize = partial(layer.dequantize.func, shape=shape, **{k: v for k, v in layer.dequantize.keywords.items() if k != "shape"})  # fmt: skip
     stored = dict(zip(layer.names, layer.stored(), strict=True))
-    for narrow in (3, 2):  # a pair of numbers a row may be of the whole row, or of each half of it
-        chosen = {
-            n: t for n, t in stored.items()
-            if t.ndim > dim and t.shape[dim] % ranks.dims.tp == 0 and (dim == 0 or t.shape[1] >= narrow)
-        }  # fmt: skip
+    even = [n for n, t in stored.items() if t.ndim > dim and t.shape[dim] % ranks.dims.tp == 0]
+    ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
+    for chosen in ways:  # a pair of numbers a row may be of the whole row, or of each part of it
         tensors = {
             n: t.detach()[(slice(None),) * dim + (ranks.piece_of(t.shape[dim]),)].clone() if n in chosen else t.detach()
             for n, t in stored.items()
