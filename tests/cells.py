@@ -3,8 +3,10 @@
 import dataclasses
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
+from finetune import traffic
 from finetune.data import microbatches, rank_rows
 from finetune.errors import PlanError
 from finetune.parallel import ParallelDims
@@ -97,6 +99,73 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
     held = {n: parallelize.local(p.detach()) for n, p in here.items()}
     return dict(losses=losses, norms=norms, gradients=gradients, bytes={n: t.nbytes for n, t in held.items()},
                 shapes={n: (tuple(p.shape), p.element_size()) for n, p in here.items()})  # fmt: skip
+
+
+class Counted(TorchDispatchMode):
+    """Counts bytes that this rank puts into each kind of collective; fp64 and integers that ranks tell each other are left out."""
+
+    KINDS = {"allgather": "all_gather", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+             "allreduce": "all_reduce", "send": "send"}  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function._opname.lstrip("_")
+            kind = next((k for word, k in self.KINDS.items() if name.startswith(word)), None)
+            if kind:
+                given = args[0] if kind in ("all_reduce", "send") else args[1]
+                given = (
+                    [given]
+                    if torch.is_tensor(given)
+                    else [t for g in given for t in (g if isinstance(g, list) else [g])]
+                )
+                told = (torch.float64, torch.int64, torch.bool)
+                size = sum(t.nbytes for t in given if t.dtype not in told)
+                self.bytes[kind] = self.bytes.get(kind, 0) + size
+        return function(*args, **(kwargs or {}))
+
+
+def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
+    """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
+    dims = LAYOUTS[layout]
+    ranks = mesh.Ranks.of(World(rank, size), dims, CPU)
+    engine = build(kind, ranks, architecture)
+    rows = rank_rows(torch.arange(ROWS_A_STEP + 1).numpy(), ranks.data_rank, dims.data_ranks)
+    batches = microbatches(DATA, rows, engine.layout, 8, 60, 0)
+    count = int(max(ranks.table([len(batches)])[:, 0]))
+    batches += [engine._empty_batch()] * (count - len(batches))
+    with Counted() as counted:
+        engine.train_step(batches, 1e-3)
+    config, inside, full = engine.model.config, ".layers.", kind.startswith("full")
+
+    def whole(parameters):  # padded to rows that divide
+        total = 0
+        for p in parameters:
+            rows = -(-p.shape[0] // dims.shards) * dims.shards if parallelize.is_cut(p) else p.shape[0]
+            total += rows * (p.numel() // p.shape[0]) * p.element_size()
+        return total
+
+    here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
+    named, pieces = engine.named, engine.pieces.partial
+    work = traffic.Work(
+        layers=whole(p for n, p in here.items() if inside in n),
+        outside=whole(p for n, p in here.items() if inside not in n),
+        trained=whole(named.values()),
+        tokens=tuple(dims.cp * engine._shape(b)[1] for b in batches),
+        num_layers=config.num_hidden_layers // dims.pp,
+        hidden_size=config.hidden_size,
+        key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
+        partial=whole(p for n, p in named.items() if n in pieces),
+        head=4 * config.vocab_size * config.hidden_size if full else 0,
+        first_is_frozen=not full,
+        no_sync=engine.settings.no_sync,
+        keeps_gathered=kind.endswith("kept"),
+        recomputed=kind.endswith("recomputed"),
+    )  # fmt: skip
+    return [{k: n for k, n in counted.bytes.items() if n}, traffic.sent(dims, work, ranks.at("pp"))]
 
 
 def compare(one: dict, many: dict) -> dict:

@@ -202,6 +202,8 @@ class TorchEngine:
         enable({"use_reentrant": reentrant})
         if reentrant:  # the older kind needs an input that asks for a gradient
             self.model.enable_input_require_grads()
+        else:  # transformers asks for it in any case, and the first layer would make a gradient that nothing reads
+            self.model.disable_input_require_grads()
 
     # ---- the step
 

@@ -39,7 +39,8 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
     root = Root(model, reshard_after_forward)
     layers = [layer for layer in decoder_layers(model) if not any(p.is_meta for p in layer.parameters())]
     for module in (*layers, root):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+        again = reshard_after_forward and module is not root  # backward begins with what the root gathered
+        fully_shard(module, mesh=mesh, reshard_after_forward=again, ignored_params=whole)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -127,7 +128,9 @@ def sum_gradients(parameters: list, ranks: Ranks, over: str) -> None:
     """Adds up the gradients of these parameters over a group of ranks, in buckets. A gradient that a rank lacks is zero there."""
     if over not in ranks.groups or not parameters:
         return
-    present = ranks.sum(torch.tensor([float(p.grad is not None) for p in parameters]), over)
+    present = ranks.sum(
+        torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64), over
+    )
     parameters = [p for p, some in zip(parameters, present.tolist(), strict=True) if some]
     for p in parameters:
         if p.grad is None:
