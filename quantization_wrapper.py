@@ -245,8 +245,20 @@ def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
     raise ValueError(f"bits {bits}: no method has them on {backend}.")
 
 
-def quantized_linear(weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False):
-    """A QuantizedLinear that holds `weight_OI` as `config` says. ValueError where the weight's shape does not fit it."""
+def rows_apart(config: QuantizationConfig, columns: int) -> bool:
+    """Whether a row of so many columns is stored by itself, so that some rows quantized apart are those of the whole matrix."""
+    if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
+        return not config.double_quant and columns % config.group_size == 0
+    return config.bits not in METHODS[config.backend].whole
+
+
+def quantized_linear(
+    weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
+):
+    """A QuantizedLinear that holds `weight_OI` as `config` says. ValueError where the weight's shape does not fit it.
+
+    `out_features`: of the whole matrix, where `weight_OI` is some of its rows.
+    """
     import torch
 
     from finetune.quantizers.linear import Format, QuantizedLinear
@@ -254,7 +266,7 @@ def quantized_linear(weight_OI, bias, config: QuantizationConfig, fan_in_fan_out
     module = importlib.import_module(METHODS[config.backend].module)
     kept = weight_OI.dtype if weight_OI.dtype in (torch.bfloat16, torch.float16) else torch.float32
     fmt = Format(config.bits, config.group_size, config.quant_type, config.double_quant, kept)
-    shape = tuple(weight_OI.shape)
+    shape = (weight_OI.shape[0] if out_features is None else out_features, weight_OI.shape[1])
     tensors = module.quantize(weight_OI, fmt)
     dequantize = partial(module.dequantize, shape=shape, fmt=fmt)
     return QuantizedLinear(tensors, shape, dequantize, bias, fan_in_fan_out, config.compute_dtype)

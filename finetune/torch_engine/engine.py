@@ -43,12 +43,16 @@ class TorchEngine:
 
     def __init__(
         self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool = True, share=None,
     ):  # fmt: skip
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        self.root = parallelize.shard(model, ranks, reshard_after_forward) if ranks.sharded else None
+        self.root = (
+            parallelize.shard(model, ranks, reshard_after_forward, share) if ranks.sharded else None
+        )
+        if share is not None and settings.use_dora:
+            parallelize.start_magnitudes(self.root, ranks)
         self.whole_now = 0  # how many callers need every weight whole
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.held = parallelize.held(

@@ -28,9 +28,10 @@ class Root(nn.Module):
         return work(*args)
 
 
-def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
+def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None) -> Root:
     """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
 
+    `share`: holds this rank's rows already, and the parameters are on meta.
     Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
     """
     _probe(ranks)
@@ -38,12 +39,56 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
     whole = {p for p in model.parameters() if p.ndim == 0}
     root = Root(model, reshard_after_forward)
     for module in (*decoder_layers(model), root):
+        before = list(module.named_parameters(remove_duplicate=False)) if share is not None else []
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+        _put_rows(module, before, share)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
     return root
+
+
+def _put_rows(module, before: list, share) -> None:
+    """Gives the parameters of `module`, just cut on meta, this rank's rows, which stand under what they were before: one at a
+    time, since rows that do not fill a rank are copied into memory that does.
+    """
+    names = {}
+    for name, parameter in before:
+        if parameter.is_meta and not isinstance(parameter, DTensor):
+            names.setdefault(parameter, []).append(name)
+    for parameter, tied in names.items():
+        cut = module.get_parameter(tied[0])
+        rows = DTensor.from_local(
+            share.take(parameter), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        )  # fmt: skip
+        new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        module.load_state_dict(dict.fromkeys(tied, new), strict=False, assign=True)
+
+
+@torch.no_grad()
+def start_magnitudes(root, ranks: Ranks) -> None:
+    """Makes DoRA's magnitudes, |w| of whole rows, where each rank loaded its own rows: a gathered layer at a time. Collective."""
+    rows = {
+        m: local(m.lora_magnitude_vector.detach())
+        for m in root.modules()
+        if getattr(m, "lora_magnitude_vector", None) is not None
+    }
+
+    def start(module):
+        if module in rows:
+            norm = module.weight_norm()
+            rows.pop(module).copy_(norm[ranks.rows_of(len(norm))])
+
+    def start_all():
+        for layer in decoder_layers(root.model):
+            layer.unshard()
+            layer.apply(start)
+            layer.reshard()
+        root.apply(start)
+
+    root(start_all)
+    root.reshard()
 
 
 def decoder_layers(model) -> list[nn.Module]:

@@ -1,0 +1,49 @@
+"""Ranks that read their own rows: bit for bit those of the model loaded whole, in real Gloo ranks."""
+
+import pytest
+import torch
+
+from tests import cells, ranks, share_cells, tiny
+
+ARCHITECTURES = ("llama", "llama_tied", "qwen2", "gpt2", "gemma3", "mixtral", "gpt_oss", "phi3", "falcon")
+
+
+def check(found):
+    """Every rank's cells: all equal."""
+    for rank, results in enumerate(found):
+        for result in results:
+            said = f"rank {rank}: {result}"
+            assert result.pop("different") == [], said
+            assert all(result.values()), said
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{architecture: a folder of its tiny model, in bf16}."""
+    found = {}
+    for name in ARCHITECTURES:
+        found[name] = str(tmp_path_factory.mktemp("sharded") / name)
+        tiny.build(name).to(torch.bfloat16).save_pretrained(found[name], max_shard_size="50KB")
+    return found
+
+
+def test_two_ranks_that_read_their_rows_hold_what_a_whole_load_is_cut_to(folders, tmp_path):
+    wanted = [("FSDP2 2", kind, folders["llama"]) for kind in ("full", "nf4", "dora", "hqq")]
+    wanted.append(("FSDP2 2", "lora", folders["llama_tied"]))
+    check(ranks.run(2, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 3", "HSDP 2x2"])
+def test_every_kind_of_training_loads_its_rows(layout, folders, tmp_path):
+    wanted = [(layout, kind, folders["llama"]) for kind in share_cells.KINDS]
+    check(ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 3"])
+def test_every_architecture_loads_its_rows(layout, folders, tmp_path):
+    """Experts of one parameter, made by conversions; Conv1D; weights tied; biases; more ranks than rows of some tensors."""
+    wanted = [(layout, kind, f) for f in folders.values() for kind in ("full", "nf4", "hqq", "dora")]
+    wanted = [w for w in wanted if not (w[1] == "dora" and "falcon" in w[2])]
+    check(ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
