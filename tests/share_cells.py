@@ -22,7 +22,16 @@ QUANTIZED = {
     "quanto 8": dict(quantization_backend="quanto", n_bits=8), "mlx": dict(quantization_backend="mlx"),
     "mlx 3": dict(quantization_backend="mlx", n_bits=3),
 }  # fmt: skip
-KINDS = ("full", "lora", "dora", *QUANTIZED, "dora hqq", "dora bnb across rows", "lora embedding", "lora bf16")
+KINDS = (
+    "full",
+    "lora",
+    "dora",
+    *QUANTIZED,
+    "dora hqq",
+    "dora bnb across rows",
+    "lora embedding",
+    "lora bf16",
+)
 
 
 def settings_of(kind: str, folder) -> Settings:
@@ -65,14 +74,20 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         different = []
         for name, theirs in one.items():
             mine = two[name]
-            same = (mine.dtype, mine.shape, mine.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
+            same = (mine.dtype, mine.shape, mine.requires_grad) == (
+                theirs.dtype,
+                theirs.shape,
+                theirs.requires_grad,
+            )
             rows, others = parallelize.local(mine), parallelize.local(theirs)
             if not (same and rows.shape == others.shape and torch.equal(bits(rows), bits(others))):
                 different.append(name)
         result["different"] = different
         result["tied"] = len(set(one.values())) == len(set(two.values()))
         one, two = (dict(e.model.named_buffers()) for e in (whole, own))
-        result["buffers"] = one.keys() == two.keys() and all(torch.equal(bits(two[n]), bits(one[n])) for n in one)
+        result["buffers"] = one.keys() == two.keys() and all(
+            torch.equal(bits(two[n]), bits(one[n])) for n in one
+        )
         engines = [whole, own]
         held = {n: parallelize.local(p.detach()).nbytes for n, p in own.model.named_parameters() if p.ndim}
         result["bytes"] = kept == sum(held.values())

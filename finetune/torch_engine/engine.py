@@ -1,9 +1,7 @@
 """TorchEngine: one optimizer step on any torch device, for any transformers model. See finetune/engine.py for the seam."""
 
 import contextlib
-import ctypes
 import os
-import platform
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -48,9 +46,7 @@ class TorchEngine:
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        self.root = (
-            parallelize.shard(model, ranks, reshard_after_forward, share) if ranks.sharded else None
-        )
+        self.root = parallelize.shard(model, ranks, reshard_after_forward, share) if ranks.sharded else None
         if share is not None and settings.use_dora:
             parallelize.start_magnitudes(self.root, ranks)
         self.whole_now = 0  # how many callers need every weight whole
@@ -557,14 +553,11 @@ def settle_threads(ranks_here: int = 1) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
-def _glibc():
-    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
-
-
 def trim_heap() -> None:
     """Gives freed memory back to the system now, where the heap is kept otherwise."""
-    if _glibc():
-        _glibc().malloc_trim(0)
+    libc = memory_count.glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
 
 
 def settle_heap(low_memory: bool) -> None:
@@ -573,11 +566,11 @@ def settle_heap(low_memory: bool) -> None:
     Keeps the heap instead, but for blocks of 32 MiB and more: those are mapped each by itself, since a hole that such a
     block leaves is filled by small ones, and the next one makes the heap grow. With `low_memory` from 1 MiB on.
     """
-    libc = _glibc()
+    libc = memory_count.glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    trim_threshold, mmap_threshold = -1, -3  # M_* of malloc.h
-    libc.mallopt(mmap_threshold, 2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
+    memory_count.map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
     if not low_memory:
+        trim_threshold = -1  # M_TRIM_THRESHOLD of malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)

@@ -13,7 +13,7 @@ from finetune import expansion
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import CHANGES_BASE, Settings
-from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss
+from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss, memory_count
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -57,6 +57,8 @@ def out_of_memory(error) -> bool:
 
 def _load(folder, settings, device, batches, saved, say, share):
     dtype, config = WEIGHT_DTYPES[settings.precision], quantization(settings)
+    if share is not None:  # what is read and let go leaves no holes between the rows that stay
+        memory_count.map_blocks_from(2**20)
     model = loading.empty_model(folder, dtype)
     new = new_blocks(model, folder, settings)
     linears = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]

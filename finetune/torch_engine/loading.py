@@ -157,7 +157,9 @@ class _Weight:
     mapping: object = None  # transformers' WeightConverter, with its sources collected
 
 
-def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None) -> list[str]:
+def fill(
+    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None
+) -> list[str]:
     """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
 
     `share`: what this rank keeps of each; the parameters then stay on meta. None: everything.
@@ -324,10 +326,10 @@ class _Placer:
         if self.share is None or leaf in module._buffers or name in self.digests or not shape:
             return None
         rows, config = self.share.rows(name, shape[0]), self.config_of(name)
-        if config is None:
-            return rows
-        if not isinstance(module, nn.Linear) or not quantization_wrapper.rows_apart(config, shape[1]):
+        linear = config is None or isinstance(module, nn.Linear)
+        if not linear or config is not None and not quantization_wrapper.rows_apart(config, shape[1]):
             return None
+        # Neither files nor quantizers take no rows: one stands for them.
         return rows if rows.start < rows.stop else slice(0, 1)
 
     def compare_tied(self, weights) -> None:
@@ -365,7 +367,9 @@ class _Placer:
             low = self.fp32 is None or not self.fp32.search(name)
             tensor = tensor.to(self.dtype if low else torch.float32)
         if name in self.digests:
-            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+            self.digests[name] = hashlib.sha256(
+                tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            ).digest()
         config = self.config_of(name)
         if config is not None and leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
             self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)), part)

@@ -6,6 +6,8 @@ after the largest microbatch had run once with its moments there.
 """
 
 import contextlib
+import ctypes
+import platform
 import re
 from pathlib import Path
 
@@ -131,6 +133,19 @@ def _status(name: str) -> int | None:
         return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
     except (OSError, TypeError):
         return None
+
+
+def glibc():
+    """The C library, where it is glibc; else None."""
+    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+
+
+def map_blocks_from(size: int) -> None:
+    """glibc maps each block from so many bytes on by itself, so that freeing it gives it back at once."""
+    libc = glibc()
+    if libc is not None:
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        libc.mallopt(mmap_threshold, size)
 
 
 def reset_peak() -> None:

@@ -40,13 +40,16 @@ class Share:
         return self.ranks.rows_of(num_rows)
 
     def parameter(self, name: str, tensor: torch.Tensor, shape: tuple | None = None) -> nn.Parameter:
-        """A frozen parameter on meta whose rows are kept. `shape`: the whole one, where `tensor` holds our rows alone."""
+        """A frozen parameter on meta whose rows are kept. `shape`: the whole one, where `tensor` holds our rows alone, or a
+        row in the place of none.
+        """
         whole = tuple(tensor.shape) if shape is None else tuple(shape)
         parameter = nn.Parameter(torch.empty(whole, dtype=tensor.dtype, device="meta"), requires_grad=False)
         if shape is None:
             self.give(name, parameter, tensor)
         else:
-            self.kept[parameter] = tensor.to(self.device)
+            rows = self.rows(name, whole[0])
+            self.kept[parameter] = tensor[: rows.stop - rows.start].to(self.device)
         return parameter
 
     def give(self, name: str, parameter: nn.Parameter, whole: torch.Tensor) -> None:
@@ -60,14 +63,8 @@ class Share:
             for leaf, old in part._parameters.items():
                 if old is None or old.is_meta:
                     continue
-                if num_rows is None:
-                    new = self.parameter(f"{inner}.{leaf}", old.detach())
-                else:
-                    rows = self.rows(f"{inner}.{leaf}", num_rows)  # none of them: it was made of one row
-                    mine = old.detach()[: rows.stop - rows.start]
-                    mine = mine.clone() if mine.shape != old.shape else mine
-                    new = self.parameter(f"{inner}.{leaf}", mine, (num_rows, *old.shape[1:]))
-                part._parameters[leaf] = new
+                shape = None if num_rows is None else (num_rows, *old.shape[1:])
+                part._parameters[leaf] = self.parameter(f"{inner}.{leaf}", old.detach(), shape)
 
     def has(self, parameter: nn.Parameter) -> bool:
         return parameter in self.kept
