@@ -202,9 +202,13 @@ def unfilled(backend: str, bits: int, group_size: int, columns: int) -> bool:
 
 
 def weight_bytes(
-    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int, scale_bytes: int = 4
-) -> int:
-    """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps."""
+    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int, scale_bytes: int = 4,
+    ranks: int = 1,
+) -> int:  # fmt: skip
+    """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps. Of
+    several ranks that cut each tensor by rows, one's.
+    """
+    all_rows, rows = rows, -(-rows // ranks)
     if row_scaled(method, bits):
         return rows * columns + 4 * rows
     if method == "nf4":
@@ -212,8 +216,13 @@ def weight_bytes(
         scales = blocks + 8 * -(-blocks // 256) if double_quant else 4 * blocks
         return rows * (blocks * group_size // 2 + scales)
     if method == "bnb":
-        blocks = -(-rows * columns // group_size)
-        return -(-rows * columns // 2) + (blocks + 4 * -(-blocks // 256) + 4 if double_quant else 4 * blocks)
+        codes, blocks = -(-all_rows * columns // 2), -(-all_rows * columns // group_size)
+        groups = -(-blocks // 256)
+        if columns % group_size == 0:
+            codes, blocks = rows * columns // 2, rows * columns // group_size
+        else:  # flat
+            codes, blocks = -(-codes // ranks), -(-blocks // ranks)
+        return codes + (blocks + 4 * -(-groups // ranks) + 4 if double_quant else 4 * blocks)
     pair = 2 * (scale_bytes if method == "mlx" else 4)
     return rows * columns * bits // 8 + rows * (columns // group_size) * pair
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from finetune.errors import PlanError
+from finetune.settings import CHANGES_BASE
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}  # fmt: skip
@@ -85,6 +86,17 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
             f"Use --world_size {dims.world_size}, or other degrees."
         )
     return dims
+
+
+def loads_whole(settings) -> str | None:
+    """Why a sharded rank loads the whole model before it is cut; None where it reads and keeps its own rows alone."""
+    if settings.llama_pro_path:
+        return "new layers are proved identities on the loaded weights"
+    if settings.train_type != "full" and settings.init_lora_weights == "eva":
+        return "eva starts from what flows through the unquantized model"
+    if settings.train_type != "full" and settings.init_lora_weights in CHANGES_BASE:
+        return f"{settings.init_lora_weights} changes whole matrices before they are stored"
+    return None
 
 
 def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int, int]:

@@ -1,14 +1,16 @@
 """One cell of loading by several ranks: each reads its own rows, against the same model loaded whole and cut after."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import torch
 
-from finetune import hf_files
+from finetune import hf_files, memory
 from finetune.ranks import World
 from finetune.settings import Settings
-from finetune.torch_engine import hf_model, mesh, parallelize
+from finetune.shape import ModelShape, read_headers
+from finetune.torch_engine import hf_model, memory_count, mesh, parallelize
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.share import Share
 from tests import cells
@@ -101,4 +103,28 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         one, two = (trained[i]["gradients"] for i in (0, 1))
         result["gradients"] = all(torch.equal(one[n], two[n]) for n in one)
         found.append(result)
+    return found
+
+
+def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
+    """{kind, predicted, measured} bytes by item after one step, of each (layout, kind, folder); called in every rank."""
+    found = []
+    for layout, kind, folder in wanted:
+        dims = cells.LAYOUTS[layout]
+        ranks, settings = mesh.Ranks.of(World(rank, size), dims, CPU), settings_of(kind, folder)
+        share = Share.of(ranks, settings, CPU)
+        model = hf_model.load(folder, settings, CPU, share=share, say=lambda line: None)
+        engine = TorchEngine(model, settings, CPU, ranks=ranks, share=share)
+        engine.settle_layout("auto")
+        cells.train(engine, 1)
+        measured = engine.memory().items
+        measured["base"] = measured.get("base", 0) - memory_count.storage_bytes(model.buffers())
+        measured["optimizer"] -= sum(state["step"].nbytes for state in engine.optimizer.state.values())
+        config = json.loads((Path(folder) / "config.json").read_text())
+        shape = ModelShape.from_config(config, read_headers(sorted(Path(folder).glob("*.safetensors"))))
+        load = memory.Load.full_rows(1, 64)
+        predicted = memory.estimate(settings, shape, load, ranks=dims.dp_shard)["items"]
+        items = ("base", "trainable", "gradients", "optimizer")
+        one, two = ({name: i.get(name, 0) for name in items} for i in (predicted, measured))
+        found.append({"cell": f"{kind}, {Path(folder).name}", "predicted": one, "measured": two})
     return found

@@ -77,3 +77,21 @@ def test_weights_that_files_hold_twice_are_tied_where_they_are_the_same(tmp_path
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     wanted = [("FSDP2 2", kind, str(tmp_path / n)) for kind in ("full", "nf4") for n in ("same", "apart")]
     check(ranks.run(2, "tests.share_cells:loading", {"wanted": wanted}, tmp_path / "ranks"))
+
+
+@pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("FSDP2 3", marks=pytest.mark.slow)])
+def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, folders, tmp_path):
+    """The first rank has ceil(rows / N) of everything; the last ones fewer gradients and moments where N does not divide rows."""
+    size = cells.LAYOUTS[layout].world_size
+    kinds = [k for k in share_cells.KINDS if size == 3 or k in ("full", "nf4 double")]
+    wanted = [(layout, kind, folders["llama"]) for kind in kinds]
+    if size == 3:
+        names = ("llama_tied", "qwen2", "gpt2", "gemma3", "mixtral")
+        wanted += [(layout, kind, folders[n]) for n in names for kind in ("full", "lora", "nf4", "hqq")]
+    found = ranks.run(size, "tests.share_cells:own_bytes", {"wanted": wanted}, tmp_path)
+    different = [r for r in found[0] if r["predicted"] != r["measured"]]
+    assert not different, different
+    for results in found[1:]:
+        for result in results:
+            for name in ("base", "trainable"):  # their last row is filled up on every rank
+                assert result["predicted"][name] == result["measured"][name], result

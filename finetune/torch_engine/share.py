@@ -7,19 +7,8 @@ model and puts them in. Which part of a named tensor is kept is said by `rows` a
 import torch
 from torch import nn
 
-from finetune.settings import CHANGES_BASE
+from finetune.parallel import loads_whole
 from finetune.torch_engine.mesh import Ranks
-
-
-def loads_whole(settings) -> str | None:
-    """Why a rank loads the whole model before it is cut; None where it reads and keeps its own rows alone."""
-    if settings.llama_pro_path:
-        return "new layers are proved identities on the loaded weights"
-    if settings.train_type != "full" and settings.init_lora_weights == "eva":
-        return "eva starts from what flows through the unquantized model"
-    if settings.train_type != "full" and settings.init_lora_weights in CHANGES_BASE:
-        return f"{settings.init_lora_weights} changes whole matrices before they are stored"
-    return None
 
 
 class Share:
