@@ -241,7 +241,8 @@ def frozen_extras(z: Sizes) -> int:
     if z.full:
         return 0
     starts = 4 * sum(trainable_tensors(z)) if z.settings.init_lora_weights in CHANGES_BASE else 0
-    return starts + (4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora else 0)
+    rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in z.adapted)
+    return starts + (4 * rows if z.settings.use_dora else 0)
 
 
 # ---- what a microbatch keeps for backward
@@ -448,7 +449,8 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
 
     `ranks` share one copy of weights, gradients and moments (FSDP2). `overlap` is what is never there at once, below zero.
-    Zeros where the config says too little.
+    With --use_cpu_offload {'host': bytes} beside the total: what a rank keeps in host memory instead. Zeros where the config
+    says too little.
     """
     if not shape.known or not shape.linears:
         return {"total": 0, "items": {}}
@@ -472,8 +474,13 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "allocator": allocator_bytes(z, load, kept),
     }
+    host = 0
+    if settings.use_cpu_offload and ranks > 1 and device != "cpu":
+        on_device = frozen_extras(z)
+        host = sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
+        items = {"base": on_device} | items
     items = {name: int(n) for name, n in items.items() if n}
-    return {"total": sum(items.values()), "items": items}
+    return {"total": sum(items.values()), "items": items} | ({"host": host} if host else {})
 
 
 def peak_of(before: dict | None, now: dict) -> dict:

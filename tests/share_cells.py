@@ -34,6 +34,12 @@ KINDS = (
     "lora embedding",
     "lora bf16",
 )
+OFFLOADED = (  # against the same on the device
+    "full offloaded",
+    "dora offloaded",
+    "nf4 offloaded",
+    "nf4 offloaded whole",
+)
 
 
 def settings_of(kind: str, folder) -> Settings:
@@ -61,15 +67,17 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
     found = []
     for layout, kind, folder in wanted:
         ranks = mesh.Ranks.of(World(rank, size), cells.LAYOUTS[layout], CPU)
-        settings = settings_of(kind, folder)
+        offloaded, read_whole = "offloaded" in kind, kind.endswith("whole")
+        settings = settings_of(kind.partition(" offloaded")[0], folder)
         model = hf_model.load(folder, settings, CPU, say=lambda line: None)
         whole = TorchEngine(model, settings, CPU, ranks=ranks)
-        share = Share.of(ranks, settings, CPU)
+        settings = dataclasses.replace(settings, use_cpu_offload=offloaded)
+        share = None if read_whole else Share.of(ranks, settings, CPU)
         model = hf_model.load(folder, settings, CPU, share=share, say=lambda line: None)
-        on_meta = all(p.is_meta or p.ndim == 0 for p in model.parameters())
-        kept = sum(t.nbytes for t in share.kept.values())
+        on_meta = read_whole or all(p.is_meta or p.ndim == 0 for p in model.parameters())
+        kept = sum(t.nbytes for t in share.kept.values()) if share else None
         own = TorchEngine(model, settings, CPU, ranks=ranks, share=share)
-        assert not share.kept
+        assert share is None or not share.kept
         result = {"cell": f"{layout}, {kind}, {Path(folder).name}", "on meta": on_meta}
         one, two = (dict(e.model.named_parameters(remove_duplicate=False)) for e in (whole, own))
         result["names"] = list(one) == list(two)
@@ -92,7 +100,7 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         )
         engines = [whole, own]
         held = {n: parallelize.local(p.detach()).nbytes for n, p in own.model.named_parameters() if p.ndim}
-        result["bytes"] = kept == sum(held.values())
+        result["bytes"] = read_whole or kept == sum(held.values())
         trained = []
         for engine in engines:
             torch.manual_seed(rank)

@@ -139,7 +139,10 @@ REFUSED = [
         "--dp_degree 2: contradicts --sharding_strategy",
     ),
     (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
-    (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
+    (
+        dict(world_size=2, dp_degree=2, use_cpu_offload=True),
+        "--use_cpu_offload true: keeps sharded weights in host memory",
+    ),
     (
         dict(n_bits=7),
         "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits",

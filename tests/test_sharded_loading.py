@@ -35,6 +35,17 @@ def test_two_ranks_that_read_their_rows_hold_what_a_whole_load_is_cut_to(folders
     check(ranks.run(2, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
 
 
+@pytest.mark.parametrize(
+    "layout", ["FSDP2 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("FSDP2 3", "HSDP 2x2"))]
+)
+def test_weights_kept_in_host_memory_train_bitwise_as_those_on_the_device(layout, folders, tmp_path):
+    few = ("full offloaded", "nf4 offloaded")
+    kinds = few if layout == "FSDP2 2" else share_cells.OFFLOADED
+    wanted = [(layout, kind, folders["llama"]) for kind in kinds]
+    size = cells.LAYOUTS[layout].world_size
+    check(ranks.run(size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 3", "HSDP 2x2"])
 def test_every_kind_of_training_loads_its_rows(layout, folders, tmp_path):

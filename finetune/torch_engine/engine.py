@@ -46,7 +46,10 @@ class TorchEngine:
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        self.root = parallelize.shard(model, ranks, reshard_after_forward, share) if ranks.sharded else None
+        self.root = None
+        if ranks.sharded:
+            offload = settings.use_cpu_offload
+            self.root = parallelize.shard(model, ranks, reshard_after_forward, share, offload)
         if share is not None and settings.use_dora:
             parallelize.start_magnitudes(self.root, ranks)
         self.whole_now = 0  # how many callers need every weight whole

@@ -8,7 +8,7 @@ import contextlib
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
@@ -28,19 +28,26 @@ class Root(nn.Module):
         return work(*args)
 
 
-def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None) -> Root:
+def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None, offload: bool = False) -> Root:
     """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
 
-    `share`: holds this rank's rows already, and the parameters are on meta.
+    `share`: holds this rank's rows already, and the parameters are on meta. `offload`: rows and gradients are in host memory.
     Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
     """
     _probe(ranks)
     mesh = ranks.mesh if ranks.dims.dp_replicate > 1 else ranks.mesh["dp_shard"]
     whole = {p for p in model.parameters() if p.ndim == 0}
     root = Root(model, reshard_after_forward)
+    policy = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
     for module in (*decoder_layers(model), root):
         before = list(module.named_parameters(remove_duplicate=False)) if share is not None else []
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=whole,
+            offload_policy=policy,
+        )
         _put_rows(module, before, share)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
@@ -59,9 +66,8 @@ def _put_rows(module, before: list, share) -> None:
             names.setdefault(parameter, []).append(name)
     for parameter, tied in names.items():
         cut = module.get_parameter(tied[0])
-        rows = DTensor.from_local(
-            share.take(parameter), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-        )  # fmt: skip
+        # As FSDP makes it: from_local would move rows that are kept in host memory to the mesh's device.
+        rows = DTensor(share.take(parameter), cut._spec, requires_grad=False)
         new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         module.load_state_dict(dict.fromkeys(tied, new), strict=False, assign=True)
 
