@@ -224,7 +224,7 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if room.device == "cpu" and not s.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if s.optimizer in ("adam", "adamw", "adadelta"):
+    if s.optimizer in ("adam", "adamw", "adadelta") and room.ranks == 1:  # refused where weights are sharded
         offer(
             "--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit"
         )

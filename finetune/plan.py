@@ -405,7 +405,8 @@ class _Resolver:
                 self.set("use_cpu_offload", False, "host and device have one memory")
             if v["optimizer"] == "adamw_8bit":
                 raise PlanError(
-                    "--optimizer adamw_8bit: its blocks run over rows that sharding cuts. Use adamw, or --sharding_strategy ddp."
+                    "--optimizer adamw_8bit: its scales are of blocks of one rank's rows, so a checkpoint would fit no other number "
+                    "of ranks. Use adamw, with --use_cpu_offload true where moments do not fit, or --sharding_strategy ddp."
                 )
             if v["cache_dequantized"] == "true":
                 raise PlanError(

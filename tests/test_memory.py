@@ -401,6 +401,29 @@ def test_a_70b_base_in_nf4_is_what_arithmetic_says():
     assert items["trainable"] == 4 * 80 * adapters_of_a_layer / 2
 
 
+def test_a_70b_that_two_devices_do_not_hold_is_told_of_host_memory():
+    flags = (
+        "--model_name",
+        "examples/configs/llama-3-70b",
+        "--assume_memory",
+        "24GiB",
+        "--assume_world_size",
+        "2",
+    )
+    code, out, _ = dry_run(*flags)
+    assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory a rank" in out
+    code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
+    assert code == 0 and "of host memory a rank, while it trains" in out and "  base " not in out
+    settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")
+    kept, moved = (
+        memory.estimate(replace(settings, use_cpu_offload=o), shape, fit.load_of(settings), "cuda", 2)
+        for o in (False, True)
+    )
+    assert kept["total"] - moved["total"] == moved["host"] and "host" not in kept
+    alone = memory.estimate(replace(settings, use_cpu_offload=True), shape, fit.load_of(settings), "cuda", 1)
+    assert "host" not in alone  # one process shards nothing
+
+
 def test_what_would_make_it_fit_fits():
     room, shape = fit.Room(24 * GIB, "cuda"), shape_of("qwen3-32b")
     settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
