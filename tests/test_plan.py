@@ -128,7 +128,10 @@ REFUSED = [
         dict(world_size=4, dp_degree=2, dp_shards=3),
         "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6",
     ),
-    (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its scales are of blocks of one rank's rows"),
+    (
+        dict(world_size=2, optimizer="adamw_8bit"),
+        "--optimizer adamw_8bit: its scales are of blocks of one rank's rows",
+    ),
     (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
     (
         dict(world_size=4, sharding_strategy="hybrid_full_shard"),
