@@ -43,6 +43,7 @@ from finetune import (
     fit,
     hf_files,
     memory,
+    parallel,
     plan,
     prompts,
     ranks,
@@ -113,15 +114,15 @@ def make_plan(
             )
         wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
         wishes["output_dir"] = str(found.output_dir)
-        if world and "world_size" not in given:
-            wishes.pop("world_size", None)
+        placing = ("world_size", "sharding_strategy", *parallel.FLAGS.values())
+        if any(name in given for name in placing) or world:  # over other ranks, degrees are said anew
+            wishes = {k: v for k, v in wishes.items() if k not in placing or k in given}
     manager, skipped = manager_of(wishes)
     known = manager.capabilities if prepare else manager.documented_or_cached()
     if wishes.get("llama_pro_path"):
         files = hf_files.find(
             wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path", weights=prepare
         )
-        expansion.read_record(files.folder, f"--llama_pro_path {wishes['llama_pro_path']}")
     else:
         name = wishes.get("model_name") or plan.DEMO_MODEL
         files = hf_files.find(name, wishes.get("revision"), fetch=prepare, weights=prepare)
@@ -217,6 +218,7 @@ def prepare_data(run: Run, raws: dict) -> None:
         run.questions = data.prompts_and_answers(*raws["score"], run.tokenizer)
         run.validation = run.validation or tokenized("score")
     settle_rows(run)
+    settle_pipeline(run)
     batches = s.gradient_accumulation_steps * run.plan.data_ranks
     if len(run.train_set) < run.plan.rows_per_step:
         raise PlanError(
@@ -242,6 +244,19 @@ def settle_rows(run: Run) -> None:
     rows, why = fit.rows_for_data(s.batch_size, len(run.train_set) // batches)
     if why:
         fewer_rows(run, rows, why)
+
+
+def settle_pipeline(run: Run) -> None:
+    """Where it was left to the plan, microbatches small enough that a pipeline has two for each of its stages."""
+    s, stages = run.plan.settings, run.plan.dims.pp
+    if stages == 1 or "microbatch_tokens" in run.plan.requested or run.resumed:
+        return
+    parts = max(1, 2 * stages // s.gradient_accumulation_steps)
+    tokens = math.ceil(s.batch_size * run.train_set.lengths.mean() / parts)
+    if tokens < s.microbatch_tokens:
+        why = f"about {2 * stages} microbatches a step keep {stages} stages busy"
+        run.plan = plan.settle(run.plan, {"microbatch_tokens": (tokens, why)})
+        print(f"microbatch_tokens: {tokens} ({why})")
 
 
 def fewer_rows(run: Run, rows: int, why: str) -> None:
@@ -370,7 +385,7 @@ def evaluate(run: Run) -> None:
     if not math.isfinite(nll):
         raise NonFiniteError(f"step {run.state.step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
     if run.questions:
-        mine, part, answers = run.questions[run.data_rank :: run.plan.data_ranks], 0.0, [None]
+        mine, part, answers = run.engine.share_of(run.questions), 0.0, [None]
         with run.engine.whole_weights():
             if mine:
                 part, answers = exact_match(
@@ -379,7 +394,7 @@ def evaluate(run: Run) -> None:
         if run.stopping():
             return
         values["exact_match"] = round(run.engine.total(part * len(mine))) / len(run.questions)
-        run.results["first answer"] = answers[0]
+        run.results["first answer"] = run.engine.of_first(answers[0])
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
     run.metrics.say(f"eval  step {run.state.step} | {shown}")
@@ -506,7 +521,7 @@ def predicted_memory(run: Run) -> dict:
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
     load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
-    predicted = memory.estimate(s, sizes, load, run.plan.backend, run.plan.dims.dp_shard)
+    predicted = memory.estimate(s, sizes, load, run.plan.backend, run.plan.dims.weight_ranks)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
     return predicted

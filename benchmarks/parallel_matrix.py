@@ -26,10 +26,15 @@ def main() -> None:
     kinds = [k for k in cells.KINDS if k != "nf4 bf16"]
     parser.add_argument("--kinds", default=",".join(kinds), help="comma list of " + ", ".join(kinds))
     parser.add_argument("--architectures", default="llama", help="comma list of names in tests/tiny.py")
+    parser.add_argument(
+        "--layouts", default=",".join(cells.LAYOUTS), help="comma list of " + ", ".join(cells.LAYOUTS)
+    )
     args = parser.parse_args()
     rows = [("ranks", "kind", "model", "loss", "gradients", "norms", "bytes")]
     for size in sorted({dims.world_size for dims in cells.LAYOUTS.values()}):
-        layouts = [name for name, dims in cells.LAYOUTS.items() if dims.world_size == size]
+        layouts = [n for n in args.layouts.split(",") if cells.LAYOUTS[n].world_size == size]
+        if not layouts:
+            continue
         wanted = [
             (layout, kind, architecture)
             for layout in layouts
@@ -39,6 +44,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = ranks.run(size, "tests.cells:matrix", {"cells": wanted}, Path(folder), timeout_s=1800)
         for i, f in enumerate(found[0]):
+            if "refused" in f:
+                rows.append((f["layout"], f["kind"], f["architecture"], "refused", f["refused"], "", ""))
+                continue
             share = "as cut" if all(rank[i]["bytes"] for rank in found) else "WRONG"
             numbers = (f"{f[name]:.1e}" for name in ("loss", "gradients", "norms"))
             rows.append((f["layout"], f["kind"], f["architecture"], *numbers, share))

@@ -5,6 +5,7 @@ neighbours. Data ranks are those that take rows of their own: dp_replicate x dp_
 """
 
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import prod
 
 from finetune.errors import PlanError
@@ -35,6 +36,11 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """Over how many ranks each weight is cut by rows: those of one context-parallel group share weights too."""
+        return self.dp_shard * self.cp
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Degrees in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
@@ -58,10 +64,26 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
-    def group(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` on `axis` alone, itself among them."""
+    @property
+    def weight_ranks(self) -> int:
+        """Over how many ranks one copy of the model is spread."""
+        return self.shards * self.tp * self.pp
+
+    def shard_rank(self, rank: int) -> int:
+        """Which of the `shards` parts of each weight the rank holds."""
         at = self.coordinates(rank)
-        return [self.rank_at(at | {axis: i}) for i in range(getattr(self, axis))]
+        return at["dp_shard"] * self.cp + at["cp"]
+
+    def leads(self, rank: int) -> bool:
+        """Whether the rank is the first of those that share its rows of data."""
+        at = self.coordinates(rank)
+        return at["cp"] == at["tp"] == at["pp"] == 0
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` on `axes` alone, itself among them, in their order."""
+        at, axes = self.coordinates(rank), [axis for axis in AXES if axis in axes]
+        places = product(*(range(getattr(self, axis)) for axis in axes))
+        return [self.rank_at(at | dict(zip(axes, place, strict=True))) for place in places]
 
     def __str__(self) -> str:
         named = [f"{FLAGS[axis]} {degree}" for axis, degree in zip(AXES, self.mesh_shape, strict=True)]
@@ -90,6 +112,8 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
 
 def loads_whole(settings) -> str | None:
     """Why a sharded rank loads the whole model before it is cut; None where it reads and keeps its own rows alone."""
+    if settings.tp_degree * settings.cp_degree * settings.pp_degree > 1:
+        return "a model cut in other ways than by rows is proved whole before"
     if settings.llama_pro_path:
         return "new layers are proved identities on the loaded weights"
     if settings.train_type != "full" and settings.init_lora_weights == "eva":
@@ -97,6 +121,43 @@ def loads_whole(settings) -> str | None:
     if settings.train_type != "full" and settings.init_lora_weights in CHANGES_BASE:
         return f"{settings.init_lora_weights} changes whole matrices before they are stored"
     return None
+
+
+def check_model(dims: ParallelDims, shape) -> None:
+    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is. What transformers plans for the model is asked of it when it is loaded."""
+    sizes = {"attention heads": shape.num_heads, "key/value heads": shape.num_kv_heads}
+    if not shape.num_experts:
+        sizes["intermediate size"] = shape.intermediate_size
+    _divides("tp_degree", dims.tp, sizes)
+    _divides("pp_degree", dims.pp, {"layers": shape.num_layers})
+    if dims.tp > 1 and shape.num_experts:
+        raise PlanError(f"--tp_degree {dims.tp}: experts are not cut in this version, and the model has {shape.num_experts} a "
+                        "layer. Use --dp_shards instead.")  # fmt: skip
+
+
+def check_settings(dims: ParallelDims, values: dict) -> None:
+    """Raises PlanError where a degree contradicts a setting."""
+    for axis, name, wrong, why in (
+        ("cp", "batch_layout", "padded", "cuts flat rows"),
+        ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that share a row"),
+        ("tp", "optimizer", "adamw_8bit", "cuts rows that its blocks run over"),
+        ("pp", "use_activation_cpu_offload", True, "keeps activations of several microbatches on the device"),
+    ):
+        if getattr(dims, axis) > 1 and values[name] == wrong:
+            word = "true" if wrong is True else wrong
+            raise PlanError(
+                f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out."
+            )
+
+
+def _divides(flag: str, degree: int, sizes: dict) -> None:
+    sizes = {what: n for what, n in sizes.items() if n}
+    odd = next(((what, n) for what, n in sizes.items() if n % degree), None)
+    if odd:
+        fine = [d for d in range(1, max(sizes.values()) + 1) if not any(n % d for n in sizes.values())]
+        raise PlanError(
+            f"--{flag} {degree}: {odd[1]} {odd[0]} are no multiple of it. Use one of {', '.join(map(str, fine[:12]))}."
+        )
 
 
 def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int, int]:

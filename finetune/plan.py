@@ -15,7 +15,7 @@ import quantization_wrapper
 from backend_manager import Backend, BackendCapabilities
 from finetune import fit
 from finetune.errors import PlanError
-from finetune.parallel import KEEPS_GATHERED, ParallelDims, dims_of
+from finetune.parallel import KEEPS_GATHERED, ParallelDims, check_model, check_settings, dims_of
 from finetune.ranks import World
 from finetune.settings import DEFAULTS, NOT_SAVED, OLDER_OPTIMIZERS, OLDER_TRAIN_TYPES, Settings
 from finetune.shape import ModelShape
@@ -347,9 +347,7 @@ class _Resolver:
 
     def not_in_this_version(self):
         v = self.values
-        later = "not in this version, which shards and replicates"
         for name, fine, why in (
-            ("tp_degree", (1,), later), ("cp_degree", (1,), later), ("pp_degree", (1,), later),
             ("parallel_backend", ("ptd",), "not in this version, which shards through torch alone"),
             ("mlx_config", (None,), "this version has no MLX engine"),
         ):  # fmt: skip
@@ -375,8 +373,10 @@ class _Resolver:
                 f"--world_size {v['world_size']}: {started.launcher} started {started.size} ranks. Leave --world_size out."
             )
         size = started.size if started else v["world_size"] if v["world_size"] > 0 else self.num_devices
+        size = v["assume_world_size"] or size
         self.local_size = started.local_size if started else size
         self.dims = dims_of(v, size, self.local_size)
+        check_settings(self.dims, v)
         batches = v["gradient_accumulation_steps"] * self.dims.data_ranks
         if self.kept_rows and self.kept_rows % batches == 0:
             why = "as the saved run settled it" if v["batch_size"] == "auto" else (
@@ -393,7 +393,16 @@ class _Resolver:
             ):  # fmt: skip
                 self.set(name, DEFAULTS[name], why)
             return
-        if v["dp_shards"] == 1:
+        if self.dims.pp > 1 and v["score_dataset"]:
+            why = "a pipeline generates no answers; score.py does after the run"
+            if self.given("score_dataset"):
+                raise PlanError(
+                    f"--score_dataset {v['score_dataset']}: {why}. Use --validation_dataset with --pp_degree."
+                )
+            if not (v["validation_dataset"] or v["validation_split"]):
+                self.set("validation_dataset", v["score_dataset"], "its loss is what a pipeline measures")
+            self.set("score_dataset", None, why)
+        if self.dims.shards == 1:
             self.set("no_sync", True, "replicas exchange gradients once a step")
             if v["use_cpu_offload"]:
                 raise PlanError(
@@ -556,7 +565,7 @@ class _Resolver:
     def memory(self):
         v = self.values
         self.auto_cache = v["cache_dequantized"] == "auto" and v["train_type"] == "qlora"
-        if self.auto_cache and v["dp_shards"] > 1:
+        if self.auto_cache and self.dims.shards > 1:
             self.set("cache_dequantized", "false", "sharded weights are gathered packed")
         elif self.auto_cache:
             self.cache_dequantized()
@@ -637,7 +646,7 @@ class _Resolver:
         shared = (
             self.local_size if self.backend in (Backend.CPU, Backend.MPS) else 1
         )  # one memory for all ranks here
-        return replace(room, memory_bytes=room.memory_bytes // shared, ranks=self.dims.dp_shard)
+        return replace(room, memory_bytes=room.memory_bytes // shared, ranks=self.dims.weight_ranks)
 
     def cache_dequantized(self):
         """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""
@@ -668,6 +677,7 @@ class _Resolver:
             self.values["model_name"] = DEMO_MODEL
         if shape is None:
             return
+        check_model(self.dims, shape)
         if shape.context_limit and v["context_length"] > shape.context_limit:
             limit, length = shape.context_limit, v["context_length"]
             if self.given("context_length"):
@@ -716,7 +726,7 @@ MAY_CHANGE = {
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "profile_memory",
     "wait_steps", "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency", "rank_timeout",
     "master_addr", "master_port", "loading_workers", "cache_dequantized", "use_activation_cpu_offload",
-    "sharding_strategy", "no_sync", "use_cpu_offload",
+    "sharding_strategy", "no_sync", "use_cpu_offload", "pp_schedule",
 }  # fmt: skip
 
 

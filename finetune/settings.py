@@ -202,6 +202,9 @@ class Settings:
     tp_degree: int = flag(1, "machine", "ranks that split each layer", minimum=1)
     cp_degree: int = flag(1, "machine", "ranks that split each sequence", minimum=1)
     pp_degree: int = flag(1, "machine", "ranks that split the stack of layers", minimum=1)
+    pp_schedule: str = flag(
+        "1f1b", "machine", "order of a pipeline's microbatches", choices=("1f1b", "gpipe")
+    )
     sharding_strategy: str = flag(
         None, "machine", "the older script's word for degrees", choices=SHARDING_STRATEGIES
     )

@@ -27,7 +27,8 @@ from tests import cells, ranks
 ROOT = Path(__file__).parent.parent
 # A rank's own sums are of other terms: fp32 rounding of a mean over some hundred targets. Adam then amplifies it in full
 # fine-tuning, where second moments are tiny.
-LOSS, GRADIENTS, NORMS, NORMS_FULL = 1e-6, 2e-6, 1e-6, 2e-5
+# A tensor-parallel sum is of other terms in every layer.
+LOSS, LOSS_TP, GRADIENTS, NORMS, NORMS_FULL = 1e-6, 2e-6, 2e-6, 1e-6, 2e-5
 
 
 # ---- degrees
@@ -106,6 +107,10 @@ def in_default(layout, kind):
         ("FSDP2 2", "nf4"),
         ("FSDP2 2", "dora"),
         ("HSDP 2x2", "nf4"),
+        ("TP 2", "lora"),
+        ("CP 2", "full"),
+        ("PP 2", "nf4"),
+        ("FSDP2 2 x TP 2", "nf4"),
     )
 
 
@@ -113,7 +118,12 @@ def check(figures, kind):
     # After the first step rounding is amplified by AdamW: more where scales have 8 bits, or norms follow norms as in Gemma 3.
     more = kind.endswith("double") or figures["architecture"] != "llama"
     norms = NORMS_FULL if kind.startswith("full") else 5 * NORMS if more else NORMS
-    allowed = {"loss": LOSS, "gradients": GRADIENTS, "norm": NORMS, "norms": norms}
+    several = " x " in figures["layout"] or "2x2" in figures["layout"]
+    loss = LOSS_TP if "TP" in figures["layout"] else LOSS
+    # fp32 gradients of this model are themselves off by 2.1e-6 from those in fp64 (k_proj's, differences of probabilities),
+    # which attention in other pieces shows.
+    gradients = 5e-6 if several else 3e-6 if "CP" in figures["layout"] else GRADIENTS
+    allowed = {"loss": loss, "gradients": gradients, "norm": NORMS, "norms": norms}
     for name, limit in allowed.items():
         assert figures[name] <= limit, (name, figures)
 
@@ -224,6 +234,87 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
         and out.count("step    12/12") == 1
     )
     assert_same_run(tmp_path / "out", alone)
+
+
+DEGREES = ("tp_degree", "cp_degree", "pp_degree")
+
+
+@pytest.mark.parametrize(
+    "flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES]
+)
+def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tmp_path, flag):
+    flags = [*base, "--batch_size", 4, "--world_size", 2, f"--{flag}", 2, "--output_dir", tmp_path / "out"]
+    code, out, err = finish(command(flags))
+    assert code == 0 and f"ranks: 2 ({flag} 2)" in out, err
+    assert_same_run(tmp_path / "out", alone)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(tp_degree=4, world_size=4), "2 key/value heads are no multiple of it. Use one of 1, 2."),
+        (dict(pp_degree=3, world_size=3), "2 layers are no multiple of it. Use one of 1, 2."),
+        (
+            dict(cp_degree=2, world_size=2, batch_layout="padded"),
+            "contradicts --cp_degree 2, which cuts flat rows",
+        ),
+        (
+            dict(tp_degree=2, world_size=3),
+            "--tp_degree 2: the product of the degrees is 2, and the world size is 3",
+        ),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flags, message):
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    code, _, err = finish(command(base, *words, "--output_dir", tmp_path / "out"))
+    assert code == 2 and message in err, err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
+    """Each leg resumes the last one's checkpoint over other ranks: the losses of one process."""
+    legs = ({}, dict(tp_degree=2), dict(pp_degree=2), dict(cp_degree=2), dict(tp_degree=2, dp_shards=2), {})
+    for i, degrees in enumerate(legs):
+        world = int(np.prod(list(degrees.values()) or [1]))
+        batch = 4 // degrees.get("dp_shards", 1)
+        words = [word for name, value in degrees.items() for word in (f"--{name}", value)]
+        more = ["--resume", "auto"] if i else []
+        flags = [
+            *base,
+            *more,
+            *words,
+            "--batch_size",
+            batch,
+            "--world_size",
+            world,
+            "--max_steps",
+            2 * (i + 1),
+        ]
+        code, out, err = finish(
+            command(flags, "--lr_scheduler", "constant", "--output_dir", tmp_path / "out")
+        )
+        assert code == 0, err
+    code, _, err = finish(
+        command(
+            base,
+            "--batch_size",
+            4,
+            "--lr_scheduler",
+            "constant",
+            "--max_steps",
+            12,
+            "--output_dir",
+            tmp_path / "one",
+        )
+    )
+    assert code == 0, err
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
+    one, many = (
+        load_file(checkpoint.newest(tmp_path / n)[0].folder / "optimizer.safetensors") for n in ("one", "out")
+    )
+    assert one.keys() == many.keys()
+    for name in one:
+        np.testing.assert_allclose(many[name], one[name], atol=1e-4 * np.abs(one[name]).max())
 
 
 @pytest.mark.slow

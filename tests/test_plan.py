@@ -116,9 +116,15 @@ def test_older_product_names_map_or_say_what_is_missing(word):
 
 
 REFUSED = [
-    (dict(tp_degree=2), "--tp_degree 2: not in this version"),
-    (dict(cp_degree=2), "--cp_degree 2: not in this version"),
-    (dict(pp_degree=2), "--pp_degree 2: not in this version"),
+    (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, and the world size is 1"),
+    (
+        dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"),
+        "--optimizer adamw_8bit: contradicts --tp_degree 2",
+    ),
+    (
+        dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
+        "--score_dataset a.jsonl: a pipeline generates no answers",
+    ),
     (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, and the world size is 1"),
     (
         dict(world_size=3, dp_shards=2),

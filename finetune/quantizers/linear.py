@@ -84,7 +84,11 @@ class QuantizedLinear(nn.Module):
         return self.dequantize(tensors if rows is None else {n: t[rows] for n, t in tensors.items()}, dtype)
 
     def forward(self, x):
-        return FrozenLinear.apply(x, self.bias, self.compute_dtype, self.weight_of, *self.stored())
+        return self.product(x, self.bias)
+
+    def product(self, x, bias):
+        """The layer's output with this bias."""
+        return FrozenLinear.apply(x, bias, self.compute_dtype, self.weight_of, *self.stored())
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, stored={self.names}"

@@ -16,6 +16,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import (
     adapters,
     attention,
+    context_parallel,
     experts,
     hf_model,
     loading,
@@ -23,6 +24,8 @@ from finetune.torch_engine import (
     memory_count,
     optim,
     parallelize,
+    pipeline,
+    tensor_parallel,
 )
 from finetune.torch_engine.mesh import ALONE, Ranks
 
@@ -33,7 +36,7 @@ SCALE_START, SCALE_GROWS_EVERY = (
 
 
 class TorchEngine:
-    """Holds the model, its optimizer and its random state. `settle_layout` must run once before the first step.
+    """Holds the model or this rank's part of it, its optimizer and its random state. `settle_layout` must run once before the first step.
 
     With several `ranks` every method that touches weights is called by all of them at the same point; state and files
     come from the first.
@@ -46,24 +49,26 @@ class TorchEngine:
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        self.root = None
-        if ranks.sharded:
-            offload = settings.use_cpu_offload
-            self.root = parallelize.shard(model, ranks, reshard_after_forward, share, offload)
-        if share is not None and settings.use_dora:
-            parallelize.start_magnitudes(self.root, ranks)
-        self.whole_now = 0  # how many callers need every weight whole
-        self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.held = parallelize.held(
-            self.named
-        )  # what the optimizer updates: of sharded weights, this rank's rows
-        held = {n: p for n, p in self.held.items() if p is not None}
-        self.optimizer = optim.build(held, settings, device) if self.named else None
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
+        self.root, self.stage, self.pieces = None, None, tensor_parallel.Pieces()
+        self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
+        self.whole_now = 0  # how many callers need every weight whole
+        self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
+        self._cut(reshard_after_forward, share)
+        self.in_parts = True
+        # What trains on all ranks, what of it stands here, and what of that the optimizer updates: of sharded weights, some rows.
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.named = {n: p for n, p in self.trained.items() if not p.is_meta}
+        self.held = parallelize.held(self.named)
+        held = {n: p for n, p in self.held.items() if p is not None}
+        if self.stage and not self.named:
+            raise PlanError(
+                f"--pp_degree {ranks.dims.pp}: nothing trains on stage {self.stage.number}. Use a smaller degree."
+            )
+        self.optimizer = optim.build(held, settings, device) if self.named else None
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
-        self.head, self.layout = None, None
         self.counter = memory_count.Counter(model, held, device)
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
@@ -71,8 +76,42 @@ class TorchEngine:
 
     # ---- before the first step
 
+    def _cut(self, reshard_after_forward: bool, share) -> None:
+        """Leaves this rank its part of the model. What only a whole model can show is shown before."""
+        dims = self.ranks.dims
+        if dims.tp * dims.cp * dims.pp > 1:
+            self.proofs = self._prove(self.settings.batch_layout)
+            self.reference = self._logits(self._proof_batch())
+        self.pieces = tensor_parallel.split(self.model, self.ranks)
+        if dims.pp > 1:
+            self.stage = pipeline.Stage(self.model, self.ranks, self.settings.pp_schedule)
+        if self.ranks.sharded:
+            offload = self.settings.use_cpu_offload
+            self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward, share, offload)
+        if share is not None and self.settings.use_dora:
+            parallelize.start_magnitudes(self.root, self.ranks)
+
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
+        proof, head = self.proofs or self._prove(wished)
+        self.layout = "flat" if proof.holds else "padded"
+        if self.ranks.dims.cp > 1:
+            if not proof.holds:
+                raise PlanError(
+                    f"--cp_degree {self.ranks.dims.cp}: cuts flat rows, and {proof.reason}. Use --dp_shards instead."
+                )
+            context_parallel.register()
+        self.head = (
+            loss.Head.of(self.model) if head.holds and (self.stage is None or self.stage.last) else None
+        )
+        self.head_is_shared = head.holds and self.ranks.dims.tp > 1
+        self._set_attention()
+        if self.reference is not None:
+            self._prove_cut()
+        return {"batch_layout": (self.layout, proof.reason)}
+
+    def _prove(self, wished: str) -> tuple[hf_model.Proof, hf_model.Proof]:
+        """(that flat rows are right, that our head is). Raises PlanError where the model is none to train, or not flat as asked."""
         self.model.eval()
         self._try(hf_model.prove_causal, self.model, self.autocast)
         proof = hf_model.Proof(False, "asked for")
@@ -84,9 +123,57 @@ class TorchEngine:
         self.model.set_attn_implementation(
             attention.NAME if proof.holds else attention.own_implementation(self.model)
         )
-        head = self._try(hf_model.prove_head, self.model, self.layout, self.autocast)
-        self.head = loss.Head.of(self.model) if head.holds else None
-        return {"batch_layout": (self.layout, proof.reason)}
+        return proof, self._try(hf_model.prove_head, self.model, self.layout, self.autocast)
+
+    def _set_attention(self) -> None:
+        """The attention that training runs through."""
+        flat = context_parallel.NAME if self.ranks.dims.cp > 1 else attention.NAME
+        self.model.set_attn_implementation(
+            flat if self.layout == "flat" else attention.own_implementation(self.model)
+        )
+
+    def _proof_batch(self) -> Batch:
+        """Two short documents, or one where rows are padded."""
+        lengths = (13, 9) if self.layout == "flat" else (13,)
+        vocab = min(self.model.get_input_embeddings().weight.shape[0], 1000)
+        ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        documents = np.repeat(np.arange(len(lengths)), lengths)
+        return Batch(ids[None], np.full((1, len(ids)), IGNORE_INDEX), positions[None], documents[None], ())
+
+    @torch.no_grad()
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        """[positions here, V], fp32; on the last stage of a pipeline."""
+        with self.autocast():
+            return self.model(**self._inputs(batch)[0]).logits.flatten(0, 1).float()
+
+    @torch.no_grad()
+    def _prove_cut(self) -> None:
+        """The model in parts must give the logits that the whole one gave."""
+        batch, wanted = self._proof_batch(), self.reference
+        work = partial(self._logits, batch)
+        if self.stage:
+            self.stage.settle_dtype(self._on_model, work)
+            logits = self.stage.chained(self._on_model, work, self._shape(batch))
+            self._reshard()
+        else:
+            logits = self._try(work)
+        off = 0.0
+        if logits is not None:
+            real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            if self.ranks.dims.cp > 1:
+                places = context_parallel.places(
+                    len(logits) * self.ranks.dims.cp, self.ranks.at("cp"), self.ranks.dims.cp
+                )
+                real = torch.from_numpy(places < len(wanted)).to(logits.device)
+                wanted = wanted[torch.from_numpy(places[places < len(wanted)]).to(logits.device)]
+            if len(wanted):
+                off = ((logits[real] - wanted).abs().max() / self.reference.abs().max()).item()
+        off, self.reference = self.ranks.largest(off), None
+        exact = self.autocast is hf_model._no_autocast and self.model.dtype == torch.float32
+        if not off <= (1e-4 if exact else 5e-2):
+            raise PlanError(f"{self.ranks.dims}: the model in parts does not give the logits of the whole one (off by {off:.1e}). "
+                            "Use --dp_shards instead.")  # fmt: skip
 
     def _on_model(self, work, *args):
         """work(*args), with the weights outside the layers gathered where they are sharded."""
@@ -122,39 +209,23 @@ class TorchEngine:
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments as they were."""
         self.model.train()
-        mine = (
-            sum(b.num_targets for b in microbatches),
-            sum(b.num_tokens for b in microbatches),
-            len(microbatches),
-        )
-        table = self.ranks.table(list(mine))
+        counted = microbatches if self.ranks.leads else []  # once of those that share their rows
+        mine = [sum(b.num_targets for b in counted), sum(b.num_tokens for b in counted), len(microbatches)]
+        table = self.ranks.table(mine)
         num_targets, num_tokens = (int(n) for n in table[:, :2].sum(0))
         assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks exchange weights and gradients in every microbatch: those with fewer go along with empty ones.
         microbatches = microbatches + [self._empty_batch()] * int(table[:, 2].max() - len(microbatches))
-        total = torch.zeros(
-            (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
-        )
-        for i, batch in enumerate(microbatches):
-            if self.root is not None:
-                last = i == len(microbatches) - 1
-                self.root.set_requires_gradient_sync(last or not self.settings.no_sync)
-            with self._memory_advice(batch):
-                with self._offload(), self.counter.kept_by(batch):
-                    nll = self._on_model(self.nll, batch)
-                (nll * ((self.scale or 1.0) / num_targets)).backward()
-            total += nll.detach().to(total.device, torch.float64)
+        total = self._accumulate(microbatches, (self.scale or 1.0) / num_targets)
         parameters = self._settle_gradients()
         self.counter.count_gradients()
         if self.scale:
-            for p in parameters:
+            for p in parameters.values():
                 if p.grad is not None:
                     p.grad /= self.scale
         limit = self.settings.grad_norm if self.settings.apply_gradient_clipping else None
-        cut = [p for n, p in self.held.items() if p is not self.named[n]]
-        norm = optim.clip(parameters, limit, cut, self.ranks.sum_over_shards if self.ranks.sharded else None)
-        self.ranks.sum(total)
-        nll = total.item()
+        norm = optim.clip(parameters, limit, self.ranks, self._owned())
+        nll = float(self.ranks.table([total.item()]).sum())
         result = partial(StepResult, nll, num_targets, num_tokens, norm)
         if not np.isfinite(norm) or not np.isfinite(nll):
             self._drop_gradients()
@@ -176,12 +247,62 @@ class TorchEngine:
                 self.scale *= 2
         return result()
 
-    def _settle_gradients(self) -> list:
-        """What the optimizer updates, each with the gradient of all ranks. FSDP has summed those of sharded weights."""
+    def _accumulate(self, microbatches: list[Batch], scale: float) -> torch.Tensor:
+        """Forward and backward of all; this rank's part of the summed nll, fp64."""
+        total = torch.zeros(
+            (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
+        )
+
+        def forward(batch):
+            nonlocal total
+            nll = self.nll(batch)
+            total += nll.detach().to(total.device, torch.float64) * self._counted
+            return nll * scale
+
+        def backward(i, work):
+            if self.root is not None:
+                last = i == len(microbatches) - 1
+                self.root.set_requires_gradient_sync(last or not self.settings.no_sync)
+            with self._memory_advice(microbatches[i]):
+                work()
+
+        if self.stage:
+            forwards = [partial(forward, batch) for batch in microbatches]
+            self.stage.run(self._on_model, forwards, [self._shape(b) for b in microbatches], backward)
+            return total
+        for i, batch in enumerate(microbatches):
+            with self._memory_advice(batch), self._offload(), self.counter.kept_by(batch):
+                loss = self._on_model(forward, batch)
+            backward(i, loss.backward)
+        return total
+
+    @property
+    def _counted(self) -> float:
+        """What part of the nll that this rank computes is its own, where a tensor-parallel group computes it together."""
+        return 1.0 if self.head_is_shared else 1.0 / self.ranks.dims.tp
+
+    def _settle_gradients(self) -> dict:
+        """What the optimizer updates, by name, each with the gradient of all ranks. FSDP has summed those of sharded weights."""
         parallelize.take_gradients(self.named, self.held)
         replicated = [p for n, p in self.named.items() if self.held[n] is p]
-        parallelize.sum_gradients(replicated, self.ranks)
-        return [p for p in self.held.values() if p is not None]
+        parallelize.sum_gradients(replicated, self.ranks, "data")
+        held = {n: p for n, p in self.held.items() if p is not None}
+        partly = [p for n, p in held.items() if n in self.pieces.partial]
+        parallelize.sum_gradients(partly, self.ranks, "tp")
+        if self.stage:
+            shared = [p for n, p in held.items() if self.stage.shared(n)]
+            parallelize.sum_gradients(shared, self.ranks, "ends")
+        return held
+
+    def _owned(self) -> dict[str, tuple]:
+        """{parameter: groups of ranks that hold parts of it}, of those that this rank counts in the norm."""
+        out = {}
+        for name, parameter in self.held.items():
+            if self.stage and self.stage.stage_of(name) != self.stage.number:
+                continue
+            cut, split = parameter is not self.named[name], name in self.pieces.dims
+            out[name] = ("shard",) * cut + ("tp",) * split
+        return out
 
     def _drop_gradients(self):
         for p in (*self.named.values(), *self.held.values()):
@@ -193,26 +314,47 @@ class TorchEngine:
         ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
         return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
 
-    def nll(self, batch: Batch) -> torch.Tensor:
-        """Summed nll of one microbatch's targets, differentiable."""
+    def _shape(self, batch: Batch) -> tuple[int, int]:
+        """(rows, positions) of the batch as this rank computes it."""
+        if self.ranks.dims.cp == 1:
+            return batch.input_ids_BS.shape
+        return 1, 2 * -(-batch.input_ids_BS.size // (2 * self.ranks.dims.cp))
+
+    def _inputs(self, batch: Batch) -> tuple[dict, torch.Tensor]:
+        """The model's keyword arguments for the batch, or for this rank's part of it; and that part's labels."""
+        context = None
+        if self.in_parts and self.ranks.dims.cp > 1:
+            batch, context = context_parallel.cut(batch, self.ranks, self.pad_id, self.device)
         labels = torch.from_numpy(batch.labels_BS).to(self.device)
-        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         inputs = {
             "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
             "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
             "use_cache": False,
         }
         if self.layout == "flat":
-            inputs["documents"] = attention.documents_of(batch.position_ids_BS, self.device)
+            inputs["documents"] = context or attention.documents_of(batch.position_ids_BS, self.device)
         else:
-            inputs["attention_mask"] = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64)).to(
-                self.device
-            )
+            real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
+            inputs["attention_mask"] = real.to(self.device)
+        return (inputs if self.stage is None else self.stage.inputs(inputs)), labels
+
+    def nll(self, batch: Batch) -> torch.Tensor:
+        """Summed nll of one microbatch's targets, differentiable; of several ranks that share the batch, this one's part.
+
+        In a pipeline the last stage has it.
+        """
+        inputs, labels = self._inputs(batch)
+        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
-            if self.head is None:
+            if self.head is None and not self.head_is_shared:
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
             hidden = hf_model.base_model(self.model)(**inputs).last_hidden_state
-            return self.head.nll(hidden[at], labels[at])
+            share = None
+            if self.head_is_shared:  # each rank of a tensor-parallel group makes the logits of some positions
+                share = partial(tensor_parallel.complete, ranks=self.ranks)
+                hidden = share(hidden)
+                at = tuple(index[self.ranks.at("tp") :: self.ranks.dims.tp] for index in at)
+            return self.head.nll(hidden[at], labels[at], share)
 
     def _logits_at(self, inputs, at):
         if self.layout == "flat":  # one row: an index tensor picks its target positions
@@ -250,8 +392,12 @@ class TorchEngine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                total += self._on_model(self.nll, batch).item()
-            count += batch.num_targets
+                if self.stage:
+                    nll = self.stage.chained(self._on_model, partial(self.nll, batch), self._shape(batch))
+                else:
+                    nll = self._on_model(self.nll, batch)
+            total += 0.0 if nll is None else nll.item() * self._counted
+            count += batch.num_targets if self.ranks.leads else 0
         self._reshard()
         total, count = self.ranks.table([total, count]).sum(0)
         return float(total), int(count)
@@ -287,8 +433,17 @@ class TorchEngine:
         return int(self.ranks.largest(number))
 
     def total(self, number: float) -> float:
-        """The sum of all ranks' numbers."""
-        return float(self.ranks.table([number]).sum())
+        """The sum of all ranks' numbers, once of those that answer together."""
+        return float(self.ranks.table([number if self.ranks.at("tp") == 0 else 0.0]).sum())
+
+    def share_of(self, items: list) -> list:
+        """Which of these this rank answers, with the others of its tensor-parallel group."""
+        dims = self.ranks.dims
+        return items[self.ranks.data_rank * dims.cp + self.ranks.at("cp") :: dims.data_ranks * dims.cp]
+
+    def of_first(self, value):
+        """The first rank's JSON value."""
+        return self.ranks.of_rank(value)
 
     # ---- state
 
@@ -298,16 +453,37 @@ class TorchEngine:
         return self.ranks.rank == 0
 
     def _gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor that is cut as the parameter `name` is."""
-        if self.held[name] is self.named[name]:
-            return part.detach().cpu()
-        return self.ranks.whole(part, self.named[name].shape[0])
+        """The whole of a tensor that is cut as the parameter `name` is, on the CPU. Collective over those that hold parts of it."""
+        parameter = self.model.get_parameter(name)
+        part = part.detach().cpu()
+        if parallelize.is_cut(parameter):
+            part = self.ranks.whole(part, parameter.shape[0])
+        dim = self.pieces.dims.get(name)
+        return part if dim is None else self.ranks.joined(part, dim)
+
+    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The contrary of _gathered: what this rank holds of it."""
+        parameter, dim = self.named[name], self.pieces.dims.get(name)
+        if dim is not None:
+            whole = whole.narrow(
+                dim, (piece := self.ranks.piece_of(whole.shape[dim])).start, piece.stop - piece.start
+            )
+        return whole[self.ranks.rows_of(len(whole))] if parallelize.is_cut(parameter) else whole
+
+    def _collected(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
+        """On the first rank the whole tensor, from whichever stage has it. `part`: this rank's, where it has one. Collective."""
+        if self.stage is None:
+            return self._gathered(name, part)
+        owner = self.stage.stage_of(name)
+        whole = self._gathered(name, part) if self.stage.number == owner else None
+        return self.ranks.to_first(whole, owner)
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Of several ranks, the first's is the state, gathered a tensor at a time; the others' is empty."""
         whole = {}
-        for name, parameter in self.named.items():
-            tensor = self._gathered(name, parallelize.local(parameter.detach()).float())
+        for name in self.trained:
+            mine = self.named.get(name)
+            tensor = self._collected(name, None if mine is None else parallelize.local(mine.detach()).float())
             whole |= {name: tensor} if self.first else {}
         if not self.first:
             return {}
@@ -318,16 +494,22 @@ class TorchEngine:
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         parts, numbers = optim.state(self.optimizer, self.held)
-        tensors = {}
-        for key, kind in self.ranks.of_first([(k, str(v.dtype)) for k, v in parts.items()]):
+        tensors, counts = {}, {}
+        kinds = {}
+        for found in self.ranks.of_all([[k, str(v.dtype)] for k, v in parts.items()]):
+            kinds |= {k: kind for k, kind in found if k not in kinds}
+        for key, kind in kinds.items():
             name, _, moment = key.rpartition(".")
-            none = np.zeros((0, *self.named[name].shape[1:]), kind)  # where this rank holds no row
-            whole = self._gathered(name, torch.from_numpy(parts.get(key, none))).numpy()
-            tensors |= {f"{self._disk(name)}.{moment}": whole} if self.first else {}
-        counts = {}
-        for key, number in numbers.items():
-            name, _, moment = key.rpartition(".")
-            counts[f"{self._disk(name)}.{moment}"] = number
+            part = None
+            if name in self.named:
+                none = np.zeros((0, *self.named[name].shape[1:]), kind)  # where this rank holds no row
+                part = torch.from_numpy(parts.get(key, none))
+            whole = self._collected(name, part)
+            tensors |= {f"{self._disk(name)}.{moment}": whole.numpy()} if self.first else {}
+        for found in self.ranks.of_all(numbers):
+            for key, number in found.items():
+                name, _, moment = key.rpartition(".")
+                counts.setdefault(f"{self._disk(name)}.{moment}", number)
         return tensors, {"counts": counts, "scale": self.scale, "clean_steps": self.clean_steps}
 
     def rng_state(self) -> dict[str, np.ndarray]:
@@ -352,15 +534,19 @@ class TorchEngine:
         """
         self.load_trainable(trainable)
         held = {self._disk(n): p for n, p in self.held.items()}
-        names = {self._disk(n): n for n in self.named}
+        names = {self._disk(n): n for n in self.trained}
         tensors, counts = {}, {}
         for found, given in ((tensors, optimizer), (counts, values["counts"])):
             for key, value in given.items():
                 name = names.get(key.rpartition(".")[0])
-                if name is None or self.held[name] is self.named[name]:
-                    found[key] = value  # unknown ones are refused below
-                elif self.held[name] is not None:
-                    found[key] = value if found is counts else value[self.ranks.rows_of(len(value))]
+                if name is None:
+                    found[key] = value  # refused below
+                elif self.held.get(name) is not None:
+                    found[key] = (
+                        value
+                        if found is counts
+                        else self._part(name, torch.from_numpy(np.array(value))).numpy()
+                    )
         optim.load_state(self.optimizer, held, tensors, counts)
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
@@ -382,20 +568,24 @@ class TorchEngine:
 
     @torch.no_grad()
     def load_trainable(self, trainable) -> None:
-        named = {self._disk(n): p for n, p in self.named.items()}
+        names = {self._disk(n): n for n in self.trained}
         if not self._whole():
-            trainable = adapters.from_disk(self.model, self.named, trainable, self.settings)
-        if set(named) != set(trainable):
-            odd = sorted(set(named) ^ set(trainable))[0]
+            trainable = adapters.from_disk(self.model, self.trained, trainable, self.settings)
+        if set(names) != set(trainable):
+            odd = sorted(set(names) ^ set(trainable))[0]
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
-        for name, parameter in named.items():
-            value = torch.from_numpy(np.array(trainable[name]))
-            if tuple(parameter.shape) != tuple(value.shape):
-                raise PlanError(
-                    f"--resume: {name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} here."
-                )
-            rows = parallelize.local(parameter.detach())
-            rows.copy_(value if rows.shape == value.shape else value[self.ranks.rows_of(len(value))])
+        for key, name in names.items():
+            value, shape = torch.from_numpy(np.array(trainable[key])), self._whole_shape(name)
+            if shape != tuple(value.shape):
+                raise PlanError(f"--resume: {key} is {tuple(value.shape)} on disk, {shape} here.")
+            if name in self.named:
+                parallelize.local(self.named[name].detach()).copy_(self._part(name, value))
+
+    def _whole_shape(self, name: str) -> tuple:
+        shape, dim = list(self.trained[name].shape), self.pieces.dims.get(name)
+        if dim is not None:
+            shape[dim] *= self.ranks.dims.tp
+        return tuple(shape)
 
     def _disk(self, name) -> str:
         return name if self._whole() else adapters.disk_name(name)
@@ -405,8 +595,10 @@ class TorchEngine:
         return self.settings.train_type == "full" or self.settings.llama_pro_path is not None
 
     def seed(self, seed: int) -> None:
-        """Each rank draws its own dropout; the first as one process would."""
-        torch.manual_seed(seed + 1_000_003 * self.ranks.rank)
+        """Each rank draws its own dropout, those of one tensor-parallel group the same; the first as one process would."""
+        at, dims = self.ranks.dims.coordinates(self.ranks.rank), self.ranks.dims
+        place = (at["pp"] * dims.data_ranks + self.ranks.data_rank) * dims.cp + at["cp"]
+        torch.manual_seed(seed + 1_000_003 * place)
 
     # ---- what is saved
 
@@ -417,12 +609,8 @@ class TorchEngine:
         return context_limit(self.model)
 
     def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) weights, packed ones counted as what they stand for."""
-        packed = [m for m in self.model.modules() if isinstance(m, QuantizedLinear)]
-        held = {id(p) for m in packed for p in m.stored()}
-        dense = sum(p.numel() for p in self.model.parameters() if id(p) not in held)
-        trainable = sum(p.numel() for p in self.named.values())
-        return trainable, dense + sum(m.out_features * m.in_features for m in packed)
+        """(trainable, all) weights of the whole model, packed ones counted as what they stand for."""
+        return self.counts
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} that stands beside the weights so that others can load them."""
@@ -450,11 +638,12 @@ class TorchEngine:
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         whole, state = {}, {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in whole:  # tied weights stay one tensor
-                part, cut = parallelize.local(tensor.detach()), parallelize.local(tensor) is not tensor
-                value = self.ranks.whole(part, tensor.shape[0]) if cut else part
+                part = None if tensor.is_meta else parallelize.local(tensor.detach())
+                value = self._collected(name, part) if name in parameters else part
                 whole[id(tensor)] = value if self.first else None
             state[name] = whole[id(tensor)]
         if self.first:
@@ -508,6 +697,14 @@ class TorchEngine:
             self.optimizer.state.clear()
             self._set_rng_state(before)
             trim_heap()
+
+
+def _parameter_counts(model) -> tuple[int, int]:
+    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    held = {id(p) for m in packed for p in m.stored()}
+    dense = [p for p in model.parameters() if id(p) not in held]
+    trainable = sum(p.numel() for p in dense if p.requires_grad)
+    return trainable, sum(p.numel() for p in dense) + sum(m.out_features * m.in_features for m in packed)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,8 @@ class LoRALinear(nn.Module):
         self.lora_magnitude_vector = None
         self.row_square_O = None  # |w|^2 of each row of the frozen weight, made once
         self.merged = None  # base and adapter as one dense weight while many small forwards run
+        # Where ranks hold pieces of the inputs (tensor_parallel.py): how many, which one, and what adds up squares over them.
+        self.pieces, self.mask_piece, self.across = 1, None, None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
 
@@ -108,7 +110,7 @@ class LoRALinear(nn.Module):
         weight_OI = self.exact_weight()
         if self.row_square_O is None:
             self.row_square_O = weight_OI.square().sum(1)
-        return weight_norm(weight_OI, self.lora_A, self.lora_B, self.scaling, self.row_square_O)
+        return weight_norm(weight_OI, self.lora_A, self.lora_B, self.scaling, self.row_square_O, self.across)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
@@ -124,13 +126,13 @@ class LoRALinear(nn.Module):
         return weight_OI
 
     def forward(self, x):
+        return self.product(x, self.base.bias)
+
+    def product(self, x, bias):
+        """The layer's output with this bias."""
         if self.merged is not None:
-            return F.linear(x, self.merged, self.base.bias)
-        keep = None
-        if self.dropout and self.training:
-            keep = torch.empty(x.numel() // x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device)
-            keep.bernoulli_(1 - self.dropout).div_(1 - self.dropout)
-        bias = self.base.bias
+            return F.linear(x, self.merged, bias)
+        keep = self.dropout_mask(x) if self.dropout and self.training else None
         if self.lora_magnitude_vector is None:
             return LoRAProduct.apply(
                 x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, *self.stored()
@@ -149,6 +151,14 @@ class LoRALinear(nn.Module):
             plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
             out = plain - kept + both * gain_O.to(both.dtype)
         return out if bias is None else out + bias.to(out.dtype)
+
+    def dropout_mask(self, x):
+        """[rows of x, I], 0 or 1 / (1 - p); a piece of the inputs has its piece of what all of them would draw."""
+        rows, piece = x.numel() // x.shape[-1], self.mask_piece
+        width = x.shape[-1] if piece is None else x.shape[-1] * self.pieces
+        keep = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        keep.bernoulli_(1 - self.dropout).div_(1 - self.dropout)
+        return keep if piece is None else keep[:, piece].contiguous()
 
 
 class LoRAEmbedding(nn.Module):
@@ -211,14 +221,16 @@ def scaling_of(rank: int, alpha: float, use_rslora: bool) -> float:
 
 
 @torch.no_grad()
-def weight_norm(weight_OI, a, b, s, row_square_O) -> torch.Tensor:
+def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
     """|w + s B A| of each row [O], fp32. DoRA (Liu et al. 2024, eq. 6) holds it constant in backward (section 4.3).
 
-    Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, so that no matrix of the weight's size is made twice.
+    Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, so that no matrix of the weight's size is made twice. `across` adds up
+    squares over ranks that hold a piece of the inputs each.
     """
     a, b = a.float(), b.float()
     cross = ((weight_OI @ a.t()) * b).sum(1)
-    return (row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.t())) * b).sum(1)).clamp_min(0).sqrt()
+    square_O = row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.t())) * b).sum(1)
+    return (square_O if across is None else across(square_O)).clamp_min(0).sqrt()
 
 
 def features(base) -> tuple[int, int]:

@@ -46,16 +46,20 @@ class Head:
         logits_TV = logits_TV * self.scale
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
-    def nll(self, hidden_TH, labels_T) -> torch.Tensor:
-        """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head."""
+    def nll(self, hidden_TH, labels_T, share=None) -> torch.Tensor:
+        """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
+
+        `share` is applied to each weight where several ranks make logits of some positions each.
+        """
+        share = share or (lambda weight: weight)
         learning = torch.is_grad_enabled()  # inside a Function it never is
         lora = (None, None, 0.0)
         if self.adapter is not None:
-            lora = (self.adapter.lora_A, self.adapter.lora_B, self.adapter.scaling)
+            lora = (share(self.adapter.lora_A), share(self.adapter.lora_B), self.adapter.scaling)
         return _ChunkedNLL.apply(
             hidden_TH,
-            self.linear.weight,
-            self.linear.bias,
+            share(self.linear.weight),
+            share(self.linear.bias),
             labels_T,
             self.scale,
             self.softcap,

@@ -77,14 +77,15 @@ class Counter:
             self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
 
     def _count_standing(self) -> None:
-        parameters, buffers = [local(p) for p in self.model.parameters()], list(self.model.buffers())
+        here = [p for p in self.model.parameters() if not p.is_meta]  # on meta: another pipeline stage's
+        parameters, buffers = [local(p) for p in here], list(self.model.buffers())
         cached = [
             m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None
         ]
         squares = [
             m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None
         ]
-        frozen = [local(p) for p in self.model.parameters() if not p.requires_grad] + buffers + squares
+        frozen = [local(p) for p in here if not p.requires_grad] + buffers + squares
         self.standing = {
             "base": self._bytes(frozen),
             "trainable": self._bytes(self.trained.values()),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finetune.parallel import ParallelDims
+from finetune.parallel import AXES, ParallelDims
 from finetune.ranks import Watch, World, tell_port, wait_for_port
 
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
@@ -79,48 +79,69 @@ def peer_is_gone(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
+# Which ranks a collective is between, by the axes on which they differ.
+GROUPS = {
+    "data": ("dp_replicate", "dp_shard", "cp"),  # all that hold the same part of each weight or a row of it
+    "shard": ("dp_shard", "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "pp back": (
+        "pp",
+    ),  # gradients travel in a group of their own, so that they never wait behind activations
+}  # and "ends": the first and the last stage, of those that are one of the two
+HEADER = 10  # numbers that go before a tensor whose shape the receiver does not know
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those of the run, with the collectives that the engine needs. `mesh` None: it is alone."""
+    """This rank among those of the run, with the collectives that the engine needs. `mesh` None: it is alone.
+
+    `groups`: {name in GROUPS: process group} of those with several members.
+    """
 
     rank: int = 0
     dims: ParallelDims = field(default_factory=ParallelDims)
     mesh: DeviceMesh | None = None
+    groups: dict = field(default_factory=dict)
 
     @classmethod
     def of(cls, world: World | None, dims: ParallelDims, device: torch.device) -> "Ranks":
-        """The ranks of a run whose processes have joined."""
+        """The ranks of a run whose processes have joined. Collective."""
         if world is None or world.size == 1:
             return cls()
-        shape = (dims.dp_replicate, dims.dp_shard)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-        return cls(world.rank, dims, mesh)
+        shape = (dims.pp, dims.dp_replicate, dims.shards, dims.tp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "shard", "tp"))
+        groups = {name: _group(dims, world.rank, axes) for name, axes in GROUPS.items()}
+        if dims.pp > 1:
+            groups["ends"] = _group(dims, world.rank, ("pp",), ends=True)
+        return cls(world.rank, dims, mesh, {name: group for name, group in groups.items() if group})
 
     @property
     def alone(self) -> bool:
         return self.mesh is None
+
+    def at(self, axis: str) -> int:
+        """This rank's place on an axis of the degrees."""
+        return self.dims.coordinates(self.rank)[axis]
 
     @property
     def data_rank(self) -> int:
         return self.dims.data_rank(self.rank)
 
     @property
-    def sharded(self) -> bool:
-        return self.dims.dp_shard > 1
+    def leads(self) -> bool:
+        return self.dims.leads(self.rank)
 
     @property
-    def shard_rank(self) -> int:
-        return self.dims.coordinates(self.rank)["dp_shard"]
+    def sharded(self) -> bool:
+        return self.dims.shards > 1
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, with the sum over all data ranks in it."""
-        if not self.alone:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def sum_over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.sharded:
-            dist.all_reduce(tensor, group=self.mesh.get_group("dp_shard"))
+    def sum(self, tensor: torch.Tensor, over: str) -> torch.Tensor:
+        """`tensor`, with the sum over the ranks of a group in it."""
+        if over in self.groups:
+            dist.all_reduce(tensor, group=self.groups[over])
         return tensor
 
     def table(self, numbers: list) -> np.ndarray:
@@ -136,20 +157,19 @@ class Ranks:
     def largest(self, number: float) -> float:
         return self.table([number]).max()
 
-    def of_first(self, value):
-        """Rank 0's JSON value, on every rank."""
+    def of_rank(self, value, rank: int = 0):
+        """The JSON value of one rank, on every rank."""
+        return value if self.alone else self.of_all(value if self.rank == rank else None)[rank]
+
+    def of_all(self, value) -> list:
+        """Every rank's JSON value, in their order."""
         if self.alone:
-            return value
-        data = (
-            np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-            if self.rank == 0
-            else np.zeros(0, np.uint8)
-        )
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0)
-        content = torch.from_numpy(data) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0)
-        return json.loads(content.numpy().tobytes())
+            return [value]
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = self.table([len(mine)])[:, 0].astype(int)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = torch.from_numpy(mine.copy())
+        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.gather(padded), sizes, strict=True)]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of this shape, in their order."""
@@ -159,11 +179,11 @@ class Ranks:
         dist.all_gather(found, tensor)
         return found
 
-    # ---- rows of sharded tensors
+    # ---- parts of weights
 
-    def rows_of(self, rows: int, shard_rank: int | None = None) -> slice:
-        """Which of `rows` a rank holds: ceil(rows / ranks) each, fewer or none on the last ones, as torch.chunk cuts."""
-        each, at = -(-rows // self.dims.dp_shard), self.shard_rank if shard_rank is None else shard_rank
+    def rows_of(self, rows: int) -> slice:
+        """Which of `rows` this rank holds: ceil(rows / shards) each, fewer or none on the last ones, as torch.chunk cuts."""
+        each, at = -(-rows // self.dims.shards), self.dims.shard_rank(self.rank)
         return slice(min(at * each, rows), min((at + 1) * each, rows))
 
     def whole(self, part: torch.Tensor, rows: int) -> torch.Tensor:
@@ -171,12 +191,56 @@ class Ranks:
         part = part.detach().cpu()
         if not self.sharded:
             return part
-        each = -(-rows // self.dims.dp_shard)
+        each = -(-rows // self.dims.shards)
         padded = part.new_zeros(each, *part.shape[1:])
         padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.dims.dp_shard)]
-        dist.all_gather(parts, padded, group=self.mesh.get_group("dp_shard"))
+        parts = [torch.empty_like(padded) for _ in range(self.dims.shards)]
+        dist.all_gather(parts, padded, group=self.groups["shard"])
         return torch.cat(parts)[:rows]
+
+    def piece_of(self, size: int) -> slice:
+        """Which part of a dimension this rank of a tensor-parallel group holds."""
+        each = size // self.dims.tp
+        return slice(self.at("tp") * each, (self.at("tp") + 1) * each)
+
+    def joined(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensor whose pieces the ranks of one tensor-parallel group hold. Collective."""
+        if self.dims.tp == 1:
+            return piece
+        pieces = [torch.empty_like(piece) for _ in range(self.dims.tp)]
+        dist.all_gather(pieces, piece.contiguous(), group=self.groups["tp"])
+        return torch.cat(pieces, dim)
+
+    def to_first(self, tensor: torch.Tensor | None, stage: int) -> torch.Tensor | None:
+        """On rank 0 the CPU tensor that the first rank of a pipeline stage has; others give theirs back. Collective."""
+        source = self.dims.rank_at({axis: 0 for axis in AXES} | {"pp": stage})
+        if source == 0 or self.rank not in (0, source):
+            return tensor
+        if self.rank == source:
+            shape = [*tensor.shape, *[-1] * (HEADER - 1 - tensor.ndim)]
+            dist.send(torch.tensor([DTYPES.index(tensor.dtype), *shape]), 0)
+            dist.send(tensor.contiguous(), 0)
+            return tensor
+        header = torch.empty(HEADER, dtype=torch.int64)
+        dist.recv(header, source)
+        dtype, *shape = header.tolist()
+        found = torch.empty([n for n in shape if n >= 0], dtype=DTYPES[dtype])
+        dist.recv(found, source)
+        return found
+
+
+def _group(dims: ParallelDims, rank: int, axes: tuple, ends: bool = False):
+    """The process group of the ranks that differ from `rank` on `axes` alone; None where that is itself alone.
+
+    `ends`: only the first and the last of them. Every rank makes all such groups, in one order, as torch asks.
+    """
+    mine = None
+    for members in sorted({tuple(dims.group(other, *axes)) for other in range(dims.world_size)}):
+        if len(members) > 1:
+            members = (members[0], members[-1]) if ends else members
+            group = dist.new_group(members)
+            mine = group if rank in members else mine
+    return mine
 
 
 ALONE = Ranks()

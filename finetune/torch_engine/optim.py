@@ -84,20 +84,23 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         optimizer.state[parameter] = restored
 
 
-def clip(parameters, limit: float | None, cut=(), sum_over_shards=None) -> float:
-    """The norm of all gradients together, fp32; scales them down to `limit` where it is given and passed.
+def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
+    """The norm of all gradients of all ranks together, fp32; scales them down to `limit` where it is given and passed.
 
-    `cut`: those among `parameters` that are one rank's rows of a whole, whose squares `sum_over_shards` adds up over ranks.
+    `owned`: {name: the groups of ranks that hold parts of it, "shard" and "tp" among them}; a name that is missing is counted
+    by another rank.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if sum_over_shards is None:
-        norm = torch.nn.utils.get_total_norm(grads)
-    else:
-        known = {id(p) for p in cut}
-        parts = [p.grad for p in parameters if id(p) in known and p.grad is not None]
-        whole = [p.grad for p in parameters if id(p) not in known and p.grad is not None]
-        squares = sum_over_shards(torch.nn.utils.get_total_norm(parts).double().square())
-        norm = (squares + torch.nn.utils.get_total_norm(whole).double().square()).sqrt().float()
+    squares = {}
+    for over in ((), ("shard",), ("tp",), ("shard", "tp")):
+        grads = [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
+        # Each tensor's norm in fp32, their sum in fp64: the same number whichever ranks the tensors are on.
+        square = torch.zeros((), dtype=torch.float64)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()
+        for group in over:
+            square = ranks.sum(square, group)
+        squares[over] = square
+    norm = ranks.sum(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
     return norm.item()

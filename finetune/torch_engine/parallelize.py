@@ -35,11 +35,15 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None, offload:
     Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
     """
     _probe(ranks)
-    mesh = ranks.mesh if ranks.dims.dp_replicate > 1 else ranks.mesh["dp_shard"]
-    whole = {p for p in model.parameters() if p.ndim == 0}
+    mesh = ranks.mesh["dp_replicate", "shard"] if ranks.dims.dp_replicate > 1 else ranks.mesh["shard"]
+    another = share is None  # on meta: another pipeline stage's
+    whole = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and another}
     root = Root(model, reshard_after_forward)
     policy = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
-    for module in (*decoder_layers(model), root):
+    layers = decoder_layers(model)
+    if share is None:  # else all are on meta
+        layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
+    for module in (*layers, root):
         before = list(module.named_parameters(remove_duplicate=False)) if share is not None else []
         fully_shard(
             module,
@@ -111,11 +115,11 @@ def fsdp_modules(root) -> list[FSDPModule]:
 
 def _probe(ranks: Ranks) -> None:
     """Shards and gathers one packed parameter: torch takes integer ones since 2026 only."""
-    module = nn.Linear(2, 2 * ranks.dims.dp_shard, bias=False).to(ranks.mesh.device_type)
-    codes = torch.arange(6 * ranks.dims.dp_shard, dtype=torch.uint8).view(-1, 3)
+    module = nn.Linear(2, 2 * ranks.dims.shards, bias=False).to(ranks.mesh.device_type)
+    codes = torch.arange(6 * ranks.dims.shards, dtype=torch.uint8).view(-1, 3)
     module.packed = nn.Parameter(codes.to(ranks.mesh.device_type), requires_grad=False)
     try:
-        fully_shard(module, mesh=ranks.mesh["dp_shard"])
+        fully_shard(module, mesh=ranks.mesh["shard"])
         module.unshard()
         same = torch.equal(module.packed.cpu(), codes)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -148,6 +152,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_cut(parameter) -> bool:
+    """Whether ranks hold its rows apart."""
+    return isinstance(parameter, DTensor)
+
+
 def held(named: dict) -> dict:
     """{name: what the optimizer updates}: the parameter itself, or this rank's rows of it. None where it has no row."""
     out = {}
@@ -168,12 +177,12 @@ def take_gradients(named: dict, held: dict) -> None:
 
 
 @torch.no_grad()
-def sum_gradients(parameters: list, ranks: Ranks) -> None:
-    """Adds up the gradients of replicated parameters over all ranks, in buckets. A gradient that some rank lacks is zero there."""
-    if ranks.alone or not parameters:
+def sum_gradients(parameters: list, ranks: Ranks, over: str) -> None:
+    """Adds up the gradients of these parameters over a group of ranks, in buckets. A gradient that a rank lacks is zero there."""
+    if over not in ranks.groups or not parameters:
         return
-    present = ranks.table([float(p.grad is not None) for p in parameters]).any(0)
-    parameters = [p for p, some in zip(parameters, present, strict=True) if some]
+    present = ranks.sum(torch.tensor([float(p.grad is not None) for p in parameters]), over)
+    parameters = [p for p, some in zip(parameters, present.tolist(), strict=True) if some]
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -182,7 +191,7 @@ def sum_gradients(parameters: list, ranks: Ranks) -> None:
         bucket.append(p.grad)
         size += p.grad.nbytes
         if size >= BUCKET_BYTES or i == len(parameters) - 1 or parameters[i + 1].grad.dtype != p.grad.dtype:
-            flat = ranks.sum(torch.cat([g.reshape(-1) for g in bucket]))
+            flat = ranks.sum(torch.cat([g.reshape(-1) for g in bucket]), over)
             for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 g.copy_(part.view_as(g))
             bucket, size = [], 0
