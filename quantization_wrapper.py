@@ -202,9 +202,13 @@ def unfilled(backend: str, bits: int, group_size: int, columns: int) -> bool:
 
 
 def weight_bytes(
-    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int, scale_bytes: int = 4
-) -> int:
-    """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps."""
+    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int, scale_bytes: int = 4,
+    ranks: int = 1,
+) -> int:  # fmt: skip
+    """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps. Of
+    several ranks that cut each tensor by rows, one's.
+    """
+    all_rows, rows = rows, -(-rows // ranks)
     if row_scaled(method, bits):
         return rows * columns + 4 * rows
     if method == "nf4":
@@ -212,8 +216,13 @@ def weight_bytes(
         scales = blocks + 8 * -(-blocks // 256) if double_quant else 4 * blocks
         return rows * (blocks * group_size // 2 + scales)
     if method == "bnb":
-        blocks = -(-rows * columns // group_size)
-        return -(-rows * columns // 2) + (blocks + 4 * -(-blocks // 256) + 4 if double_quant else 4 * blocks)
+        codes, blocks = -(-all_rows * columns // 2), -(-all_rows * columns // group_size)
+        groups = -(-blocks // 256)
+        if columns % group_size == 0:
+            codes, blocks = rows * columns // 2, rows * columns // group_size
+        else:  # flat
+            codes, blocks = -(-codes // ranks), -(-blocks // ranks)
+        return codes + (blocks + 4 * -(-groups // ranks) + 4 if double_quant else 4 * blocks)
     pair = 2 * (scale_bytes if method == "mlx" else 4)
     return rows * columns * bits // 8 + rows * (columns // group_size) * pair
 
@@ -245,8 +254,20 @@ def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
     raise ValueError(f"bits {bits}: no method has them on {backend}.")
 
 
-def quantized_linear(weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False):
-    """A QuantizedLinear that holds `weight_OI` as `config` says. ValueError where the weight's shape does not fit it."""
+def rows_apart(config: QuantizationConfig, columns: int) -> bool:
+    """Whether a row of so many columns is stored by itself, so that some rows quantized apart are those of the whole matrix."""
+    if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
+        return not config.double_quant and columns % config.group_size == 0
+    return config.bits not in METHODS[config.backend].whole
+
+
+def quantized_linear(
+    weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
+):
+    """A QuantizedLinear that holds `weight_OI` as `config` says. ValueError where the weight's shape does not fit it.
+
+    `out_features`: of the whole matrix, where `weight_OI` is some of its rows.
+    """
     import torch
 
     from finetune.quantizers.linear import Format, QuantizedLinear
@@ -254,7 +275,7 @@ def quantized_linear(weight_OI, bias, config: QuantizationConfig, fan_in_fan_out
     module = importlib.import_module(METHODS[config.backend].module)
     kept = weight_OI.dtype if weight_OI.dtype in (torch.bfloat16, torch.float16) else torch.float32
     fmt = Format(config.bits, config.group_size, config.quant_type, config.double_quant, kept)
-    shape = tuple(weight_OI.shape)
+    shape = (weight_OI.shape[0] if out_features is None else out_features, weight_OI.shape[1])
     tensors = module.quantize(weight_OI, fmt)
     dequantize = partial(module.dequantize, shape=shape, fmt=fmt)
     return QuantizedLinear(tensors, shape, dequantize, bias, fan_in_fan_out, config.compute_dtype)

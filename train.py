@@ -81,6 +81,8 @@ class Run:
     results: dict = field(default_factory=dict)
     stop: launch.Stop = None
     world: ranks.World = ranks.World()
+    ranks: object = None  # this rank among those of the run, as the engine sees them
+    share: object = None  # what this rank keeps of the model, where it loads no more
     ends: set = field(default_factory=set)  # ids that end an answer
     resumed: bool = False
 
@@ -289,15 +291,21 @@ class Loading(threading.Thread):
 def load_model(run: Run, found: rundir.Found | None) -> Loading:
     """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
     from finetune.torch_engine import hf_model
+    from finetune.torch_engine.mesh import Ranks
+    from finetune.torch_engine.share import Share
 
     s, batches = run.plan.settings, None
+    run.ranks = Ranks.of(run.world, run.plan.dims, device(run))
+    run.share = Share.of(run.ranks, s, device(run))
     if s.init_lora_weights == "eva":
         rows, _ = data.step_rows(len(run.train_set), min(len(run.train_set), EVA_ROWS), s.seed, data.Cursor())
         batches = data.microbatches(
             run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
         )
     saved = run.directory.saved_start(found) if found else None
-    loading = Loading(lambda: hf_model.load(run.files.folder, s, device(run), batches, saved))
+    loading = Loading(
+        lambda: hf_model.load(run.files.folder, s, device(run), batches, saved, share=run.share)
+    )
     loading.start()
     return loading
 
@@ -312,11 +320,10 @@ def device(run: Run):
 def build_engine(run: Run, model) -> None:
     """The engine on the loaded model, and the plan settled by what was proved on it."""
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.mesh import Ranks
 
     run.engine = TorchEngine(
         model, run.plan.settings, device(run), pad_id(run.tokenizer), run.files.config,
-        Ranks.of(run.world, run.plan.dims, device(run)), run.plan.reshard_after_forward,
+        run.ranks, run.plan.reshard_after_forward, run.share,
     )  # fmt: skip
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)

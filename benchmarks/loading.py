@@ -2,6 +2,7 @@
 
 python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if missing
 python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk)
+python benchmarks/loading.py --ranks 2                each of two FSDP2 ranks, that reads its rows, or cuts a whole load
 
 Each way runs in a process of its own; RssAnon is read every 2 ms, above the process after its imports.
 """
@@ -11,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -28,6 +30,7 @@ SHAPES = {
                num_key_value_heads=32, vocab_size=32000),
 }  # fmt: skip
 WAYS = ("ours", "ours-low-memory", "ours-bf16", "transformers")
+WAYS_OF_RANKS = ("ours-bf16", "ours", "ours-bf16-whole", "ours-whole")
 
 
 def make(folder: Path, shape: str, files: int = 8) -> None:
@@ -130,27 +133,96 @@ def one_way(way: str, folder: Path) -> dict:
     }
 
 
+def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
+    """{'peak', 'own', 'slice', 'seconds'} of one of several ranks, in this process: the engine built, nothing run."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    import transformers.models.llama.modeling_llama  # noqa: F401  part of the process, not of the model
+
+    from finetune.parallel import ParallelDims
+    from finetune.ranks import World
+    from finetune.settings import Settings
+    from finetune.torch_engine import hf_model
+    from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.mesh import Ranks
+    from finetune.torch_engine.parallelize import local
+    from finetune.torch_engine.share import Share
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cpu = torch.device("cpu")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    here = Ranks.of(World(rank, ranks), ParallelDims(dp_shard=ranks), cpu)
+    settings = Settings(
+        train_type="lora" if "bf16" in way else "qlora", quantization_backend="nf4", quant_type="nf4", lora_rank=1,
+        precision="bf16", cache_dequantized="false", use_gradient_checkpointing="false", lr=1e-4,
+    )  # fmt: skip
+    share = None if way.endswith("whole") else Share.of(here, settings, cpu)
+    dist.barrier()
+    watch, began = Watch(), time.perf_counter()
+    model = hf_model.load(folder, settings, cpu, share=share)
+    TorchEngine(model, settings, cpu, ranks=here, share=share)
+    seconds = time.perf_counter() - began
+    watch.done = True
+    own = sum(local(p).nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    rows = max(-(-p.shape[0] // ranks) * p.shape[1:].numel() * 2 for p in model.parameters())
+    dist.barrier()
+    return {"peak": watch.peak - watch.base, "own": own, "slice": rows, "seconds": seconds}
+
+
+def over_ranks(args, folder: Path) -> None:
+    """Prints the rank of the highest peak of each way."""
+    print("way                  own GiB   peak GiB   peak / own   1.05 x own + two slices   seconds")
+    for _ in range(args.rounds):
+        for way in args.ways.split(",") if args.ways else WAYS_OF_RANKS:
+            with tempfile.TemporaryDirectory() as meeting:
+                command = [sys.executable, "-W", "ignore", __file__, "--way", way, "--folder", str(folder), "--ranks", str(args.ranks),
+                           "--store", f"{meeting}/store"]  # fmt: skip
+                started = [
+                    subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
+                    for rank in range(args.ranks)
+                ]
+                said = [process.communicate()[0] for process in started]
+            if any(process.returncode for process in started):
+                print(f"{way:18} failed")
+                continue
+            r = max((json.loads(text.splitlines()[-1]) for text in said), key=lambda r: r["peak"])
+            allowed = 1.05 * r["own"] + 2 * r["slice"]
+            print(f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} {allowed / GIB:17.3f} "
+                  f"{'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}", flush=True)  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=None)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
+    for hidden in ("--way", "--store", "--rank"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     launch.prepare_environment()  # as train.py does
     folder = args.folder or Path.home() / ".cache" / "finetune" / "benchmarks" / f"llama-{args.shape}"
+    if args.way and args.rank is not None:
+        print(json.dumps(one_rank(args.way, folder, int(args.rank), args.ranks, args.store)))
+        return
     if args.way:
         print(json.dumps(one_way(args.way, folder)))
         return
     if not (folder / "config.json").is_file():
         print(f"making {folder}", flush=True)
         make(folder, args.shape)
+    if args.ranks > 1:
+        over_ranks(args, folder)
+        return
     print("way                stored GiB   peak GiB   peak / stored   1.1 x stored + two layers   seconds")
     for _ in range(args.rounds):
-        for way in args.ways.split(","):
+        for way in args.ways.split(",") if args.ways else WAYS:
             command = [sys.executable, __file__, "--way", way, "--folder", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

@@ -224,7 +224,7 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if room.device == "cpu" and not s.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if s.optimizer in ("adam", "adamw", "adadelta"):
+    if s.optimizer in ("adam", "adamw", "adadelta") and room.ranks == 1:  # refused where weights are sharded
         offer(
             "--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit"
         )
@@ -233,6 +233,10 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     if s.use_gradient_checkpointing == "false":
         offer("--use_gradient_checkpointing true", "27 to 43 % of the speed", use_gradient_checkpointing="true",
               use_activation_cpu_offload=False)  # fmt: skip
+    if room.ranks > 1 and room.device not in ("cpu", "mps") and not s.use_cpu_offload:
+        host = memory.estimate(replace(s, use_cpu_offload=True), shape, load_of(s), room.device, room.ranks)
+        offer("--use_cpu_offload true", f"{gib(host.get('host', 0))} of host memory a rank, from which weights come anew for each "
+              "forward and backward; the result stays the same", use_cpu_offload=True)  # fmt: skip
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(s.precision)
     if half and s.train_type != "full":
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
@@ -338,6 +342,8 @@ def report_lines(
     lines += [f"  {name:<12} {gib(size):>12}" for name, size in predicted["items"].items()]
     verdict = "fits" if ok else f"does not fit, by {gib(total - room.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(room.usable)} usable: {verdict}")
+    if "host" in predicted:
+        lines.append(f"  {'host':<12} {gib(predicted['host']):>12} of host memory a rank, while it trains")
     loading = memory.loading_bytes(settings, shape, room.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(settings, shape, room)

@@ -8,9 +8,10 @@ h hidden, f intermediate, q and k widths of query and key/value heads, T tokens 
 import re
 from dataclasses import dataclass, field
 
+from finetune.parallel import loads_whole
 from finetune.settings import CHANGES_BASE
-from finetune.shape import ModelShape
-from quantization_wrapper import weight_bytes
+from finetune.shape import STORED_TRANSPOSED, ModelShape
+from quantization_wrapper import METHODS, weight_bytes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Moments of one trained weight. SGD has momentum; 8-bit Adam has two bytes and a scale a block of 256 for each.
@@ -146,25 +147,46 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
 # ---- what stands all the time
 
 
-def base_bytes(z: Sizes) -> int:
-    """Frozen weights as stored: quantized linears and experts with their scales, all else in the weights' type."""
+def base_bytes(z: Sizes, ranks: int = 1) -> int:
+    """Frozen weights as stored: quantized linears and experts with their scales, all else in the weights' type. Of several
+    ranks that cut each tensor by rows, one's.
+    """
     if z.full:
         return 0
     s, quantized, counted = z.settings, 0, 0
-    frozen = z.shape.num_weights - sum(new_weights(z))
+    new = sum(-(-n // ranks) for n in new_weights(z))
+    frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(z.shape)) - new
     if s.train_type != "qlora":
         return frozen * z.weight
     sizes = {}
-    for rows, columns in [item[1:] for item in z.shape.linears] + z.shape.expert_matrices():
+    for rows, columns in [item[1:] for item in z.shape.linears] + _quantized_experts(z):
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
-        counted += count * rows * columns
         quantized += count * weight_bytes(
-            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns, z.weight
+            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns, z.weight, ranks
         )
+    quantized_too = dense_tensors(z.shape, others=False)
+    counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
     # New layers, which train, are none of them: the same part of the quantized as of all layers.
     part = 1 - z.shape.new_layers / z.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * z.weight
+
+
+def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int]]:
+    """(rows, columns) of every unquantized tensor as ranks cut it: of experts held as one, rows are experts."""
+    linears = [item[1:] for item in shape.linears]
+    if shape.kind in STORED_TRANSPOSED:
+        linears = [(columns, rows) for rows, columns in linears]
+    experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in shape.expert_matrices()]
+    return linears + experts + (list(shape.others) if others else [])
+
+
+def _quantized_experts(z: Sizes) -> list[tuple[int, int]]:
+    """(rows, columns) of experts as they are quantized: one by one where a method looks at a whole matrix."""
+    matrices, s = z.shape.expert_matrices(), z.settings
+    if s.n_bits not in METHODS[s.quantization_backend].whole:
+        return matrices
+    return [(r // z.shape.num_experts, c) for r, c in matrices for _ in range(z.shape.num_experts)]
 
 
 def new_weights(z: Sizes) -> list[int]:
@@ -179,19 +201,20 @@ def new_weights(z: Sizes) -> list[int]:
     return [int(n * layers) for n in matrices]
 
 
-def trainable_tensors(z: Sizes) -> list[int]:
-    """Number of weights of each tensor that trains."""
+def trainable_tensors(z: Sizes, ranks: int = 1) -> list[int]:
+    """Number of weights of each tensor that trains. Of several ranks that cut each by rows, one's."""
     if z.full:
-        rest = z.shape.num_weights - z.shape.linear_weights
-        return [rows * columns for _, rows, columns in z.shape.linears] + [rest]
-    if z.shape.new_layers:
-        return new_weights(z)
-    r, tensors = z.settings.lora_rank, []
-    for rows, columns in adapted_experts(z):
-        tensors += [r * rows, r * columns * z.shape.num_experts]
-    for _, rows, columns in z.adapted:
-        tensors += [r * rows, r * columns] + ([rows] if z.settings.use_dora else [])
-    return tensors
+        shapes = dense_tensors(z.shape)
+    elif z.shape.new_layers:
+        shapes = [(n, 1) for n in new_weights(z)]
+    else:
+        r, shapes, experts = z.settings.lora_rank, [], z.shape.num_experts
+        for rows, columns in adapted_experts(z):
+            shapes += [(rows // experts, r * experts), (r * experts, columns)]
+        for name, rows, columns in z.adapted:
+            out, inner = (columns, rows) if name == OUTER_NAMES[0] else (rows, columns)
+            shapes += [(out, r), (r, inner)] + ([(out, 1)] if z.settings.use_dora else [])
+    return [-(-rows // ranks) * columns for rows, columns in shapes]
 
 
 def adapted_experts(z: Sizes) -> list[tuple[int, int]]:
@@ -218,7 +241,8 @@ def frozen_extras(z: Sizes) -> int:
     if z.full:
         return 0
     starts = 4 * sum(trainable_tensors(z)) if z.settings.init_lora_weights in CHANGES_BASE else 0
-    return starts + (4 * sum(rows for _, rows, _ in z.adapted) if z.settings.use_dora else 0)
+    rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in z.adapted)
+    return starts + (4 * rows if z.settings.use_dora else 0)
 
 
 # ---- what a microbatch keeps for backward
@@ -425,21 +449,22 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
 
     `ranks` share one copy of weights, gradients and moments (FSDP2). `overlap` is what is never there at once, below zero.
-    Zeros where the config says too little.
+    With --use_cpu_offload {'host': bytes} beside the total: what a rank keeps in host memory instead. Zeros where the config
+    says too little.
     """
     if not shape.known or not shape.linears:
         return {"total": 0, "items": {}}
     z = Sizes(shape, settings, device)
-    tensors, kept = trainable_tensors(z), activations(z, load)
+    tensors, own, kept = trainable_tensors(z), trainable_tensors(z, ranks), activations(z, load)
     gradients = 4 * sum(tensors)
     cached = cached_bytes(z)
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
     items = {
-        "base": -(-(base_bytes(z) + frozen_extras(z)) // ranks),
-        "trainable": -(-4 * sum(tensors) // ranks),
-        "gradients": -(-gradients // ranks),
-        "optimizer": -(-optimizer_bytes(z, tensors) // ranks),
+        "base": base_bytes(z, ranks) + frozen_extras(z),
+        "trainable": 4 * sum(own),
+        "gradients": 4 * sum(own),
+        "optimizer": optimizer_bytes(z, own),
         "dequantized": cached,
         "activations": kept,
         "logits": step["logits"],
@@ -449,8 +474,13 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "allocator": allocator_bytes(z, load, kept),
     }
+    host = 0
+    if settings.use_cpu_offload and ranks > 1 and device != "cpu":
+        on_device = frozen_extras(z)
+        host = sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
+        items = {"base": on_device} | items
     items = {name: int(n) for name, n in items.items() if n}
-    return {"total": sum(items.values()), "items": items}
+    return {"total": sum(items.values()), "items": items} | ({"host": host} if host else {})
 
 
 def peak_of(before: dict | None, now: dict) -> dict:
@@ -462,22 +492,32 @@ def peak_of(before: dict | None, now: dict) -> dict:
 
 
 def gathered_bytes(z: Sizes) -> int:
-    """What a sharded rank holds whole for a while: two layers, one of them fetched ahead, and the embedding or the head."""
+    """What a sharded rank holds whole for a while: two layers, one of them fetched ahead, and the root's group, which is the
+    embedding and, where it is not tied to it, the head.
+    """
     shape = z.shape
-    outside = shape.vocab_size * shape.hidden_size
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     all_layers = base_bytes(z) if not z.full else 4 * shape.num_weights
-    one = (all_layers - outside * z.weight * (1 if shape.tied else 2)) / shape.num_layers
+    one = (all_layers - outside * z.weight) / shape.num_layers
     adapters = 0 if z.full else 4 * sum(trainable_tensors(z)) / shape.num_layers
     return int(2 * (one + adapters) + outside * z.weight)
 
 
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
-    """Host memory at the peak of loading: the base as it stays, and the weights in flight in their unquantized form.
+    """Host memory of a rank at the peak of loading: the base as it stays, and the weights in flight in their unquantized form.
 
-    Starts that look at unquantized weights have those whole first.
+    Starts that look at unquantized weights have those whole first. Of several ranks each reads its rows alone, where it can.
     """
     z = Sizes(shape, settings)
-    trainable = 4 * sum(trainable_tensors(z))
+    ranks = 1 if loads_whole(settings) else ranks
+    trainable = 4 * sum(trainable_tensors(z, ranks))
+    if ranks > 1:
+        size = 4 if z.full else z.weight
+        most = max(rows * columns for rows, columns in dense_tensors(shape))
+        slices = 2 * -(-most // ranks) * size
+        if settings.train_type == "qlora" and settings.n_bits in METHODS[settings.quantization_backend].whole:
+            slices = max(slices, 2 * shape.largest_linear() * size)
+        return base_bytes(z, ranks) + trainable + slices + LOADING_BYTES
     if z.full or settings.init_lora_weights in (*CHANGES_BASE, "eva"):
         whole = shape.num_weights * z.weight
         return whole + LOADING_BYTES + trainable * (not z.full) + (base_bytes(z) if not z.full else 0)

@@ -9,6 +9,7 @@ from itertools import product
 from math import prod
 
 from finetune.errors import PlanError
+from finetune.settings import CHANGES_BASE
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}  # fmt: skip
@@ -107,6 +108,19 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
             f"Use --world_size {dims.world_size}, or other degrees."
         )
     return dims
+
+
+def loads_whole(settings) -> str | None:
+    """Why a sharded rank loads the whole model before it is cut; None where it reads and keeps its own rows alone."""
+    if settings.tp_degree * settings.cp_degree * settings.pp_degree > 1:
+        return "a model cut in other ways than by rows is proved whole before"
+    if settings.llama_pro_path:
+        return "new layers are proved identities on the loaded weights"
+    if settings.train_type != "full" and settings.init_lora_weights == "eva":
+        return "eva starts from what flows through the unquantized model"
+    if settings.train_type != "full" and settings.init_lora_weights in CHANGES_BASE:
+        return f"{settings.init_lora_weights} changes whole matrices before they are stored"
+    return None
 
 
 def check_model(dims: ParallelDims, shape) -> None:

@@ -349,7 +349,6 @@ class _Resolver:
         v = self.values
         for name, fine, why in (
             ("parallel_backend", ("ptd",), "not in this version, which shards through torch alone"),
-            ("use_cpu_offload", (False,), "not in this version: sharded weights stay on the device"),
             ("mlx_config", (None,), "this version has no MLX engine"),
         ):  # fmt: skip
             if v[name] not in fine:
@@ -386,6 +385,8 @@ class _Resolver:
         v["world_size"], v["dp_degree"], v["dp_shards"] = size, self.dims.dp_replicate, self.dims.dp_shard
         if size == 1:
             alone = "one process meets no other"
+            if not (v["assume_world_size"] and v["assume_world_size"] > 1):
+                self.set("use_cpu_offload", False, "one process shards nothing")
             for name, why in (
                 ("no_sync", "one process exchanges nothing"), ("sharding_strategy", "one process holds everything"),
                 ("rank_timeout", alone), ("master_addr", alone), ("master_port", alone),
@@ -403,10 +404,18 @@ class _Resolver:
             self.set("score_dataset", None, why)
         if self.dims.shards == 1:
             self.set("no_sync", True, "replicas exchange gradients once a step")
+            if v["use_cpu_offload"]:
+                raise PlanError(
+                    "--use_cpu_offload true: keeps sharded weights in host memory, and nothing is sharded here. Use --dp_shards, "
+                    "or leave it out."
+                )
         else:
+            if self.backend is Backend.MPS:
+                self.set("use_cpu_offload", False, "host and device have one memory")
             if v["optimizer"] == "adamw_8bit":
                 raise PlanError(
-                    "--optimizer adamw_8bit: its blocks run over rows that sharding cuts. Use adamw, or --sharding_strategy ddp."
+                    "--optimizer adamw_8bit: its scales are of blocks of one rank's rows, so a checkpoint would fit no other number "
+                    "of ranks. Use adamw, with --use_cpu_offload true where moments do not fit, or --sharding_strategy ddp."
                 )
             if v["cache_dequantized"] == "true":
                 raise PlanError(
@@ -717,7 +726,7 @@ MAY_CHANGE = {
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "profile_memory",
     "wait_steps", "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency", "rank_timeout",
     "master_addr", "master_port", "loading_workers", "cache_dequantized", "use_activation_cpu_offload",
-    "sharding_strategy", "no_sync", "pp_schedule",
+    "sharding_strategy", "no_sync", "use_cpu_offload", "pp_schedule",
 }  # fmt: skip
 
 

@@ -180,7 +180,9 @@ class Settings:
     loading_workers: int = flag(
         -1, "memory", "tensors read at once while loading; -1: by the machine", minimum=-1
     )
-    use_cpu_offload: bool = flag(False, "memory", "keep sharded weights in host memory")
+    use_cpu_offload: bool = flag(
+        False, "memory", "keep sharded weights, gradients and moments in host memory, and update them there"
+    )
     use_activation_cpu_offload: bool = flag(False, "memory", "keep saved activations in host memory")
     use_flash_attention: bool = flag(False, "memory", "flash attention kernels where the machine has them")
     # machine

@@ -66,6 +66,9 @@ class ModelShape:
     tied: bool = False
     num_weights: int | None = None
     linears: tuple[tuple[str, int, int], ...] = ()  # (name, rows, columns)
+    others: tuple[
+        tuple[int, int], ...
+    ] = ()  # (rows, columns) of what is neither a linear's weight nor an expert's
     expert_weights: int = 0
     expert_size: int | None = None  # an expert's intermediate size
     experts_per_token: int = 0
@@ -174,7 +177,7 @@ def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
 
 def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
     """Linears and counts of exact tensors; a head that is stored although it is tied is not counted twice."""
-    linears, total, in_experts = [], 0, 0
+    linears, others, total, in_experts = [], [], 0, 0
     for name, shape in tensors.items():
         module, _, last = name.rpartition(".")
         leaf = module.rpartition(".")[2]
@@ -189,7 +192,10 @@ def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
         rows, columns = reversed(shape) if plain and kind in STORED_TRANSPOSED else (*shape, 0, 0)[:2]
         if plain and rows > 1:
             linears.append((module, rows, columns))
-    return {"linears": tuple(sorted(linears)), "num_weights": total, "expert_weights": in_experts}
+        else:
+            others.append((math.prod(shape[:1]), math.prod(shape[1:])))
+    counted = {"linears": tuple(sorted(linears)), "others": tuple(others)}
+    return counted | {"num_weights": total, "expert_weights": in_experts}
 
 
 def _computed(known: dict, text: dict) -> dict:
@@ -205,7 +211,7 @@ def _computed(known: dict, text: dict) -> dict:
     block = BLOCKS.get(kind, GATED)
     experts, dense_layers = known["num_experts"], set(text.get("mlp_only_layers") or ())
     step = text.get("decoder_sparse_step") or 1
-    linears, in_experts, other = [], 0, 0
+    linears, in_experts, others = [], 0, []
     for layer in range(layers):
         routed = experts and layer not in dense_layers and (layer + 1) % step == 0
         for leaf, rows, columns in block:
@@ -214,18 +220,22 @@ def _computed(known: dict, text: dict) -> dict:
             name = f"{PREFIXES.get(kind, 'model.layers')}.{layer}.{leaf}"
             linears.append((name, sizes[rows], sizes[columns]))
             biased = kind in BIASED or (kind in QKV_BIASED and leaf[-6:] in ("q_proj", "k_proj", "v_proj"))
-            other += sizes[rows] if biased or (text.get("attention_bias") and "attn" in leaf) else 0
+            if biased or (text.get("attention_bias") and "attn" in leaf):
+                others.append((sizes[rows], 1))
         if routed:
             in_experts += FUSED_EXPERTS * experts * h * known["expert_size"]
-            other += experts * h + FUSED_EXPERTS * h * (text.get("shared_expert_intermediate_size") or 0)
+            shared = text.get("shared_expert_intermediate_size") or 0
+            others += [(experts, h)] + [(shared, h)] * (FUSED_EXPERTS if shared else 0)
     norm = 2 if kind in ("gpt2", "gpt_neox") else 1  # weight and bias
-    other += layers * norm * h * (4 if kind.startswith(("gemma2", "gemma3")) else 2) + norm * h
+    others += [(h, 1)] * (layers * norm * (4 if kind.startswith(("gemma2", "gemma3")) else 2) + norm)
     if kind.startswith(("qwen3", "gemma3")):
-        other += layers * 2 * known["head_dim"]
-    other += vocab * h * (1 if known["tied"] else 2)
-    other += (known["context_limit"] or 0) * h if kind in LEARNED_POSITIONS else 0
-    total = sum(rows * columns for _, rows, columns in linears) + in_experts + other
-    return {"linears": tuple(linears), "num_weights": total, "expert_weights": in_experts}
+        others += [(known["head_dim"], 1)] * (2 * layers)
+    others += [(vocab, h)] * (1 if known["tied"] else 2)
+    if kind in LEARNED_POSITIONS and known["context_limit"]:
+        others.append((known["context_limit"], h))
+    total = sum(rows * columns for _, rows, columns in linears) + in_experts + sum(r * c for r, c in others)
+    counted = {"linears": tuple(linears), "others": tuple(others)}
+    return counted | {"num_weights": total, "expert_weights": in_experts}
 
 
 def of_files(files) -> ModelShape:

@@ -324,7 +324,7 @@ def test_each_thing_that_takes_less_is_predicted_to():
     assert total(train_type="full", precision="fp32") > 16 * SMALL.num_weights
 
 
-def test_a_sharded_rank_holds_its_part_and_two_gathered_layers():
+def test_a_sharded_rank_holds_its_part_and_two_layers_and_the_root_gathered():
     one, four = (
         memory.estimate(settings_of("full"), SMALL, memory.Load.full_rows(4, 512), "cuda", n)["items"]
         for n in (1, 4)
@@ -333,7 +333,7 @@ def test_a_sharded_rank_holds_its_part_and_two_gathered_layers():
         assert four[name] == pytest.approx(one[name] / 4, abs=1)
     assert four["activations"] == one["activations"]
     layer = 4 * SMALL.linear_weights / SMALL.num_layers
-    assert four["gathered"] == pytest.approx(2 * layer + 4 * 32000 * 2048, rel=0.01)
+    assert four["gathered"] == pytest.approx(2 * layer + 2 * 4 * 32000 * 2048, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -401,6 +401,29 @@ def test_a_70b_base_in_nf4_is_what_arithmetic_says():
     assert items["base"] == pytest.approx((linear * 4.5 / 8 + rest * 2) / 2, abs=1)
     adapters_of_a_layer = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     assert items["trainable"] == 4 * 80 * adapters_of_a_layer / 2
+
+
+def test_a_70b_that_two_devices_do_not_hold_is_told_of_host_memory():
+    flags = (
+        "--model_name",
+        "examples/configs/llama-3-70b",
+        "--assume_memory",
+        "24GiB",
+        "--assume_world_size",
+        "2",
+    )
+    code, out, _ = dry_run(*flags)
+    assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory a rank" in out
+    code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
+    assert code == 0 and "of host memory a rank, while it trains" in out and "  base " not in out
+    settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")
+    kept, moved = (
+        memory.estimate(replace(settings, use_cpu_offload=o), shape, fit.load_of(settings), "cuda", 2)
+        for o in (False, True)
+    )
+    assert kept["total"] - moved["total"] == moved["host"] and "host" not in kept
+    alone = memory.estimate(replace(settings, use_cpu_offload=True), shape, fit.load_of(settings), "cuda", 1)
+    assert "host" not in alone  # one process shards nothing
 
 
 def test_what_would_make_it_fit_fits():

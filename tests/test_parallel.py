@@ -458,6 +458,28 @@ def test_the_same_number_of_ranks_resumes_bitwise(base, tmp_path):
         assert one.read_bytes() == two.read_bytes(), name
 
 
+@pytest.mark.slow
+def test_a_run_with_its_weights_in_host_memory_is_bitwise_the_other_and_resumes_so(base, tmp_path):
+    flags = [*base, "--world_size", 2, "--batch_size", 2, "--save_every", 5, "--keep_last", 9]
+    for name, offload in (("device", "false"), ("host", "true")):
+        code, _, err = finish(
+            command(flags, "--use_cpu_offload", offload, "--output_dir", tmp_path / name), timeout_s=240
+        )
+        assert code == 0, err
+    assert losses(tmp_path / "host") == losses(tmp_path / "device")
+    for later in checkpoint.steps_of(tmp_path / "host")[:-1]:
+        shutil.rmtree(later)
+    (tmp_path / "host" / "train_state.json").unlink()
+    code, out, err = finish(
+        command(flags, "--use_cpu_offload", "true", "--output_dir", tmp_path / "host", "--resume", "auto"),
+        timeout_s=240,
+    )
+    assert code == 0 and "at step 5 of 12" in out, err
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        one, two = (checkpoint.newest(tmp_path / n)[0].folder / name for n in ("device", "host"))
+        assert one.read_bytes() == two.read_bytes(), name
+
+
 # ---- ranks that die or fall silent
 
 

@@ -134,7 +134,10 @@ REFUSED = [
         dict(world_size=4, dp_degree=2, dp_shards=3),
         "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6",
     ),
-    (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its blocks run over rows"),
+    (
+        dict(world_size=2, optimizer="adamw_8bit"),
+        "--optimizer adamw_8bit: its scales are of blocks of one rank's rows",
+    ),
     (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
     (
         dict(world_size=4, sharding_strategy="hybrid_full_shard"),
@@ -145,7 +148,10 @@ REFUSED = [
         "--dp_degree 2: contradicts --sharding_strategy",
     ),
     (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
-    (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
+    (
+        dict(world_size=2, dp_degree=2, use_cpu_offload=True),
+        "--use_cpu_offload true: keeps sharded weights in host memory",
+    ),
     (
         dict(n_bits=7),
         "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits",

@@ -98,10 +98,11 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
     return chosen
 
 
-def add(model, names: list[str], settings: Settings, starts: dict | None = None) -> None:
+def add(model, names: list[str], settings: Settings, starts: dict | None = None, share=None) -> None:
     """Puts an adapter on each named layer. A is drawn from `seed` and the layer's name alone, on the CPU; or is `starts`'.
 
-    `starts`: {name: A}, or {name: (A, B)} where their product was taken out of the base (see change_base).
+    `starts`: {name: A}, or {name: (A, B)} where their product was taken out of the base (see change_base). `share`: what this
+    rank keeps, where the model is on meta; then DoRA's magnitudes are not yet made.
     """
     starts, modules = starts or {}, dict(model.named_modules())
     s = settings
@@ -116,10 +117,11 @@ def add(model, names: list[str], settings: Settings, starts: dict | None = None)
         if isinstance(base, nn.Embedding):
             layer = LoRAEmbedding(base, s.lora_rank, s.lora_alpha, s.use_rslora, s.use_dora)
             with torch.no_grad():  # PEFT's: A zero, B normal
-                layer.lora_embedding_B.copy_(_drawn(name, layer.lora_embedding_B.shape, "normal", s))
+                drawn = _drawn(name, layer.lora_embedding_B.shape, "normal", s)
+                _give(share, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
             layer = LoRALinear(base, s.lora_rank, s.lora_alpha, s.lora_dropout, s.use_rslora, s.use_dora)
-            _set_start(layer, name, starts.get(name), layer.in_features, s)
+            _set_start(layer, name, starts.get(name), layer.in_features, s, share)
             if s.use_dora and layer.start is not None:  # the magnitude of what the base was
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
@@ -130,11 +132,22 @@ def add(model, names: list[str], settings: Settings, starts: dict | None = None)
         module.adapt(parameters, s.lora_rank, scaling)
         for parameter, pair in module.pairs().items():
             name = f"{owner}.{parameter}"
-            _set_start(pair, name, starts.get(name), pair.lora_A.shape[1], s)
+            _set_start(pair, name, starts.get(name), pair.lora_A.shape[1], s, share)
+    for name, parameter in adapter_parameters(model).items() if share is not None else ():
+        if not share.has(parameter):
+            share.give(name, parameter, torch.zeros(parameter.shape))
+
+
+def _give(share, name: str, parameter, value) -> None:
+    """Sets a parameter, or keeps this rank's rows of its value."""
+    if share is None:
+        parameter.copy_(value)
+    else:
+        share.give(name, parameter, value)
 
 
 @torch.no_grad()
-def _set_start(layer, name: str, start, in_features: int, settings: Settings) -> None:
+def _set_start(layer, name: str, start, in_features: int, settings: Settings, share=None) -> None:
     if isinstance(start, tuple):
         layer.start = tuple(t.detach().float().cpu().clone() for t in start)
         layer.lora_A.copy_(start[0])
@@ -142,10 +155,11 @@ def _set_start(layer, name: str, start, in_features: int, settings: Settings) ->
     elif start is not None:
         layer.lora_A.copy_(start)
     elif settings.init_lora_weights == "gaussian":  # PEFT's: normal with deviation 1/r
-        layer.lora_A.copy_(_drawn(name, layer.lora_A.shape, "normal", settings) / settings.lora_rank)
+        drawn = _drawn(name, layer.lora_A.shape, "normal", settings)
+        _give(share, f"{name}.lora_A", layer.lora_A, drawn / settings.lora_rank)
     else:  # PEFT's: Kaiming uniform with a = sqrt(5), that is +-1/sqrt(I)
         drawn = _drawn(name, layer.lora_A.shape, "uniform", settings)
-        layer.lora_A.copy_(drawn / math.sqrt(in_features))
+        _give(share, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
 
 
 def _drawn(name: str, shape, kind: str, settings: Settings) -> torch.Tensor:

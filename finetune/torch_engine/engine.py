@@ -1,9 +1,7 @@
 """TorchEngine: one optimizer step on any torch device, for any transformers model. See finetune/engine.py for the seam."""
 
 import contextlib
-import ctypes
 import os
-import platform
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -46,7 +44,7 @@ class TorchEngine:
 
     def __init__(
         self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool = True, share=None,
     ):  # fmt: skip
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
@@ -57,7 +55,7 @@ class TorchEngine:
         self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
         self.whole_now = 0  # how many callers need every weight whole
         self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
-        self._cut(reshard_after_forward)
+        self._cut(reshard_after_forward, share)
         self.in_parts = True
         # What trains on all ranks, what of it stands here, and what of that the optimizer updates: of sharded weights, some rows.
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -78,7 +76,7 @@ class TorchEngine:
 
     # ---- before the first step
 
-    def _cut(self, reshard_after_forward: bool) -> None:
+    def _cut(self, reshard_after_forward: bool, share) -> None:
         """Leaves this rank its part of the model. What only a whole model can show is shown before."""
         dims = self.ranks.dims
         if dims.tp * dims.cp * dims.pp > 1:
@@ -88,7 +86,10 @@ class TorchEngine:
         if dims.pp > 1:
             self.stage = pipeline.Stage(self.model, self.ranks, self.settings.pp_schedule)
         if self.ranks.sharded:
-            self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward)
+            offload = self.settings.use_cpu_offload
+            self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward, share, offload)
+        if share is not None and self.settings.use_dora:
+            parallelize.start_magnitudes(self.root, self.ranks)
 
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
@@ -754,14 +755,11 @@ def settle_threads(ranks_here: int = 1) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
 
 
-def _glibc():
-    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
-
-
 def trim_heap() -> None:
     """Gives freed memory back to the system now, where the heap is kept otherwise."""
-    if _glibc():
-        _glibc().malloc_trim(0)
+    libc = memory_count.glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
 
 
 def settle_heap(low_memory: bool) -> None:
@@ -770,11 +768,11 @@ def settle_heap(low_memory: bool) -> None:
     Keeps the heap instead, but for blocks of 32 MiB and more: those are mapped each by itself, since a hole that such a
     block leaves is filled by small ones, and the next one makes the heap grow. With `low_memory` from 1 MiB on.
     """
-    libc = _glibc()
+    libc = memory_count.glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    trim_threshold, mmap_threshold = -1, -3  # M_* of malloc.h
-    libc.mallopt(mmap_threshold, 2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
+    memory_count.map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
     if not low_memory:
+        trim_threshold = -1  # M_TRIM_THRESHOLD of malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)

@@ -13,7 +13,7 @@ from finetune import expansion
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import CHANGES_BASE, Settings
-from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss
+from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss, memory_count
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -30,15 +30,16 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load(folder, settings: Settings, device, batches=None, saved=None, say=print):
+def load(folder, settings: Settings, device, batches=None, saved=None, say=print, share=None):
     """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
 
     `batches`: the first ones of the data, which --init_lora_weights eva starts from; `saved`: a checkpoint's tensors, which hold
     the start of one that changes the base; `say` is called with lines worth telling. Code in the model's folder is never run.
+    `share`: what this rank keeps of it; the parameters then stay on meta, for parallelize.shard.
     Raises PlanError for weights that do not fit the config, OutOfMemoryError.
     """
     try:
-        return _load(folder, settings, device, batches, saved, say)
+        return _load(folder, settings, device, batches, saved, say, share)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
@@ -54,8 +55,10 @@ def out_of_memory(error) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _load(folder, settings, device, batches, saved, say):
+def _load(folder, settings, device, batches, saved, say, share):
     dtype, config = WEIGHT_DTYPES[settings.precision], quantization(settings)
+    if share is not None:  # what is read and let go leaves no holes between the rows that stay
+        memory_count.map_blocks_from(2**20)
     model = loading.empty_model(folder, dtype)
     new = new_blocks(model, folder, settings)
     linears = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]
@@ -74,7 +77,7 @@ def _load(folder, settings, device, batches, saved, say):
             name: config for name in experts.parameter_names(model) if name.rpartition(".")[0] in moe
         }
     workers = 1 if settings.low_memory else settings.loading_workers
-    for line in loading.fill(model, folder, dtype, device, quantized, workers, experts.hold):
+    for line in loading.fill(model, folder, dtype, device, quantized, workers, experts.hold, share):
         say(f"  note: {line}")
     if settings.train_type == "full":
         model.requires_grad_(True)
@@ -91,13 +94,14 @@ def _load(folder, settings, device, batches, saved, say):
     elif config:
         for name in moe:
             experts.wrapped(model, name)
-    model.to(device)
+    if share is None:
+        model.to(device)
     if settings.cache_dequantized == "true":
         cache_dequantized(model, autocast_dtype(settings) or dtype)
     if new:
         blocks.unfreeze(model, new)
     else:
-        adapters.add(model, targets, settings, starts)
+        adapters.add(model, targets, settings, starts, share)
     if settings.precision == "bf16_buffers_autocast":
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

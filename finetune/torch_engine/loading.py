@@ -5,6 +5,7 @@ weight of the model. At no time are more than `workers` weights of the model in 
 """
 
 import contextlib
+import hashlib
 import json
 import re
 import sys
@@ -44,8 +45,10 @@ class Checkpoint:
                                     "Download or save the model again.")  # fmt: skip
                 self.file_of[name] = file
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._open[self.file_of[name]].get_tensor(name)
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The tensor, or some of its rows: then no others are read."""
+        file = self._open[self.file_of[name]]
+        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
     def mlx_format(self, layer: str) -> tuple[int, int]:
         """(bits, group_size) of a layer of an MLX folder: its own in config.json's `quantization`, else the model's."""
@@ -154,8 +157,12 @@ class _Weight:
     mapping: object = None  # transformers' WeightConverter, with its sources collected
 
 
-def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None) -> list[str]:
+def fill(
+    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None
+) -> list[str]:
     """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
+
+    `share`: what this rank keeps of each; the parameters then stay on meta. None: everything.
 
     `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(module, name, tensor, config)`
     stores one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
@@ -167,18 +174,23 @@ def fill(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=
     weights, extra = _assign(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
     _check(said, checkpoint, weights, wanted)
-    place = _Placer(model, checkpoint, dtype, device, quantized, hold, said)
+    place = _Placer(model, checkpoint, dtype, device, quantized, hold, said, share)
+    place.compare_tied(weights)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
     _run(place, weights, workers)
-    missing |= {name for name, p in model.named_parameters() if p.is_meta}
+    missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
     tied = set(model.all_tied_weights_keys)
+    missing |= place.same_tied()
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
-    lost = sorted(name for name, p in model.named_parameters() if p.is_meta)
+    lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
     if lost:
         raise PlanError(f"{said}: lacks {len(lost)} weights of its config, such as {lost[0]}. "
                         "Give a folder whose weights fit its config.json.")  # fmt: skip
-    model.to(device)  # buffers
+    for module in model.modules():
+        module._buffers |= {n: b if b is None else b.to(device) for n, b in module._buffers.items()}
+    if share is not None:
+        share.forget_all_but(model.parameters())
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
     lines = [
@@ -257,7 +269,8 @@ def _check(said, checkpoint, weights, wanted) -> None:
 class _Placer:
     """Called with one _Weight after another, from several threads: reads it, and puts what it becomes into the model."""
 
-    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said):
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, share=None):
+        self.share, self.digests = share, {}  # of weights that may be tied, whole: ranks see rows alone
         self.model, self.checkpoint, self.dtype, self.device, self.said = (
             model,
             checkpoint,
@@ -292,7 +305,10 @@ class _Placer:
                     return
                 made = {weight.target: stored.dense(*found)}
             else:
-                made = {weight.target: self.checkpoint.read(weight.names[0])}
+                rows = self.rows_of(weight.target)
+                made = {weight.target: self.checkpoint.read(weight.names[0], rows)}
+                if rows is not None:
+                    self.put(weight.target, made.pop(weight.target), part=True)
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(f"{self.said}: {weight.target} cannot be made of its files: {first}. "
@@ -300,48 +316,99 @@ class _Placer:
         while made:
             self.put(*made.popitem())
 
+    def lacks(self, parameter) -> bool:
+        return parameter.is_meta and not (self.share is not None and self.share.has(parameter))
+
+    def rows_of(self, name: str) -> slice | None:
+        """The rows that are enough of a plain weight of the model; None: it must be whole."""
+        parent, _, leaf = name.rpartition(".")
+        module, shape = self.model.get_submodule(parent), self.shape_of(name)
+        if self.share is None or leaf in module._buffers or name in self.digests or not shape:
+            return None
+        rows, config = self.share.rows(name, shape[0]), self.config_of(name)
+        linear = config is None or isinstance(module, nn.Linear)
+        if not linear or config is not None and not quantization_wrapper.rows_apart(config, shape[1]):
+            return None
+        # Neither files nor quantizers take no rows: one stands for them.
+        return rows if rows.start < rows.stop else slice(0, 1)
+
+    def compare_tied(self, weights) -> None:
+        """Of a share: weights that the config ties and the files hold twice are compared whole, by their digests."""
+        found = {w.target for w in weights} if self.share is not None else set()
+        for pair in self.model.all_tied_weights_keys.items():
+            self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
+
+    def same_tied(self) -> set[str]:
+        """The second of each such pair, where both are the same. Those that are not are no longer tied."""
+        same = set()
+        for target, source in list(self.model.all_tied_weights_keys.items()):
+            if target in self.digests and self.digests[target] == self.digests[source]:
+                same.add(target)
+            elif target in self.digests:
+                self.model.all_tied_weights_keys.pop(target)
+        return same
+
+    def config_of(self, name: str):
+        return None if self.all_stored else self.quantized.get(name)
+
     def shape_of(self, name: str) -> tuple:
         parent, _, leaf = name.rpartition(".")
         return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
+    def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
+        """`part`: the tensor holds the rows of `rows_of` alone."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         old = getattr(module, leaf)
-        if old.shape != tensor.shape:
+        if old.shape != tensor.shape and not part:
             raise PlanError(f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(old.shape)} by its config. "
                             "Give a folder whose weights fit its config.json.")  # fmt: skip
         if tensor.is_floating_point():
             low = self.fp32 is None or not self.fp32.search(name)
             tensor = tensor.to(self.dtype if low else torch.float32)
-        config = None if self.all_stored else self.quantized.get(name)
+        if name in self.digests:
+            self.digests[name] = hashlib.sha256(
+                tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            ).digest()
+        config = self.config_of(name)
         if config is not None and leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
-            self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)))
+            self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)), part)
         elif config is not None:
             self.hold(module, leaf, tensor.to(self.device), config)
+            if self.share is not None:
+                self.share.module(name, getattr(module, leaf))
         else:
-            tensor = tensor.to(self.device)
+            buffer = leaf in module._buffers
+            shared = self.share is not None and not buffer and old.ndim
+            if shared:
+                parameter = self.share.parameter(name, tensor, old.shape if part else None)
+            else:
+                tensor = tensor.to(self.device)
+                parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
             with self.lock:
-                if leaf in module._buffers:
+                if buffer:
                     module._buffers[leaf] = tensor
                 else:
                     owner = self.model.get_submodule(
                         parent
                     )  # a linear may have become a quantized one meanwhile
-                    setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+                    setattr(owner, leaf, parameter)
 
     def quantize(self, name, tensor, config, conv1d):
         weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
         try:
-            return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d)
+            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may hold some of them
+            return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d, rows)
         except ValueError as error:
             raise PlanError(f"--quantization_backend {config.backend}: {name}: {error}. "
                             "Use another --group_size, or nf4, which takes any width.") from error  # fmt: skip
 
-    def put_layer(self, name: str, layer) -> None:
+    def put_layer(self, name: str, layer, part: bool = False) -> None:
         """Replaces the linear whose weight `name` is; a bias that was there, or comes later, is the new one's."""
         path = name.rpartition(".")[0]
         parent, _, leaf = path.rpartition(".")
+        if self.share is not None:
+            self.share.module(path, layer, layer.out_features if part else None)
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
             setattr(self.model.get_submodule(parent), leaf, layer.eval())

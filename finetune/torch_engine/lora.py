@@ -78,7 +78,13 @@ class LoRALinear(nn.Module):
         # Where ranks hold pieces of the inputs (tensor_parallel.py): how many, which one, and what adds up squares over them.
         self.pieces, self.mask_piece, self.across = 1, None, None
         if use_dora:
-            self.lora_magnitude_vector = nn.Parameter(self.weight_norm().detach().clone())
+            self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
+
+    def _first_magnitude(self, device) -> torch.Tensor:
+        """|w| of each row; of weights on meta it is made when they are gathered (parallelize.start_magnitudes)."""
+        if device.type == "meta":
+            return torch.empty(self.out_features, device=device)
+        return self.weight_norm().detach().clone()
 
     def stored(self) -> tuple:
         return self.base.stored() if isinstance(self.base, QuantizedLinear) else (self.base.weight,)
@@ -171,7 +177,9 @@ class LoRAEmbedding(nn.Module):
         self.lora_magnitude_vector = None
         self.row_square_O = None
         if use_dora:  # a magnitude for each of the H columns of the table
-            self.lora_magnitude_vector = nn.Parameter(self.weight_norm().detach().clone())
+            meta = device.type == "meta"
+            norm = torch.empty(base.embedding_dim, device=device) if meta else self.weight_norm().clone()
+            self.lora_magnitude_vector = nn.Parameter(norm)
 
     @property
     def weight(self):

@@ -6,6 +6,8 @@ after the largest microbatch had run once with its moments there.
 """
 
 import contextlib
+import ctypes
+import platform
 import re
 from pathlib import Path
 
@@ -71,7 +73,8 @@ class Counter:
     def count_gradients(self) -> None:
         """Call it between backward and the optimizer's step."""
         if not self.gradients:
-            self.gradients = sum(p.grad.nbytes for p in self.trained.values() if p.grad is not None)
+            grads = [p.grad for p in self.trained.values() if p.grad is not None]
+            self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
 
     def _count_standing(self) -> None:
         here = [p for p in self.model.parameters() if not p.is_meta]  # on meta: another pipeline stage's
@@ -84,11 +87,15 @@ class Counter:
         ]
         frozen = [local(p) for p in here if not p.requires_grad] + buffers + squares
         self.standing = {
-            "base": storage_bytes(frozen),
-            "trainable": storage_bytes(self.trained.values()),
-            "dequantized": storage_bytes(cached),
+            "base": self._bytes(frozen),
+            "trainable": self._bytes(self.trained.values()),
+            "dequantized": self._bytes(cached),
         }
         self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
+
+    def _bytes(self, tensors) -> int:
+        """Of those on the device: offloaded ones are in host memory."""
+        return storage_bytes([t for t in tensors if t.device.type == self.device.type])
 
     def stats(self, optimizer) -> MemoryStats:
         """Peak since the last call, by item."""
@@ -97,7 +104,7 @@ class Counter:
         first = self.moments is None
         if not self.moments:  # made by the first step that is not skipped
             states = optimizer.state.values()
-            self.moments = storage_bytes(t for s in states for t in s.values() if torch.is_tensor(t))
+            self.moments = self._bytes(t for s in states for t in s.values() if torch.is_tensor(t))
         total = self.peak()
         if self.grew or first:
             self.reference, self.grew = max(self.reference, total), first
@@ -132,6 +139,19 @@ def _status(name: str) -> int | None:
         return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
     except (OSError, TypeError):
         return None
+
+
+def glibc():
+    """The C library, where it is glibc; else None."""
+    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+
+
+def map_blocks_from(size: int) -> None:
+    """glibc maps each block from so many bytes on by itself, so that freeing it gives it back at once."""
+    libc = glibc()
+    if libc is not None:
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        libc.mallopt(mmap_threshold, size)
 
 
 def reset_peak() -> None:

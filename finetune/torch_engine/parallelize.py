@@ -8,7 +8,7 @@ import contextlib
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
@@ -28,24 +28,74 @@ class Root(nn.Module):
         return work(*args)
 
 
-def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
+def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None, offload: bool = False) -> Root:
     """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
 
+    `share`: holds this rank's rows already, and the parameters are on meta. `offload`: rows and gradients are in host memory.
     Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
     """
     _probe(ranks)
     mesh = ranks.mesh["dp_replicate", "shard"] if ranks.dims.dp_replicate > 1 else ranks.mesh["shard"]
-    whole = {p for p in model.parameters() if p.ndim == 0 or p.is_meta}  # on meta: another pipeline stage's
+    another = share is None  # on meta: another pipeline stage's
+    whole = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and another}
     root = Root(model, reshard_after_forward)
-    layers = [layer for layer in decoder_layers(model) if not any(p.is_meta for p in layer.parameters())]
+    policy = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
+    layers = decoder_layers(model)
+    if share is None:  # else all are on meta
+        layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
     for module in (*layers, root):
+        before = list(module.named_parameters(remove_duplicate=False)) if share is not None else []
         again = reshard_after_forward and module is not root  # backward begins with what the root gathered
-        fully_shard(module, mesh=mesh, reshard_after_forward=again, ignored_params=whole)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=again, ignored_params=whole, offload_policy=policy
+        )
+        _put_rows(module, before, share)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
     return root
+
+
+def _put_rows(module, before: list, share) -> None:
+    """Gives the parameters of `module`, just cut on meta, this rank's rows, which stand under what they were before: one at a
+    time, since rows that do not fill a rank are copied into memory that does.
+    """
+    names = {}
+    for name, parameter in before:
+        if parameter.is_meta and not isinstance(parameter, DTensor):
+            names.setdefault(parameter, []).append(name)
+    for parameter, tied in names.items():
+        cut = module.get_parameter(tied[0])
+        # As FSDP makes it: from_local would move rows that are kept in host memory to the mesh's device.
+        rows = DTensor(share.take(parameter), cut._spec, requires_grad=False)
+        new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        module.load_state_dict(dict.fromkeys(tied, new), strict=False, assign=True)
+
+
+@torch.no_grad()
+def start_magnitudes(root, ranks: Ranks) -> None:
+    """Makes DoRA's magnitudes, |w| of whole rows, where each rank loaded its own rows: a gathered layer at a time. Collective."""
+    rows = {
+        m: local(m.lora_magnitude_vector.detach())
+        for m in root.modules()
+        if getattr(m, "lora_magnitude_vector", None) is not None
+    }
+
+    def start(module):
+        if module in rows:
+            norm = module.weight_norm()
+            rows.pop(module).copy_(norm[ranks.rows_of(len(norm))])
+
+    def start_all():
+        for layer in decoder_layers(root.model):
+            layer.unshard()
+            layer.apply(start)
+            layer.reshard()
+        root.apply(start)
+
+    root(start_all)
+    root.reshard()
 
 
 def decoder_layers(model) -> list[nn.Module]:
