@@ -1,6 +1,7 @@
 """One cell of the matrix of parallel training: a few steps on several ranks against the same steps in one process."""
 
 import dataclasses
+import functools
 
 import torch
 
@@ -26,7 +27,9 @@ CPU = torch.device("cpu")
 DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_A_STEP)))
 
 
-def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -> TorchEngine:
+def build(
+    kind: str, ranks=mesh.ALONE, architecture: str = "llama", distribution: str = "ptd", **changes
+) -> TorchEngine:
     """The engine of a tiny model; the same weights for every number of ranks."""
     model = tiny.build(architecture)
     bf16, kept = kind.endswith("bf16"), kind.endswith("kept")
@@ -54,7 +57,9 @@ def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -
             for name, parameter in adapters.adapter_parameters(model).items():
                 if name.endswith("lora_B"):
                     parameter.normal_(std=0.05, generator=generator)
-    engine = TorchEngine(model, settings, CPU, ranks=ranks, reshard_after_forward=not kept)
+    engine = TorchEngine(
+        model, settings, CPU, ranks=ranks, reshard_after_forward=not kept, distribution=distribution
+    )
     engine.settle_layout("auto")
     return engine
 
@@ -62,6 +67,14 @@ def build(kind: str, ranks=mesh.ALONE, architecture: str = "llama", **changes) -
 def train(engine: TorchEngine, steps: int = STEPS) -> dict:
     """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
     gradients = {}
+
+    def keep_partitioned(norm=None):
+        """ZeRO has whole gradients between the last backward and its step, where the engine asks for their norm."""
+        if not gradients:
+            whole = engine.foreign.deepspeed.utils.safe_get_full_grad
+            for name, parameter in engine.named.items():
+                gradients[name] = whole(parameter).view(parallelize.whole_shape(parameter)).clone()
+        return norm()
 
     def keep(*_):
         if not gradients:
@@ -73,7 +86,10 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
                 )
                 gradients[name] = engine._gathered(name, grad).clone()
 
-    engine.optimizer.register_step_pre_hook(keep)
+    if engine.partitioned:
+        engine.foreign.norm = functools.partial(keep_partitioned, engine.foreign.norm)
+    else:
+        engine.optimizer.register_step_pre_hook(keep)
     ranks, losses, norms = engine.ranks, [], []
     for step in range(steps):
         rows = torch.arange(step * ROWS_A_STEP, (step + 1) * ROWS_A_STEP).numpy()
@@ -104,6 +120,22 @@ def expected_bytes(result: dict, ranks) -> dict:
         rows = ranks.rows_of(shape[0])
         out[name] = (rows.stop - rows.start) * size * torch.Size(shape[1:]).numel()
     return out
+
+
+def accelerated(rank: int, size: int, method: str, kinds: list, architecture: str = "llama") -> list[dict]:
+    """Figures of each kind with accelerate's `method`; called in every rank."""
+    from accelerate.state import AcceleratorState
+
+    figures = []
+    for kind in kinds:
+        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate allows one way a process
+        ranks = mesh.Ranks.of(World(rank, size), ParallelDims(dp_replicate=size), CPU)
+        many = train(build(kind, ranks, architecture, method))
+        found = {"layout": method, "kind": kind, "architecture": architecture}
+        if rank == 0:
+            found |= compare(train(build(kind, architecture=architecture)), many)
+        figures.append(found)
+    return figures
 
 
 def matrix(rank: int, size: int, cells: list) -> list[dict]:

@@ -16,6 +16,7 @@ from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import (
+    accelerated,
     adapters,
     attention,
     experts,
@@ -43,12 +44,19 @@ class TorchEngine:
 
     def __init__(
         self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool = True, distribution: str = "ptd",
     ):  # fmt: skip
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        self.root = parallelize.shard(model, ranks, reshard_after_forward) if ranks.sharded else None
+        self.root = None
+        if ranks.sharded:
+            ours = distribution == "ptd"
+            self.root = (
+                parallelize.shard(model, ranks, reshard_after_forward)
+                if ours
+                else accelerated.shard(model, ranks, device)
+            )
         self.whole_now = 0  # how many callers need every weight whole
         self.named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.held = parallelize.held(
@@ -56,12 +64,17 @@ class TorchEngine:
         )  # what the optimizer updates: of sharded weights, this rank's rows
         held = {n: p for n, p in self.held.items() if p is not None}
         self.optimizer = optim.build(held, settings, device) if self.named else None
+        self.limit = settings.grad_norm if settings.apply_gradient_clipping else None
+        self.counter = memory_count.Counter(model, held, device)
+        self.foreign = None  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
+        if distribution not in ("ptd", "fsdp2") and not ranks.alone:
+            self.foreign = accelerated.wrap(distribution, model, self.optimizer, ranks, device, self.limit)
+        self.partitioned = self.foreign is not None and self.foreign.partitioned
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
         self.head, self.layout = None, None
-        self.counter = memory_count.Counter(model, held, device)
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
             self._checkpoint_activations()
@@ -87,7 +100,8 @@ class TorchEngine:
 
     def _on_model(self, work, *args):
         """work(*args), with the weights outside the layers gathered where they are sharded."""
-        return work(*args) if self.root is None else self.root(work, *args)
+        around = self.foreign or self.root
+        return work(*args) if around is None else around(work, *args)
 
     def _try(self, work, *args):
         """The same for forwards that no backward follows: what they gathered is let go."""
@@ -136,10 +150,10 @@ class TorchEngine:
             if self.root is not None:
                 last = i == len(microbatches) - 1
                 self.root.set_requires_gradient_sync(last or not self.settings.no_sync)
-            with self._memory_advice(batch):
+            with self._memory_advice(batch), self._accumulating(i == len(microbatches) - 1):
                 with self._offload(), self.counter.kept_by(batch):
                     nll = self._on_model(self.nll, batch)
-                (nll * ((self.scale or 1.0) / num_targets)).backward()
+                self._backward(nll, num_targets)
             total += nll.detach().to(total.device, torch.float64)
         parameters = self._settle_gradients()
         self.counter.count_gradients()
@@ -147,9 +161,7 @@ class TorchEngine:
             for p in parameters:
                 if p.grad is not None:
                     p.grad /= self.scale
-        limit = self.settings.grad_norm if self.settings.apply_gradient_clipping else None
-        cut = [p for n, p in self.held.items() if p is not self.named[n]]
-        norm = optim.clip(parameters, limit, cut, self.ranks.sum_over_shards if self.ranks.sharded else None)
+        norm = self._clip(parameters)
         self.ranks.sum(total)
         nll = total.item()
         result = partial(StepResult, nll, num_targets, num_tokens, norm)
@@ -163,7 +175,7 @@ class TorchEngine:
         optim.set_lr(self.optimizer, lr)
         first = not self.optimizer.state
         with self._memory_advice(microbatches[0]):  # the first step makes the moments
-            self.optimizer.step()
+            self.foreign.step() if self.partitioned else self.optimizer.step()
         self._drop_gradients()
         if first:  # they took holes that the next forward would have used, and it makes the heap grow beside the rest
             trim_heap()
@@ -173,14 +185,36 @@ class TorchEngine:
                 self.scale *= 2
         return result()
 
+    def _accumulating(self, last: bool):
+        return self.foreign.accumulating(last) if self.foreign else contextlib.nullcontext()
+
+    def _backward(self, nll, num_targets: int):
+        scale = (self.scale or 1.0) / num_targets
+        if self.foreign:
+            self.foreign.backward(nll * (scale * self.foreign.factor))
+        else:
+            (nll * scale).backward()
+
+    def _clip(self, parameters: list) -> float:
+        """The norm of all gradients; they are scaled down to the limit, by ZeRO within its own step."""
+        if self.partitioned:
+            return self.foreign.norm()
+        cut = [p for n, p in self.held.items() if p is not self.named[n]]
+        return optim.clip(
+            parameters, self.limit, cut, self.ranks.sum_over_shards if self.ranks.sharded else None
+        )
+
     def _settle_gradients(self) -> list:
-        """What the optimizer updates, each with the gradient of all ranks. FSDP has summed those of sharded weights."""
+        """What the optimizer updates, each with the gradient of all ranks. FSDP, DDP and ZeRO have summed theirs."""
         parallelize.take_gradients(self.named, self.held)
-        replicated = [p for n, p in self.named.items() if self.held[n] is p]
-        parallelize.sum_gradients(replicated, self.ranks)
+        if not self.foreign:
+            replicated = [p for n, p in self.named.items() if self.held[n] is p]
+            parallelize.sum_gradients(replicated, self.ranks)
         return [p for p in self.held.values() if p is not None]
 
     def _drop_gradients(self):
+        if self.partitioned:
+            self.foreign.drop()
         for p in (*self.named.values(), *self.held.values()):
             if p is not None:
                 p.grad = None
@@ -256,12 +290,13 @@ class TorchEngine:
     @contextlib.contextmanager
     def whole_weights(self):
         """Every weight gathered, as packed as it is stored, so that ranks may generate each at its own pace. Collective."""
-        if self.root is None:
+        if self.root is None and not self.partitioned:
             yield
             return
         self.whole_now += 1
+        gathered = self.foreign.whole if self.partitioned else partial(parallelize.gathered, self.root)
         try:
-            with parallelize.gathered(self.root) if self.whole_now == 1 else contextlib.nullcontext():
+            with gathered() if self.whole_now == 1 else contextlib.nullcontext():
                 yield
         finally:
             self.whole_now -= 1
@@ -273,7 +308,8 @@ class TorchEngine:
 
         self.model.eval()
         # Dense copies of every weight are what sharding is there to avoid.
-        dense = dense_weights(self.model) if self.root is None else contextlib.nullcontext()
+        sharded = self.root is not None or self.partitioned
+        dense = contextlib.nullcontext() if sharded else dense_weights(self.model)
         with self.autocast(), self.whole_weights(), dense:
             new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
         trim_heap()
@@ -304,7 +340,10 @@ class TorchEngine:
         """Of several ranks, the first's is the state, gathered a tensor at a time; the others' is empty."""
         whole = {}
         for name, parameter in self.named.items():
-            tensor = self._gathered(name, parallelize.local(parameter.detach()).float())
+            if self.partitioned:
+                tensor = self.foreign.weight(parameter).float()
+            else:
+                tensor = self._gathered(name, parallelize.local(parameter.detach()).float())
             whole |= {name: tensor} if self.first else {}
         if not self.first:
             return {}
@@ -314,7 +353,10 @@ class TorchEngine:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        parts, numbers = optim.state(self.optimizer, self.held)
+        if self.partitioned:
+            parts, numbers = self.foreign.moments(self.named)
+        else:
+            parts, numbers = optim.state(self.optimizer, self.held)
         tensors = {}
         for key, kind in self.ranks.of_first([(k, str(v.dtype)) for k, v in parts.items()]):
             name, _, moment = key.rpartition(".")
@@ -358,7 +400,10 @@ class TorchEngine:
                     found[key] = value  # unknown ones are refused below
                 elif self.held[name] is not None:
                     found[key] = value if found is counts else value[self.ranks.rows_of(len(value))]
-        optim.load_state(self.optimizer, held, tensors, counts)
+        if self.partitioned:
+            self.foreign.set_moments(held, tensors, counts)
+        else:
+            optim.load_state(self.optimizer, held, tensors, counts)
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
         if saved_ranks == self.ranks.dims.world_size:
@@ -387,10 +432,12 @@ class TorchEngine:
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
         for name, parameter in named.items():
             value = torch.from_numpy(np.array(trainable[name]))
-            if tuple(parameter.shape) != tuple(value.shape):
-                raise PlanError(
-                    f"--resume: {name} is {tuple(value.shape)} on disk, {tuple(parameter.shape)} here."
-                )
+            shape = parallelize.whole_shape(parameter)
+            if tuple(shape) != tuple(value.shape):
+                raise PlanError(f"--resume: {name} is {tuple(value.shape)} on disk, {tuple(shape)} here.")
+            if self.partitioned:
+                self.foreign.set_weight(parameter, value)
+                continue
             rows = parallelize.local(parameter.detach())
             rows.copy_(value if rows.shape == value.shape else value[self.ranks.rows_of(len(value))])
 
@@ -417,8 +464,10 @@ class TorchEngine:
         """(trainable, all) weights, packed ones counted as what they stand for."""
         packed = [m for m in self.model.modules() if isinstance(m, QuantizedLinear)]
         held = {id(p) for m in packed for p in m.stored()}
-        dense = sum(p.numel() for p in self.model.parameters() if id(p) not in held)
-        trainable = sum(p.numel() for p in self.named.values())
+        dense = sum(
+            parallelize.whole_shape(p).numel() for p in self.model.parameters() if id(p) not in held
+        )
+        trainable = sum(parallelize.whole_shape(p).numel() for p in self.named.values())
         return trainable, dense + sum(m.out_features * m.in_features for m in packed)
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
@@ -447,15 +496,16 @@ class TorchEngine:
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
-        whole, state = {}, {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in whole:  # tied weights stay one tensor
-                part, cut = parallelize.local(tensor.detach()), parallelize.local(tensor) is not tensor
-                value = self.ranks.whole(part, tensor.shape[0]) if cut else part
-                whole[id(tensor)] = value if self.first else None
-            state[name] = whole[id(tensor)]
-        if self.first:
-            hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
+        with self.whole_weights() if self.partitioned else contextlib.nullcontext():
+            whole, state = {}, {}
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                if id(tensor) not in whole:  # tied weights stay one tensor
+                    part, cut = parallelize.local(tensor.detach()), parallelize.local(tensor) is not tensor
+                    value = self.ranks.whole(part, tensor.shape[0]) if cut else part
+                    whole[id(tensor)] = value if self.first else None
+                state[name] = whole[id(tensor)]
+            if self.first:
+                hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
 
     def profiler(self, written: list):
         from finetune.torch_engine import profiling

@@ -39,11 +39,15 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool) -> Root:
     root = Root(model, reshard_after_forward)
     for module in (*decoder_layers(model), root):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=whole)
+    sum_not_average(root)
+    return root
+
+
+def sum_not_average(root) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
-    return root
 
 
 def decoder_layers(model) -> list[nn.Module]:
@@ -95,6 +99,11 @@ def gathered(root):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The rows of a parameter that this rank holds, on the same memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_shape(parameter) -> torch.Size:
+    """A parameter's own shape; under DeepSpeed's ZeRO-3 the parameter itself has none between forwards."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def held(named: dict) -> dict:
