@@ -128,7 +128,7 @@ def make_plan(
     probe = manager.probe_quantization if prepare else manager.known_quantization
     settled = plan.resolve_plan(
         wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored, world=world,
-        num_devices=manager.num_devices,
+        num_devices=manager.num_devices, environment=dict(os.environ),
     )  # fmt: skip
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
@@ -301,7 +301,7 @@ def build_engine(run: Run, model) -> None:
 
     run.engine = TorchEngine(
         model, run.plan.settings, device(run), pad_id(run.tokenizer), run.files.config,
-        Ranks.of(run.world, run.plan.dims, device(run)), run.plan.reshard_after_forward,
+        Ranks.of(run.world, run.plan.dims, device(run)), run.plan.reshard_after_forward, run.plan.distribution,
     )  # fmt: skip
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)

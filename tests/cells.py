@@ -1,7 +1,6 @@
 """One cell of the matrix of parallel training: a few steps on several ranks against the same steps in one process."""
 
 import dataclasses
-import functools
 
 import torch
 
@@ -68,14 +67,6 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
     """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
     gradients = {}
 
-    def keep_partitioned(norm=None):
-        """ZeRO has whole gradients between the last backward and its step, where the engine asks for their norm."""
-        if not gradients:
-            whole = engine.foreign.deepspeed.utils.safe_get_full_grad
-            for name, parameter in engine.named.items():
-                gradients[name] = whole(parameter).view(parallelize.whole_shape(parameter)).clone()
-        return norm()
-
     def keep(*_):
         if not gradients:
             for name, parameter in engine.held.items():
@@ -86,15 +77,16 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
                 )
                 gradients[name] = engine._gathered(name, grad).clone()
 
-    if engine.partitioned:
-        engine.foreign.norm = functools.partial(keep_partitioned, engine.foreign.norm)
-    else:
+    if not engine.partitioned:
         engine.optimizer.register_step_pre_hook(keep)
     ranks, losses, norms = engine.ranks, [], []
     for step in range(steps):
         rows = torch.arange(step * ROWS_A_STEP, (step + 1) * ROWS_A_STEP).numpy()
         mine = rank_rows(rows, ranks.data_rank, ranks.dims.data_ranks)
         result = engine.train_step(microbatches(DATA, mine, engine.layout, 8, 60, 0), 1e-3)
+        if engine.partitioned and step == 0:  # AdamW's first moment is then (1 - 0.9) x the gradient
+            moments, _ = engine.foreign.moments(engine.named)
+            gradients |= {n: torch.from_numpy(moments[f"{n}.exp_avg"]) / 0.1 for n in engine.named}
         losses.append(result.nll / result.num_targets)
         norms.append(result.grad_norm)
     held = {n: parallelize.local(p.detach()) for n, p in engine.model.named_parameters()}

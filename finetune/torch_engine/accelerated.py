@@ -7,6 +7,7 @@ sums of them again. accelerate and DeepSpeed are imported inside functions: a ru
 import contextlib
 import logging
 import os
+import warnings
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -104,6 +105,10 @@ class Zero:
         from accelerate import DeepSpeedPlugin
 
         deepspeed.utils.logger.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        # Its shared-memory sums are compiled at first start, and a build that was interrupted leaves a lock on which every later
+        # run waits without end. Gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not deepspeed.comm.is_initialized():  # takes up the group that the ranks joined
             deepspeed.init_distributed(
                 dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
@@ -117,7 +122,7 @@ class Zero:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
-        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)  # the model is loaded already
         accelerator = _accelerator(ranks, device, deepspeed_plugin=plugin)
         self.engine, _ = accelerator.prepare(parallelize.Root(model, True), optimizer)
         assert isinstance(self.engine, deepspeed.DeepSpeedEngine), type(self.engine).__name__
@@ -190,11 +195,20 @@ class Zero:
         """The runs of numbers that the optimizer updates."""
         return self.zero.single_partition_of_fp32_groups if self.stage == 2 else self.zero.fp32_partitioned_groups_flat
 
+    def _link_moments(self) -> None:
+        """ZeRO-2 ties moments to parameters after its first group's first step, when those of later groups are not there yet."""
+        if self.stage == 2:
+            for parameters, flat in zip(self.zero.bit16_groups, self._flat(), strict=True):
+                self.deepspeed.utils.lazy_init_hp_params_optimizer_state(
+                    parameters, flat, self.optimizer.state
+                )
+
     def moments(self, named: dict) -> tuple[dict, dict]:
         """What optim.state gives, whole on every rank. Collective."""
         states = [self.optimizer.state[flat] for flat in self._flat() if flat in self.optimizer.state]
         if not states:
             return {}, {}
+        self._link_moments()
         names = [k for k, v in states[0].items() if k != "step" and torch.is_tensor(v)]
         tensors, numbers = {}, {}
         for name, parameter in named.items():
@@ -219,8 +233,7 @@ class Zero:
             if numbers:  # ZeRO counts steps once for all of a run of numbers
                 state["step"] = torch.tensor(max(numbers.values()), device=flat.device if fused else "cpu")
             self.optimizer.state[flat] = state
-        if self.stage == 2:
-            self.zero._lazy_init_hp_params_optimizer_state()
+        self._link_moments()
         for key, value in tensors.items():
             name, _, moment = key.rpartition(".")
             value = torch.tensor(value, device=self._flat()[0].device)
