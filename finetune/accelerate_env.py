@@ -30,6 +30,12 @@ def unsupported(environment) -> tuple[str, str] | None:
     return None
 
 
+def left_to_mpirun(environment) -> bool:
+    """Whether `accelerate launch --cpu` was given several processes: it starts one, and tells no number."""
+    started = {"RANK", "WORLD_SIZE"} & set(environment)
+    return _true(environment, "ACCELERATE_USE_CPU") and "MASTER_PORT" in environment and not started
+
+
 def mixed_precision(environment) -> str | None:
     """What the config file says of precision, where it says anything."""
     word = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()

@@ -419,6 +419,11 @@ class _Resolver:
         """--parallel_backend, and what a config file of accelerate's asks for; sets the degrees that this means."""
         v, asked = self.values, accelerate_env.method_of(self.environment)
         named = accelerate_env.NAMES.get(asked, asked)
+        if size == 1 and not self.given("world_size") and accelerate_env.left_to_mpirun(self.environment):
+            raise PlanError(
+                "--world_size -1: accelerate launch --cpu starts one process whatever --num_processes says, and leaves the others to "
+                "mpirun. Give train.py --world_size N, or start it with torchrun."
+            )
         if size > 1 and asked.startswith("zero") and not self.given("parallel_backend"):
             self.set("parallel_backend", "accelerate", f"accelerate's config file asks for {named}")
         if v["parallel_backend"] == "ptd":

@@ -113,7 +113,11 @@ class Zero:
             deepspeed.init_distributed(
                 dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
             )
-        os.environ.setdefault("ACCELERATE_USE_DEEPSPEED", "true")
+        # accelerate wants one source for these words; the launcher's are in the plan, and so in this configuration.
+        words = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
+        for name in [n for n in os.environ if n.startswith(words)]:
+            del os.environ[name]
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         self.deepspeed, self.stage, self.factor, self.model = deepspeed, stage, ranks.dims.world_size, model
         config = {
             "train_micro_batch_size_per_gpu": 1,  # of DeepSpeed's own bookkeeping only: the engine cuts microbatches
