@@ -1,6 +1,12 @@
 """What `accelerate launch` and its config file ask for, as the environment they set says it. No framework here."""
 
-NAMES = {"ptd": "our own", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
+NAMES = {
+    "ptd": "our own",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+}
 STATE_KEPT = {  # words of accelerate's config files that move state off the device or rewrite the step, and their keys
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",

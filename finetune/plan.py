@@ -56,7 +56,9 @@ class RunPlan:
     backend: str
     engine: str
     dims: ParallelDims = ParallelDims()
-    distribution: str = "ptd"  # who sums gradients and cuts weights over the ranks: a key of accelerate_env.NAMES
+    distribution: str = (
+        "ptd"  # who sums gradients and cuts weights over the ranks: a key of accelerate_env.NAMES
+    )
     shape: ModelShape | None = None  # what the plan was made for; not saved
     room: fit.Room | None = None
 
@@ -419,7 +421,7 @@ class _Resolver:
         """--parallel_backend, and what a config file of accelerate's asks for; sets the degrees that this means."""
         v, asked = self.values, accelerate_env.method_of(self.environment)
         named = accelerate_env.NAMES.get(asked, asked)
-        if size == 1 and not self.given("world_size") and accelerate_env.left_to_mpirun(self.environment):
+        if size == 1 and v["world_size"] == -1 and accelerate_env.left_to_mpirun(self.environment):
             raise PlanError(
                 "--world_size -1: accelerate launch --cpu starts one process whatever --num_processes says, and leaves the others to "
                 "mpirun. Give train.py --world_size N, or start it with torchrun."

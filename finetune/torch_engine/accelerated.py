@@ -31,7 +31,9 @@ def shard(model, ranks: Ranks, device) -> parallelize.Root:
     plugin = FullyShardedDataParallelPlugin()  # reads the environment that `accelerate launch` set
     root = parallelize.Root(model, bool(plugin.reshard_after_forward))
     root._no_split_modules = model._no_split_modules  # the layers that accelerate makes groups of
-    nothing = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)  # it wants one beside the model
+    nothing = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.0
+    )  # it wants one beside the model
     root, _ = _accelerator(ranks, device, fsdp_plugin=plugin).prepare(root, nothing)
     assert isinstance(root, FSDPModule), f"accelerate wrapped {type(root).__name__}, not FSDP2"
     parallelize.sum_not_average(root)
@@ -71,7 +73,9 @@ class Replicas:
         self.model, self.factor = model, ranks.dims.world_size
         self.prepared = _accelerator(ranks, device, handlers=[how]).prepare(parallelize.Root(model, True))
         kind = type(self.prepared).__name__
-        assert isinstance(self.prepared, torch.nn.parallel.DistributedDataParallel), f"accelerate wrapped {kind}"
+        assert isinstance(self.prepared, torch.nn.parallel.DistributedDataParallel), (
+            f"accelerate wrapped {kind}"
+        )
 
     def __call__(self, work, *args):
         learning = self.model.training and torch.is_grad_enabled()
@@ -111,7 +115,9 @@ class Zero:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not deepspeed.comm.is_initialized():  # takes up the group that the ranks joined
             deepspeed.init_distributed(
-                dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
+                dist_backend="gloo" if device.type == "cpu" else "nccl",
+                auto_mpi_discovery=False,
+                verbose=False,
             )
         # accelerate wants one source for these words; the launcher's are in the plan, and so in this configuration.
         words = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "ACCELERATE_CONFIG_DS_FIELDS")
@@ -197,7 +203,11 @@ class Zero:
 
     def _flat(self) -> list:
         """The runs of numbers that the optimizer updates."""
-        return self.zero.single_partition_of_fp32_groups if self.stage == 2 else self.zero.fp32_partitioned_groups_flat
+        return (
+            self.zero.single_partition_of_fp32_groups
+            if self.stage == 2
+            else self.zero.fp32_partitioned_groups_flat
+        )
 
     def _link_moments(self) -> None:
         """ZeRO-2 ties moments to parameters after its first group's first step, when those of later groups are not there yet."""

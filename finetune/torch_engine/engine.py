@@ -464,9 +464,7 @@ class TorchEngine:
         """(trainable, all) weights, packed ones counted as what they stand for."""
         packed = [m for m in self.model.modules() if isinstance(m, QuantizedLinear)]
         held = {id(p) for m in packed for p in m.stored()}
-        dense = sum(
-            parallelize.whole_shape(p).numel() for p in self.model.parameters() if id(p) not in held
-        )
+        dense = sum(parallelize.whole_shape(p).numel() for p in self.model.parameters() if id(p) not in held)
         trainable = sum(parallelize.whole_shape(p).numel() for p in self.named.values())
         return trainable, dense + sum(m.out_features * m.in_features for m in packed)
 
