@@ -44,9 +44,9 @@ def _accelerator(ranks: Ranks, device, **plugins):
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     # What accelerate looks for where neither it nor torchrun started the ranks. The group is there: nobody calls the address.
-    size = ranks.dims.world_size
+    size, local = ranks.dims.world_size, ranks.rank if device.index is None else device.index
     for name, value in (
-        ("RANK", ranks.rank), ("WORLD_SIZE", size), ("LOCAL_RANK", ranks.rank), ("LOCAL_WORLD_SIZE", size),
+        ("RANK", ranks.rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", size),
         ("MASTER_ADDR", "localhost"),
     ):  # fmt: skip
         os.environ.setdefault(name, str(value))
