@@ -138,7 +138,6 @@ REFUSED = [
         dict(world_size=4, sharding_strategy="full_shard", dp_degree=2),
         "--dp_degree 2: contradicts --sharding_strategy",
     ),
-    (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
     (dict(use_cpu_offload=True), "--use_cpu_offload true:"),
     (
         dict(n_bits=7),
