@@ -14,6 +14,7 @@ STATE_KEPT = {  # words of accelerate's config files that move state off the dev
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
     "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_cpu_ram_efficient_loading",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
 
