@@ -392,6 +392,11 @@ class _Resolver:
             why = "as the saved run settled it" if v["batch_size"] == "auto" else (
                 f"the saved run's {self.kept_rows} rows a step in {batches} batches")  # fmt: skip
             self.set("batch_size", self.kept_rows // batches, why)
+        data_ranks, rows = self.dims.data_ranks, DEMO_SETTINGS["batch_size"]
+        if "batch_size" in self.demo and not self.given("batch_size") and rows % data_ranks == 0:
+            self.set(
+                "batch_size", rows // data_ranks, f"the demo's {rows} rows a step, over {data_ranks} ranks"
+            )
         v["world_size"], v["dp_degree"], v["dp_shards"] = size, self.dims.dp_replicate, self.dims.dp_shard
         if size == 1:
             alone = "one process meets no other"

@@ -53,7 +53,10 @@ class TorchEngine:
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.root, self.stage, self.pieces = None, None, tensor_parallel.Pieces()
-        self.foreign, self.partitioned = None, False  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
+        self.foreign, self.partitioned = (
+            None,
+            False,
+        )  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
         self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
         self.whole_now = 0  # how many callers need every weight whole
         self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
