@@ -54,7 +54,7 @@ def build(rank: int, size: int, method: str):
     from finetune.torch_engine.engine import TorchEngine
     from tests import tiny
 
-    settings = dataclasses.replace(Settings(), precision="fp32", train_type="lora", lora_rank=16)
+    settings = dataclasses.replace(Settings(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
     model.requires_grad_(False)
     if method.endswith("nf4"):
         config = quantization_wrapper.config_for("nf4", group_size=64)

@@ -328,7 +328,7 @@ def remedy_lines(settings: Settings, shape: ModelShape, room: Room) -> list[str]
 
 
 def report_lines(
-    settings: Settings, shape: ModelShape | None, room: Room | None, dims: ParallelDims = ParallelDims()
+    settings: Settings, shape: ModelShape | None, room: Room | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
     """(the memory table of a dry run in words, and what ranks send each other; whether it fits)."""
     if shape is None or room is None or not (shape.known and shape.linears):
@@ -350,7 +350,7 @@ def report_lines(
     largest = largest_rows(settings, shape, room)
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
-    if dims.world_size > 1:
+    if dims and dims.world_size > 1:
         sent = traffic.sent(dims, traffic.work_of(settings, shape, dims, load)).items()
         lines.append(
             "each rank sends a step of full rows: "
