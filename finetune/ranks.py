@@ -28,13 +28,7 @@ FOLDER = (
 )
 GRACE_S = 10.0  # ranks end by themselves within this after one of them has; then they are ended
 BEAT_S = 0.5
-KINDS = {
-    kind.exit_code: kind
-    for kind in (
-        errors.PlanError, errors.NonFiniteError, errors.RankLost, errors.OutOfMemoryError, errors.StorageError,
-        errors.OutputDirInUse, errors.CheckpointDamaged,
-    )
-}  # fmt: skip
+KINDS = {kind.exit_code: kind for kind in errors.EXPECTED}
 
 
 @dataclass(frozen=True)
