@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 from finetune import errors
@@ -230,16 +231,18 @@ def _write(path: Path, text: str) -> None:
 # ---- the network between hosts
 
 
-def interface_between(world: World, store) -> str | None:
+def interface_between(world: World, store, timeout_s: float) -> str | None:
     """The network interface through which this rank and those of other hosts reach each other; None where none is found.
 
-    `store`: has set and get, as torch's. Collective. A host's own name may stand for an address that only itself can reach
+    `store`: has set, wait and get, as torch's. Collective. A host's own name may stand for an address that only itself can reach
     (Debian's 127.0.1.1), so the first host looks towards another rank.
     """
     mine = _address_towards(os.environ.get("MASTER_ADDR", world.host))
     store.set(f"address-{world.rank}", mine)
     if mine.startswith("127."):
-        others = (store.get(f"address-{rank}").decode() for rank in range(world.size))
+        keys = [f"address-{rank}" for rank in range(world.size)]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        others = (store.get(key).decode() for key in keys)
         far = next((address for address in others if not address.startswith("127.")), None)
         mine = _address_towards(far) if far else mine
     return _interface_with(mine)

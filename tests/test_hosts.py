@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune import checkpoint
-from finetune.metrics import read_events
 from finetune.ranks import GRACE_S
 from tests import ranks
 from tests.test_parallel import (  # noqa: F401  fixtures too
@@ -121,6 +119,29 @@ def test_a_cable_pulled_between_hosts_ends_both_after_rank_timeout(hosts, base, 
         assert (tmp_path / f"h{host}.code").read_text().strip() == "69"
 
 
+@pytest.mark.slow
+def test_torchrun_restarts_both_hosts_when_one_loses_its_rank(hosts, base, alone, tmp_path):  # noqa: F811
+    more = ["--batch_size", 2, "--save_every", 1, "--resume", "auto", "--output_dir", tmp_path / "out"]
+    environment = HERE | {"TORCHRUN_FLAGS": "--max-restarts=3"}
+    argv = [TWO_HOSTS, "c10d", tmp_path, *flags_of(base, *more)]
+    process = ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 4, process)
+        os.kill(rank_on(f"ft{process.pid}-2"), signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert process.returncode == 0, err
+    assert "resumed from" in (tmp_path / "h1.log").read_text()
+    assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=LOSS)
+
+
+def rank_on(namespace: str) -> int:
+    """The process id of the rank in a network namespace."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return next(p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
+
+
 def errors_in(log) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("error")]
 
@@ -132,3 +153,77 @@ def end(process):
         process.wait(timeout=20)
     finally:
         ranks.finish(process)
+
+
+# ---- SLURM
+
+
+def why_no_slurm() -> str | None:
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "munged") if not shutil.which(name)]
+    return f"{missing[0]} is not installed (Debian: slurm-wlm and munge)" if missing else None
+
+
+@pytest.fixture
+def slurm(hosts, tiny_model, tmp_path):
+    """start(rows, sbatch options) -> tests/slurm.sh with runs/slurm.sh as its job; its output goes to tmp_path / "out"."""
+    reason = why_no_slurm()
+    if reason:
+        pytest.skip(reason)
+    started = []
+
+    def start(rows, *options):
+        job = [ROOT / "runs" / "slurm.sh", tiny_model, rows, tmp_path / "out"]
+        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        argv = [ROOT / "tests" / "slurm.sh", tmp_path, "--gpus-per-node=0", "--cpus-per-task=1", *options, *job]
+        started.append(ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        return started[0]
+
+    yield start
+    end(started[0])
+    left = [file.parent.name for file in Path("/proc").glob("[0-9]*/cmdline")
+            if str(tmp_path).encode() in read_or_nothing(file)]  # fmt: skip
+    assert not left, "processes of the cluster are left"
+
+
+def read_or_nothing(file) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def one_process(tiny_model, rows, folder):
+    """The job of runs/slurm.sh over two ranks, as one process."""
+    flags = ["--model_name", tiny_model, "--train_type", "lora", "--dataset", rows, "--num_epochs", 3, "--batch_size", 8,
+             "--lr", "2e-4", "--backend", "cpu", "--output_dir", folder]  # fmt: skip
+    code, _, err = finish(command(flags))
+    assert code == 0, err
+    return losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), (1, 2)])
+def test_a_slurm_job_trains_as_one_process_does(slurm, tiny_model, rows_file, tmp_path, nodes, tasks):
+    process = slurm(rows_file, f"--nodes={nodes}", f"--ntasks-per-node={tasks}")
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    said = (tmp_path / "job.log").read_text()
+    assert "ranks: 2 (dp_shards 2)" in said and said.count("step     9/9") == 1
+    one = one_process(tiny_model, rows_file, tmp_path / "one")
+    assert losses(tmp_path / "out") == pytest.approx(one, rel=LOSS)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_told_to_stop_saves_and_comes_back(slurm, tiny_model, rows_file, tmp_path):
+    """What --signal=TERM@180 does before the time limit, sent by hand: the second attempt ends the run as one process would."""
+    many = tmp_path / "many.jsonl"
+    many.write_text(rows_file.read_text() * 25)
+    process = slurm(many, "--nodes=2", "--ntasks-per-node=1")
+    wait_for_steps(tmp_path / "out", 20, process)
+    inside = ["nsenter", f"--net=/run/netns/ft{process.pid}-1", "scancel", "--signal=TERM", "1"]
+    subprocess.run(inside, env=os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}, check=True)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    said = (tmp_path / "job.log").read_text()
+    assert "go on with --resume" in said and "resumed from" in said
+    assert losses(tmp_path / "out") == pytest.approx(one_process(tiny_model, many, tmp_path / "one"), rel=LOSS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train.py on two "hosts", one rank on each: network namespaces of this machine (tests/hosts.sh). Needs root.
 #   tests/two_hosts.sh static|c10d|hand FOLDER FLAGS OF train.py...
-# static, c10d: torchrun with that rendezvous; hand: RANK and WORLD_SIZE. What each wrote is in FOLDER/h1.log and h2.log,
+# static, c10d: torchrun with that rendezvous and TORCHRUN_FLAGS; hand: RANK and WORLD_SIZE. What each wrote is in FOLDER/h1.log and h2.log,
 # their exit codes in h1.code and h2.code. Ends with the first's, or the second's where that is 0; unless 0 with both logs on stderr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ trap 'exit 130' INT
 hosts_up
 
 start() { # number of the host from 0, its namespace, its address
-  local torchrun=("$PYTHON" -m torch.distributed.run --nnodes=2 --nproc_per_node=1)
+  local torchrun=("$PYTHON" -m torch.distributed.run --nnodes=2 --nproc_per_node=1 ${TORCHRUN_FLAGS:-})
   case $HOW in
     static) on "$2" "${torchrun[@]}" --node_rank="$1" --master_addr=10.9.0.1 --master_port=$PORT "${@:4}" ;;
     c10d) on "$2" "${torchrun[@]}" --rdzv_backend=c10d --rdzv_id=7 --rdzv_endpoint=10.9.0.1:$PORT \

@@ -55,7 +55,7 @@ def join(world: World, store, device: torch.device, timeout_s: float) -> None:
     if world.size == world.local_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     else:
-        interface = interface_between(world, store)
+        interface = interface_between(world, store, timeout_s)
         if interface:  # gloo alone would take whatever the host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type in COMMUNICATION:
