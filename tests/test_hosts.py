@@ -13,7 +13,17 @@ import pytest
 from finetune.ranks import GRACE_S
 from tests import ranks
 from tests.test_parallel import (  # noqa: F401  fixtures too
-    LOSS, LONG, alone, assert_same_run, base, command, finish, losses, rank_processes, wait_for_steps,
+    LONG,
+    LOSS,
+    alone,
+    assert_same_run,
+    base,
+    command,
+    finish,
+    free_port,
+    losses,
+    rank_processes,
+    wait_for_steps,
 )  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +149,9 @@ def test_torchrun_restarts_both_hosts_when_one_loses_its_rank(hosts, base, alone
 def rank_on(namespace: str) -> int:
     """The process id of the rank in a network namespace."""
     found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    return next(p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
+    return next(
+        p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes()
+    )
 
 
 def errors_in(log) -> list[str]:
@@ -174,7 +186,14 @@ def slurm(hosts, tiny_model, tmp_path):
     def start(rows, *options):
         job = [ROOT / "runs" / "slurm.sh", tiny_model, rows, tmp_path / "out"]
         environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        argv = [ROOT / "tests" / "slurm.sh", tmp_path, "--gpus-per-node=0", "--cpus-per-task=1", *options, *job]
+        argv = [
+            ROOT / "tests" / "slurm.sh",
+            tmp_path,
+            "--gpus-per-node=0",
+            "--cpus-per-task=1",
+            *options,
+            *job,
+        ]
         started.append(ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT))
         return started[0]
 
@@ -226,4 +245,50 @@ def test_a_slurm_job_that_is_told_to_stop_saves_and_comes_back(slurm, tiny_model
     assert process.returncode == 0, err
     said = (tmp_path / "job.log").read_text()
     assert "go on with --resume" in said and "resumed from" in said
-    assert losses(tmp_path / "out") == pytest.approx(one_process(tiny_model, many, tmp_path / "one"), rel=LOSS)
+    assert losses(tmp_path / "out") == pytest.approx(
+        one_process(tiny_model, many, tmp_path / "one"), rel=LOSS
+    )
+
+
+# ---- accelerate's launcher
+
+
+ACCELERATE = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch"]
+# What `accelerate config` writes for several processes of one machine; it starts them as torchrun does.
+SEVERAL = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: 'no'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_by", ["config file", "cpu"])
+def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, started_by):  # noqa: F811
+    """With --cpu it starts one process, whatever --num_processes says, and that one starts the ranks."""
+    file = tmp_path / "several.yaml"
+    file.write_text(SEVERAL + f"main_process_port: {free_port()}\n")
+    options = ["--config_file", file] if started_by == "config file" else ["--cpu", "--num_processes", 2]
+    flags = [] if started_by == "config file" else ["--world_size", 2]
+    flags = [*base, *flags, "--batch_size", 2, "--output_dir", tmp_path / "out"]
+    process = ranks.start(
+        [*ACCELERATE, *options, ROOT / "train.py", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        wait_for_steps(tmp_path / "out", 2, process)
+        found = [
+            p for p in descendants(process.pid) if b"\0RANK=" in read_or_nothing(Path(f"/proc/{p}/environ"))
+        ]
+        out, err = process.communicate(timeout=120)
+    finally:
+        ranks.finish(process)
+    assert process.returncode == 0, err
+    assert len(found) == 2 and out.count("step    12/12") == 1 and "ranks: 2 (dp_shards 2)" in out
+    assert_same_run(tmp_path / "out", alone)
+
+
+def descendants(pid: int) -> list[int]:
+    """The process ids that came from a process, however far down."""
+    below = [
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    ]
+    return [*below, *(further for child in below for further in descendants(child))]
