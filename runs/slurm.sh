@@ -29,6 +29,7 @@ srun python train.py \
   --num_epochs 3 --batch_size 4 --lr 2e-4 \
   --save_every 100 \
   --output_dir "$OUT" --resume auto || CODE=$?
-# Stopped before its time was over: the job goes back into the queue. (After scancel this script is gone already.)
-if [[ $CODE == 143 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# Stopped before its time was over, with something saved in this attempt: the job goes back into the queue.
+# SLURM writes this script anew for each attempt, and after scancel it is gone already.
+if [[ $CODE == 143 && $OUT/checkpoints -nt $0 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $CODE
