@@ -131,7 +131,7 @@ def make_plan(
     probe = manager.probe_quantization if prepare else manager.known_quantization
     settled = plan.resolve_plan(
         wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored, world=world,
-        num_devices=manager.num_devices,
+        num_devices=manager.num_devices, environment=dict(os.environ),
     )  # fmt: skip
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
         raise PlanError(
@@ -296,7 +296,8 @@ def load_model(run: Run, found: rundir.Found | None) -> Loading:
 
     s, batches = run.plan.settings, None
     run.ranks = Ranks.of(run.world, run.plan.dims, device(run))
-    run.share = Share.of(run.ranks, s, device(run))
+    if run.plan.distribution == "ptd":
+        run.share = Share.of(run.ranks, s, device(run))
     if s.init_lora_weights == "eva":
         rows, _ = data.step_rows(len(run.train_set), min(len(run.train_set), EVA_ROWS), s.seed, data.Cursor())
         batches = data.microbatches(
@@ -323,7 +324,7 @@ def build_engine(run: Run, model) -> None:
 
     run.engine = TorchEngine(
         model, run.plan.settings, device(run), pad_id(run.tokenizer), run.files.config,
-        run.ranks, run.plan.reshard_after_forward, run.share,
+        run.ranks, run.plan.reshard_after_forward, run.share, run.plan.distribution,
     )  # fmt: skip
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
     run.plan = plan.settle(run.plan, proofs)
@@ -675,7 +676,7 @@ def fine_tune(**flags) -> plan.TrainState:
     settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"), world=world)
     print("\n".join(report.plan_lines(settled)))
     if wishes.get("dry_run"):
-        lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room)
+        lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room, dims=settled.dims)
         print("\n".join(lines))
         return plan.TrainState(
             status="planned",

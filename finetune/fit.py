@@ -7,8 +7,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from finetune import memory
+from finetune import memory, traffic
 from finetune.errors import PlanError
+from finetune.parallel import ParallelDims
 from finetune.settings import DEFAULTS, Settings
 from finetune.shape import ModelShape
 
@@ -327,9 +328,9 @@ def remedy_lines(settings: Settings, shape: ModelShape, room: Room) -> list[str]
 
 
 def report_lines(
-    settings: Settings, shape: ModelShape | None, room: Room | None, adapt=None
+    settings: Settings, shape: ModelShape | None, room: Room | None, dims: ParallelDims = ParallelDims()
 ) -> tuple[list[str], bool]:
-    """(the memory table of a dry run in words, whether it fits)."""
+    """(the memory table of a dry run in words, and what ranks send each other; whether it fits)."""
     if shape is None or room is None or not (shape.known and shape.linears):
         why = "the model is not on this disk" if shape is None else "config.json says too little of its sizes"
         why = "this device's memory is not known" if room is None else why
@@ -349,6 +350,12 @@ def report_lines(
     largest = largest_rows(settings, shape, room)
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
+    if dims.world_size > 1:
+        sent = traffic.sent(dims, traffic.work_of(settings, shape, dims, load)).items()
+        lines.append(
+            "each rank sends a step of full rows: "
+            + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
+        )
     if largest:
         lines.append(
             f"largest batch that fits in one forward: --batch_size {largest} at --context_length {settings.context_length}"

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, BackendCapabilities
-from finetune import fit
+from backend_manager import Backend, BackendCapabilities, package_version
+from finetune import accelerate_env, fit
 from finetune.errors import PlanError
 from finetune.parallel import KEEPS_GATHERED, ParallelDims, check_model, check_settings, dims_of
 from finetune.ranks import World
@@ -56,6 +56,9 @@ class RunPlan:
     backend: str
     engine: str
     dims: ParallelDims = ParallelDims()
+    distribution: str = (
+        "ptd"  # who sums gradients and cuts weights over the ranks: a key of accelerate_env.NAMES
+    )
     shape: ModelShape | None = None  # what the plan was made for; not saved
     room: fit.Room | None = None
 
@@ -90,13 +93,14 @@ class RunPlan:
         return {
             "settings": asdict(self.settings), "requested": self.requested, "notices": self.notices, "backend": self.backend,
             "adjustments": [asdict(a) for a in self.adjustments], "engine": self.engine, "dims": asdict(self.dims),
+            "distribution": self.distribution,
         }  # fmt: skip
 
     @classmethod
     def from_wire(cls, wire: dict) -> "RunPlan":
         return cls(
             Settings(**wire["settings"]), wire["requested"], tuple(Adjustment(**a) for a in wire["adjustments"]),
-            tuple(wire["notices"]), wire["backend"], wire["engine"], ParallelDims(**wire["dims"]),
+            tuple(wire["notices"]), wire["backend"], wire["engine"], ParallelDims(**wire["dims"]), wire["distribution"],
         )  # fmt: skip
 
     def digest(self) -> str:
@@ -135,18 +139,20 @@ def resolve_plan(
     stored: dict | None = None,
     world: World | None = None,
     num_devices: int = 1,
+    environment: dict | None = None,
 ) -> RunPlan:
     """Settles the wishes against what the machine can do and the model's config. Raises PlanError.
 
     `kept`: what a saved run settled where the user left it open; see kept_settings. `probe(method, bits)`: the probe of one
     quantizer, None where it was not run; by default what `capabilities.quantizers` holds. `stored`: the settings
     of a base that is stored quantized (hf_files.stored_format). `world`: this process's place among ranks that a launcher
-    started; without one, there are `num_devices` ranks unless --world_size says otherwise.
+    started; without one, there are `num_devices` ranks unless --world_size says otherwise. `environment`: the process's, where
+    `accelerate launch` leaves what its config file asks for.
     """
     known = capabilities.quantizers
     probe = probe or (lambda method, bits: known.get(f"{method}/{bits}"))
     resolver = _Resolver(requested, backend, capabilities, shape, kept, probe, stored)
-    resolver.world, resolver.num_devices = world, num_devices
+    resolver.world, resolver.num_devices, resolver.environment = world, num_devices, environment or {}
     return resolver.plan(now or datetime.now())
 
 
@@ -184,6 +190,7 @@ class _Resolver:
         self.values = {**DEFAULTS, **self.demo, **self.kept, **self.requested}
         self.adjustments, self.notices = [], []
         self.world, self.num_devices, self.dims, self.local_size = None, 1, ParallelDims(), 1
+        self.environment, self.distribution = {}, "ptd"
 
     def plan(self, now) -> RunPlan:
         self.older_names()
@@ -194,6 +201,8 @@ class _Resolver:
         self.ranks()
         self.machine()
         self.precision()
+        if self.distribution != "ptd":
+            self.accelerate_limits()
         self.quantization()
         self.steps()
         self.model_limits()
@@ -208,6 +217,7 @@ class _Resolver:
             str(self.backend),
             self.caps.engine,
             self.dims,
+            self.distribution,
             shape=self.shape,
             room=self.room(),
         )
@@ -348,7 +358,6 @@ class _Resolver:
     def not_in_this_version(self):
         v = self.values
         for name, fine, why in (
-            ("parallel_backend", ("ptd",), "not in this version, which shards through torch alone"),
             ("mlx_config", (None,), "this version has no MLX engine"),
         ):  # fmt: skip
             if v[name] not in fine:
@@ -375,6 +384,7 @@ class _Resolver:
         size = started.size if started else v["world_size"] if v["world_size"] > 0 else self.num_devices
         size = v["assume_world_size"] or size
         self.local_size = started.local_size if started else size
+        self.who_distributes(size)
         self.dims = dims_of(v, size, self.local_size)
         check_settings(self.dims, v)
         batches = v["gradient_accumulation_steps"] * self.dims.data_ranks
@@ -382,6 +392,11 @@ class _Resolver:
             why = "as the saved run settled it" if v["batch_size"] == "auto" else (
                 f"the saved run's {self.kept_rows} rows a step in {batches} batches")  # fmt: skip
             self.set("batch_size", self.kept_rows // batches, why)
+        data_ranks, rows = self.dims.data_ranks, DEMO_SETTINGS["batch_size"]
+        if "batch_size" in self.demo and not self.given("batch_size") and rows % data_ranks == 0:
+            self.set(
+                "batch_size", rows // data_ranks, f"the demo's {rows} rows a step, over {data_ranks} ranks"
+            )
         v["world_size"], v["dp_degree"], v["dp_shards"] = size, self.dims.dp_replicate, self.dims.dp_shard
         if size == 1:
             alone = "one process meets no other"
@@ -402,7 +417,9 @@ class _Resolver:
             if not (v["validation_dataset"] or v["validation_split"]):
                 self.set("validation_dataset", v["score_dataset"], "its loss is what a pipeline measures")
             self.set("score_dataset", None, why)
-        if self.dims.shards == 1:
+        if self.distribution.startswith("zero"):
+            self.notices.append("memory is predicted as for replicas, which DeepSpeed's ZeRO takes less than")
+        elif self.dims.shards == 1:
             self.set("no_sync", True, "replicas exchange gradients once a step")
             if v["use_cpu_offload"]:
                 raise PlanError(
@@ -421,6 +438,103 @@ class _Resolver:
                 raise PlanError(
                     "--cache_dequantized true: keeps every weight whole and dense on every rank, which sharding is there to "
                     "avoid. Leave it out, or use --sharding_strategy ddp."
+                )
+
+    def who_distributes(self, size):
+        """--parallel_backend, and what a config file of accelerate's asks for; sets the degrees that this means."""
+        v, asked = self.values, accelerate_env.method_of(self.environment)
+        named = accelerate_env.NAMES.get(asked, asked)
+        if size == 1 and v["world_size"] == -1 and accelerate_env.left_to_mpirun(self.environment):
+            raise PlanError(
+                "--world_size -1: accelerate launch --cpu starts one process whatever --num_processes says, and leaves the others to "
+                "mpirun. Give train.py --world_size N, or start it with torchrun."
+            )
+        if size > 1 and asked.startswith("zero") and not self.given("parallel_backend"):
+            self.set("parallel_backend", "accelerate", f"accelerate's config file asks for {named}")
+        if v["parallel_backend"] == "ptd":
+            if asked != "ddp" and size > 1:
+                self.notices.append(
+                    f"parallel_backend ptd: our own FSDP2 and DDP run; {named}, which accelerate's config file asks for, runs with "
+                    "--parallel_backend accelerate"
+                )
+            return
+        if size == 1:
+            self.set("parallel_backend", "ptd", "one process distributes nothing")
+            return
+        said = "--parallel_backend accelerate"
+        if package_version("accelerate") is None:
+            raise PlanError(f"{said}: accelerate is not installed. pip install accelerate, or use ptd.")
+        if self.backend not in (Backend.CPU, Backend.CUDA):
+            raise PlanError(
+                f"{said}: was never run with several ranks on {self.backend}. Use --parallel_backend ptd."
+            )
+        for name in ("tp_degree", "cp_degree", "pp_degree"):
+            if v[name] != 1:
+                raise PlanError(
+                    f"--{name} {v[name]}: accelerate runs data ranks only here. Use --parallel_backend ptd, or --{name} 1."
+                )
+        if asked not in accelerate_env.NAMES:
+            raise PlanError(
+                f"{said}: its config file asks for {asked}. There is {', '.join(list(accelerate_env.NAMES)[1:])}: see "
+                "examples/accelerate."
+            )
+        if asked == "fsdp2" and self.backend is not Backend.CUDA:
+            raise PlanError(
+                f"{said}: its FSDP2 is for GPUs, and on {self.backend} it would wrap DDP without a word. Use --parallel_backend ptd, "
+                "which shards on any backend."
+            )
+        if asked.startswith("zero") and package_version("deepspeed") is None:
+            raise PlanError(
+                f"{said}: {named} needs DeepSpeed, which is not installed. requirements-deepspeed.txt says how, or use "
+                "--parallel_backend ptd."
+            )
+        odd = accelerate_env.unsupported(self.environment)
+        if odd:
+            raise PlanError(
+                f"{said}: its config file sets {odd[0]} {odd[1]}, which is not followed here. Take it out, or use --parallel_backend ptd."
+            )
+        self.accelerate_degrees(asked, size)
+        self.distribution = asked
+        word = accelerate_env.mixed_precision(self.environment)
+        if word and not v["precision"].startswith(word):
+            self.notices.append(
+                f"mixed_precision {word} of accelerate's config file is not used: --precision {v['precision']} says it"
+            )
+
+    def accelerate_degrees(self, method, size):
+        """accelerate's method says who shards; degrees that say something else are refused."""
+        v, shards = self.values, method == "fsdp2"
+        fine = {
+            "dp_degree": (1,) if shards else (1, size), "dp_shards": (-1, size) if shards else (-1, 1),
+            "sharding_strategy": (None, "full_shard") if shards else (None, "ddp"),
+        }  # fmt: skip
+        for name, values in fine.items():
+            if v[name] not in values:
+                raise PlanError(
+                    f"--{name} {v[name]}: accelerate's config file says who shards, and asks for {accelerate_env.NAMES[method]}. "
+                    f"Leave --{name} out, or use --parallel_backend ptd."
+                )
+        if not shards:
+            v["dp_degree"], v["dp_shards"] = size, 1
+
+    def accelerate_limits(self):
+        """Settings that go with our own distribution only."""
+        v, zero = self.values, self.distribution.startswith("zero")
+        named = accelerate_env.NAMES[self.distribution]
+        if v["reentrant_checkpointing"]:
+            raise PlanError(
+                f"--reentrant_checkpointing true: accelerate's {named} waits for each gradient once. Use false."
+            )
+        if not zero:
+            return
+        for name, bad, why, remedy in (
+            ("precision", v["precision"].startswith("fp16"), "scales its loss by itself", "Use bf16 or fp32"),
+            ("optimizer", v["optimizer"] == "adamw_8bit", "cuts what 8-bit blocks run over", "Use adamw"),
+            ("no_sync", v["no_sync"], "exchanges gradients in each microbatch", "Leave it out"),
+        ):
+            if bad:
+                raise PlanError(
+                    f"--{name} {_word(v[name])}: {named} {why}. {remedy}, or --parallel_backend ptd."
                 )
 
     def machine(self):

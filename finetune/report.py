@@ -3,6 +3,7 @@
 import shlex
 
 from finetune import checkpoint
+from finetune.accelerate_env import NAMES
 from finetune.metrics import GIB, table
 from finetune.prompts import chat_messages
 
@@ -15,13 +16,21 @@ def plan_lines(plan) -> list[str]:
     what = f"the new layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
         f"{what} of {s.model_name} on {where} in {s.precision}{base}",
-        *([f"ranks: {plan.dims.world_size} ({plan.dims})"] if plan.dims.world_size > 1 else []),
+        *ranks_line(plan),
         f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),
         *(f"  note: {notice}" for notice in plan.notices),
         f"output: {s.output_dir}",
     ]
+
+
+def ranks_line(plan) -> list[str]:
+    """How many ranks and who distributes; nothing for one."""
+    if plan.dims.world_size == 1:
+        return []
+    by = "" if plan.distribution == "ptd" else f", by accelerate: {NAMES[plan.distribution]}"
+    return [f"ranks: {plan.dims.world_size} ({plan.dims}{by})"]
 
 
 def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:

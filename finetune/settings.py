@@ -194,7 +194,8 @@ class Settings:
         minimum=-1,
         nonzero=True,
     )
-    parallel_backend: str = flag("ptd", "machine", "who shards", choices=("ptd", "accelerate"))
+    parallel_backend: str = flag("ptd", "machine", "who sums and shards: ptd is our own FSDP2 and DDP; accelerate its DDP, "
+                                 "or FSDP2 and DeepSpeed by its config file", choices=("ptd", "accelerate"))  # fmt: skip
     dp_degree: int = flag(1, "machine", "replicas", minimum=1)
     dp_shards: int = flag(
         -1, "machine", "ranks that share one copy of the weights; -1: the rest", minimum=-1, nonzero=True

@@ -8,7 +8,9 @@ Figures and losses that all ranks tell each other are left out: a few hundred by
 
 from dataclasses import dataclass
 
-from finetune.parallel import ParallelDims
+from finetune import memory
+from finetune.parallel import KEEPS_GATHERED, ParallelDims
+from finetune.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,34 @@ def sent(dims: ParallelDims, work: Work, stage: int = 0) -> dict[str, int]:
         found["send"] += hidden * ((stage > 0) + (stage < dims.pp - 1))
         found["all_reduce"] += work.tied // dims.shards
     return {name: n for name, n in found.items() if n}
+
+
+def work_of(settings, shape: ModelShape, dims: ParallelDims, load: memory.Load) -> Work:
+    """What a step of full rows moves, from the model's sizes. `load`: one microbatch."""
+    z = memory.Sizes(shape, settings)
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if z.full else z.weight)
+    trained = 4 * sum(memory.trainable_tensors(z))
+    stored = memory.base_bytes(z) + trained
+    rank, columns = settings.lora_rank, memory.READS
+    partial = 0 if z.full else 4 * rank * sum(
+        width if name.rpartition(".")[2] in columns else height for name, height, width in z.adapted
+    )  # fmt: skip
+    positions = settings.batch_size * settings.gradient_accumulation_steps * settings.context_length
+    parts = dims.tp * dims.pp
+    return Work(
+        layers=(stored - outside) // parts,
+        outside=outside // dims.pp,
+        trained=trained // parts,
+        tokens=(load.num_tokens,) * max(1, positions // load.num_tokens),
+        num_layers=shape.num_layers // dims.pp,
+        hidden_size=shape.hidden_size,
+        key_value_width=2 * z.k,
+        head=shape.vocab_size * shape.hidden_size * 4 if z.full else 0,
+        partial=partial // dims.pp,
+        tied=shape.vocab_size * shape.hidden_size * 4 if z.full and shape.tied else 0,
+        element=z.compute,
+        no_sync=settings.no_sync,
+        keeps_gathered=settings.sharding_strategy in KEEPS_GATHERED,
+        recomputed=settings.use_gradient_checkpointing == "true",
+        first_is_frozen=not z.full,
+    )

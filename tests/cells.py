@@ -35,7 +35,12 @@ DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_A
 
 
 def build(
-    kind: str, ranks=mesh.ALONE, architecture: str = "llama", deep: bool = False, **changes
+    kind: str,
+    ranks=mesh.ALONE,
+    architecture: str = "llama",
+    deep: bool = False,
+    distribution: str = "ptd",
+    **changes,
 ) -> TorchEngine:
     """The engine of a tiny model; the same weights for every number of ranks."""
     # Wide enough that half a row is whole blocks of scales.
@@ -67,7 +72,9 @@ def build(
             for name, parameter in adapters.adapter_parameters(model).items():
                 if name.endswith("lora_B"):
                     parameter.normal_(std=0.05, generator=generator)
-    engine = TorchEngine(model, settings, CPU, ranks=ranks, reshard_after_forward=not kept)
+    engine = TorchEngine(
+        model, settings, CPU, ranks=ranks, reshard_after_forward=not kept, distribution=distribution
+    )
     engine.settle_layout("auto")
     return engine
 
@@ -87,12 +94,16 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
             whole = engine._collected(name, grad)
             gradients[name] = None if whole is None else whole.clone()
 
-    engine.optimizer.register_step_pre_hook(keep)
+    if not engine.partitioned:
+        engine.optimizer.register_step_pre_hook(keep)
     ranks, losses, norms = engine.ranks, [], []
     for step in range(steps):
         rows = torch.arange(step * ROWS_A_STEP, (step + 1) * ROWS_A_STEP).numpy()
         mine = rank_rows(rows, ranks.data_rank, ranks.dims.data_ranks)
         result = engine.train_step(microbatches(DATA, mine, engine.layout, 8, 60, 0), 1e-3)
+        if engine.partitioned and step == 0:  # AdamW's first moment is then (1 - 0.9) x the gradient
+            moments, _ = engine.foreign.moments(engine.named)
+            gradients |= {n: torch.from_numpy(moments[f"{n}.exp_avg"]) / 0.1 for n in engine.named}
         losses.append(result.nll / result.num_targets)
         norms.append(result.grad_norm)
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
@@ -186,6 +197,24 @@ def expected_bytes(result: dict, ranks) -> dict:
         rows = ranks.rows_of(shape[0])
         out[name] = (rows.stop - rows.start) * size * torch.Size(shape[1:]).numel()
     return out
+
+
+def accelerated(rank: int, size: int, method: str, kinds: list, architecture: str = "llama") -> list[dict]:
+    """Figures of each kind with accelerate's `method`; called in every rank."""
+    from accelerate.state import AcceleratorState
+
+    figures = []
+    for kind in kinds:
+        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate allows one way a process
+        # First, as ZeRO-3 changes how later models of the process are built.
+        one = train(build(kind, architecture=architecture)) if rank == 0 else None
+        ranks = mesh.Ranks.of(World(rank, size), ParallelDims(dp_replicate=size), CPU)
+        many = train(build(kind, ranks, architecture, distribution=method))
+        found = {"layout": method, "kind": kind, "architecture": architecture}
+        if rank == 0:
+            found |= compare(one, many)
+        figures.append(found)
+    return figures
 
 
 def matrix(rank: int, size: int, cells: list) -> list[dict]:

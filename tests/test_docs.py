@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import expand
 import export
@@ -42,7 +43,7 @@ SCRIPTS = {
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
 # Of other programs, where a page names them in running text.
-FOREIGN_FLAGS = {"--index-url"}
+FOREIGN_FLAGS = {"--index-url", "--cpu", "--num_processes"}  # the last two are accelerate's
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -114,6 +115,11 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["sbatch", script, *_] | [("tests/two_hosts.sh" | "tests/slurm.sh") as script, *_]:
             assert os.access(ROOT / script, os.X_OK)
+        case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
+            size = yaml.safe_load((ROOT / file).read_text())["num_processes"]
+            given = vars(PARSERS["train.py"].parse_args(rest))
+            world = World(size=size, local_size=size, launcher="torchrun")
+            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["python", "-m", "pytest", *_]:
             assert importlib.util.find_spec("pytest")
         case ["python", script, *_]:

@@ -147,7 +147,6 @@ REFUSED = [
         dict(world_size=4, sharding_strategy="full_shard", dp_degree=2),
         "--dp_degree 2: contradicts --sharding_strategy",
     ),
-    (dict(parallel_backend="accelerate"), "--parallel_backend accelerate:"),
     (
         dict(world_size=2, dp_degree=2, use_cpu_offload=True),
         "--use_cpu_offload true: keeps sharded weights in host memory",

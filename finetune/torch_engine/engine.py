@@ -14,6 +14,7 @@ from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import (
+    accelerated,
     adapters,
     attention,
     context_parallel,
@@ -44,7 +45,7 @@ class TorchEngine:
 
     def __init__(
         self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True, share=None,
+        reshard_after_forward: bool = True, share=None, distribution: str = "ptd",
     ):  # fmt: skip
         self.saved_dtype = loading.config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
@@ -52,10 +53,14 @@ class TorchEngine:
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.root, self.stage, self.pieces = None, None, tensor_parallel.Pieces()
+        self.foreign, self.partitioned = (
+            None,
+            False,
+        )  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
         self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
         self.whole_now = 0  # how many callers need every weight whole
         self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
-        self._cut(reshard_after_forward, share)
+        self._cut(reshard_after_forward, share, distribution)
         self.in_parts = True
         # What trains on all ranks, what of it stands here, and what of that the optimizer updates: of sharded weights, some rows.
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -69,14 +74,18 @@ class TorchEngine:
         self.optimizer = optim.build(held, settings, device) if self.named else None
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
+        self.limit = settings.grad_norm if settings.apply_gradient_clipping else None
         self.counter = memory_count.Counter(model, held, device)
+        if distribution not in ("ptd", "fsdp2") and not ranks.alone:
+            self.foreign = accelerated.wrap(distribution, model, self.optimizer, ranks, device, self.limit)
+            self.partitioned = self.foreign.partitioned
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
             self._checkpoint_activations()
 
     # ---- before the first step
 
-    def _cut(self, reshard_after_forward: bool, share) -> None:
+    def _cut(self, reshard_after_forward: bool, share, distribution: str) -> None:
         """Leaves this rank its part of the model. What only a whole model can show is shown before."""
         dims = self.ranks.dims
         if dims.tp * dims.cp * dims.pp > 1:
@@ -85,7 +94,9 @@ class TorchEngine:
         self.pieces = tensor_parallel.split(self.model, self.ranks)
         if dims.pp > 1:
             self.stage = pipeline.Stage(self.model, self.ranks, self.settings.pp_schedule)
-        if self.ranks.sharded:
+        if self.ranks.sharded and distribution == "fsdp2":
+            self.root = accelerated.shard(self.model, self.ranks, self.device)
+        elif self.ranks.sharded:
             offload = self.settings.use_cpu_offload
             self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward, share, offload)
         if share is not None and self.settings.use_dora:
@@ -177,7 +188,8 @@ class TorchEngine:
 
     def _on_model(self, work, *args):
         """work(*args), with the weights outside the layers gathered where they are sharded."""
-        return work(*args) if self.root is None else self.root(work, *args)
+        around = self.foreign or self.root
+        return work(*args) if around is None else around(work, *args)
 
     def _try(self, work, *args):
         """The same for forwards that no backward follows: what they gathered is let go."""
@@ -225,8 +237,7 @@ class TorchEngine:
             for p in parameters.values():
                 if p.grad is not None:
                     p.grad /= self.scale
-        limit = self.settings.grad_norm if self.settings.apply_gradient_clipping else None
-        norm = optim.clip(parameters, limit, self.ranks, self._owned())
+        norm = self._clip(parameters)
         nll = float(self.ranks.table([total.item()]).sum())
         result = partial(StepResult, nll, num_targets, num_tokens, norm)
         if not np.isfinite(norm) or not np.isfinite(nll):
@@ -239,7 +250,7 @@ class TorchEngine:
         optim.set_lr(self.optimizer, lr)
         first = not self.optimizer.state
         with self._memory_advice(microbatches[0]):  # the first step makes the moments
-            self.optimizer.step()
+            self.foreign.step() if self.partitioned else self.optimizer.step()
         self._drop_gradients()
         if first:  # they took holes that the next forward would have used, and it makes the heap grow beside the rest
             trim_heap()
@@ -254,6 +265,7 @@ class TorchEngine:
         total = torch.zeros(
             (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
         )
+        scale = scale if self.foreign is None else scale * self.foreign.factor
 
         def forward(batch):
             nonlocal total
@@ -262,8 +274,8 @@ class TorchEngine:
             return nll * scale
 
         def backward(i, work):
+            last = i == len(microbatches) - 1
             if self.root is not None:
-                last = i == len(microbatches) - 1
                 self.root.set_requires_gradient_sync(last or not self.settings.no_sync)
             with self._memory_advice(microbatches[i]):
                 work()
@@ -273,9 +285,10 @@ class TorchEngine:
             self.stage.run(self._on_model, forwards, [self._shape(b) for b in microbatches], backward)
             return total
         for i, batch in enumerate(microbatches):
-            with self._memory_advice(batch), self._offload(), self.counter.kept_by(batch):
-                loss = self._on_model(forward, batch)
-            backward(i, loss.backward)
+            with self._accumulating(i == len(microbatches) - 1):
+                with self._memory_advice(batch), self._offload(), self.counter.kept_by(batch):
+                    loss = self._on_model(forward, batch)
+                backward(i, loss.backward if self.foreign is None else partial(self.foreign.backward, loss))
         return total
 
     @property
@@ -283,11 +296,21 @@ class TorchEngine:
         """What part of the nll that this rank computes is its own, where a tensor-parallel group computes it together."""
         return 1.0 if self.head_is_shared else 1.0 / self.ranks.dims.tp
 
+    def _accumulating(self, last: bool):
+        return self.foreign.accumulating(last) if self.foreign else contextlib.nullcontext()
+
+    def _clip(self, parameters: dict) -> float:
+        """The norm of all gradients; they are scaled down to the limit, by ZeRO within its own step."""
+        if self.partitioned:
+            return self.foreign.norm()
+        return optim.clip(parameters, self.limit, self.ranks, self._owned())
+
     def _settle_gradients(self) -> dict:
-        """What the optimizer updates, by name, each with the gradient of all ranks. FSDP has summed those of sharded weights."""
+        """What the optimizer updates, by name, each with the gradient of all ranks. FSDP, DDP and ZeRO have summed theirs."""
         parallelize.take_gradients(self.named, self.held)
-        replicated = [p for n, p in self.named.items() if self.held[n] is p]
-        parallelize.sum_gradients(replicated, self.ranks, "data")
+        if self.foreign is None:
+            replicated = [p for n, p in self.named.items() if self.held[n] is p]
+            parallelize.sum_gradients(replicated, self.ranks, "data")
         held = {n: p for n, p in self.held.items() if p is not None}
         partly = [p for n, p in held.items() if n in self.pieces.partial]
         parallelize.sum_gradients(partly, self.ranks, "tp")
@@ -307,6 +330,8 @@ class TorchEngine:
         return out
 
     def _drop_gradients(self):
+        if self.partitioned:
+            self.foreign.drop()
         for p in (*self.named.values(), *self.held.values()):
             if p is not None:
                 p.grad = None
@@ -407,12 +432,13 @@ class TorchEngine:
     @contextlib.contextmanager
     def whole_weights(self):
         """Every weight gathered, as packed as it is stored, so that ranks may generate each at its own pace. Collective."""
-        if self.root is None:
+        if self.root is None and not self.partitioned:
             yield
             return
         self.whole_now += 1
+        gathered = self.foreign.whole if self.partitioned else partial(parallelize.gathered, self.root)
         try:
-            with parallelize.gathered(self.root) if self.whole_now == 1 else contextlib.nullcontext():
+            with gathered() if self.whole_now == 1 else contextlib.nullcontext():
                 yield
         finally:
             self.whole_now -= 1
@@ -424,7 +450,8 @@ class TorchEngine:
 
         self.model.eval()
         # Dense copies of every weight are what sharding is there to avoid.
-        dense = dense_weights(self.model) if self.root is None else contextlib.nullcontext()
+        sharded = self.root is not None or self.partitioned
+        dense = contextlib.nullcontext() if sharded else dense_weights(self.model)
         with self.autocast(), self.whole_weights(), dense:
             new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
         trim_heap()
@@ -463,13 +490,11 @@ class TorchEngine:
         dim = self.pieces.dims.get(name)
         return part if dim is None else self.ranks.joined(part, dim)
 
-    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def _part(self, name: str, whole):
         """The contrary of _gathered: what this rank holds of it."""
         parameter, dim = self.named[name], self.pieces.dims.get(name)
         if dim is not None:
-            whole = whole.narrow(
-                dim, (piece := self.ranks.piece_of(whole.shape[dim])).start, piece.stop - piece.start
-            )
+            whole = whole[(slice(None),) * dim + (self.ranks.piece_of(whole.shape[dim]),)]
         return whole[self.ranks.rows_of(len(whole))] if parallelize.is_cut(parameter) else whole
 
     def _collected(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
@@ -485,7 +510,11 @@ class TorchEngine:
         whole = {}
         for name in self.trained:
             mine = self.named.get(name)
-            tensor = self._collected(name, None if mine is None else parallelize.local(mine.detach()).float())
+            if self.partitioned:
+                tensor = self.foreign.weight(mine).float()
+            else:
+                part = None if mine is None else parallelize.local(mine.detach()).float()
+                tensor = self._collected(name, part)
             whole |= {name: tensor} if self.first else {}
         if not self.first:
             return {}
@@ -495,7 +524,10 @@ class TorchEngine:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        parts, numbers = optim.state(self.optimizer, self.held)
+        if self.partitioned:
+            parts, numbers = self.foreign.moments(self.named)
+        else:
+            parts, numbers = optim.state(self.optimizer, self.held)
         tensors, counts = {}, {}
         kinds = {}
         for found in self.ranks.of_all([[k, str(v.dtype)] for k, v in parts.items()]):
@@ -544,12 +576,11 @@ class TorchEngine:
                 if name is None:
                     found[key] = value  # refused below
                 elif self.held.get(name) is not None:
-                    found[key] = (
-                        value
-                        if found is counts
-                        else self._part(name, torch.from_numpy(np.array(value))).numpy()
-                    )
-        optim.load_state(self.optimizer, held, tensors, counts)
+                    found[key] = value if found is counts else self._part(name, value)
+        if self.partitioned:
+            self.foreign.set_moments(held, tensors, counts)
+        else:
+            optim.load_state(self.optimizer, held, tensors, counts)
         self.scale, self.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
         if saved_ranks == self.ranks.dims.world_size:
@@ -580,11 +611,13 @@ class TorchEngine:
             value, shape = torch.from_numpy(np.array(trainable[key])), self._whole_shape(name)
             if shape != tuple(value.shape):
                 raise PlanError(f"--resume: {key} is {tuple(value.shape)} on disk, {shape} here.")
-            if name in self.named:
+            if self.partitioned:
+                self.foreign.set_weight(self.named[name], value)
+            elif name in self.named:
                 parallelize.local(self.named[name].detach()).copy_(self._part(name, value))
 
     def _whole_shape(self, name: str) -> tuple:
-        shape, dim = list(self.trained[name].shape), self.pieces.dims.get(name)
+        shape, dim = list(parallelize.whole_shape(self.trained[name])), self.pieces.dims.get(name)
         if dim is not None:
             shape[dim] *= self.ranks.dims.tp
         return tuple(shape)
@@ -641,15 +674,16 @@ class TorchEngine:
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        whole, state = {}, {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in whole:  # tied weights stay one tensor
-                part = None if tensor.is_meta else parallelize.local(tensor.detach())
-                value = self._collected(name, part) if name in parameters else part
-                whole[id(tensor)] = value if self.first else None
-            state[name] = whole[id(tensor)]
-        if self.first:
-            hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
+        with self.whole_weights() if self.partitioned else contextlib.nullcontext():
+            whole, state = {}, {}
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                if id(tensor) not in whole:  # tied weights stay one tensor
+                    part = None if tensor.is_meta else parallelize.local(tensor.detach())
+                    value = self._collected(name, part) if name in parameters else part
+                    whole[id(tensor)] = value if self.first else None
+                state[name] = whole[id(tensor)]
+            if self.first:
+                hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
 
     def profiler(self, written: list):
         from finetune.torch_engine import profiling

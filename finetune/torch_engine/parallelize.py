@@ -50,11 +50,15 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None, offload:
             module, mesh=mesh, reshard_after_forward=again, ignored_params=whole, offload_policy=policy
         )
         _put_rows(module, before, share)
+    sum_not_average(root)
+    return root
+
+
+def sum_not_average(root) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
-    return root
 
 
 def _put_rows(module, before: list, share) -> None:
@@ -152,6 +156,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def is_cut(parameter) -> bool:
     """Whether ranks hold its rows apart."""
     return isinstance(parameter, DTensor)
+
+
+def whole_shape(parameter) -> torch.Size:
+    """A parameter's own shape; under DeepSpeed's ZeRO-3 the parameter itself has none between forwards."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def held(named: dict) -> dict:
