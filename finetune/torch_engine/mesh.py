@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from finetune.parallel import AXES, ParallelDims
-from finetune.ranks import Watch, World, interface_between, tell_port, wait_for_port
+from finetune.ranks import GRACE_S, Watch, World, interface_between, tell_port, wait_for_port
 
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a model
@@ -62,7 +62,7 @@ def join(world: World, store, device: torch.device, timeout_s: float) -> None:
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
         COMMUNICATION.get(device.type, "gloo"), store=dist.PrefixStore("ranks", store), rank=world.rank,
-        world_size=world.size, timeout=timedelta(seconds=timeout_s),
+        world_size=world.size, timeout=timedelta(seconds=timeout_s + GRACE_S),  # the watch is first: it leaves the stacks
     )  # fmt: skip
 
 
