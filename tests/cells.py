@@ -27,7 +27,7 @@ LAYOUTS = {
 }  # fmt: skip
 QUANTIZERS = ("nf4", "bnb", "hqq", "quanto", "mlx")
 KINDS = ("full", "lora", "dora", *QUANTIZERS, "nf4 double", "bnb double", "bnb across rows", "nf4 bf16",
-         "full no_sync", "lora no_sync", "lora recomputed", "nf4 recomputed", "full kept", "nf4 kept")  # fmt: skip
+         "nf4 as bf16", "bnb double as bf16", "mlx as bf16", "full no_sync", "lora no_sync", "lora recomputed", "nf4 recomputed", "full kept", "nf4 kept")  # fmt: skip
 STEPS, ROWS_A_STEP = 6, 7
 CPU = torch.device("cpu")
 # Six documents a rank are of unequal targets; 7 rows a step never divide evenly.
@@ -47,6 +47,10 @@ def build(
     model = tiny.build(
         architecture, intermediate_size=128, **({"num_hidden_layers": 4} if ranks.dims.pp > 2 or deep else {})
     )
+    as_bf16, kind = (
+        kind.endswith(" as bf16"),
+        kind.removesuffix(" as bf16"),
+    )  # as for a torch that shards no integers
     bf16, kept = kind.endswith("bf16"), kind.endswith("kept")
     changes |= {"no_sync": kind.endswith("no_sync")}
     changes |= {"use_gradient_checkpointing": "true" if kind.endswith("recomputed") else "false"}
@@ -72,6 +76,8 @@ def build(
             for name, parameter in adapters.adapter_parameters(model).items():
                 if name.endswith("lora_B"):
                     parameter.normal_(std=0.05, generator=generator)
+    if as_bf16:
+        parallelize.hold_as_bf16(model)
     engine = TorchEngine(
         model, settings, CPU, ranks=ranks, reshard_after_forward=not kept, distribution=distribution
     )

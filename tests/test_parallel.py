@@ -107,6 +107,7 @@ def in_default(layout, kind):
         ("FSDP2 2", "nf4"),
         ("FSDP2 2", "dora"),
         ("HSDP 2x2", "nf4"),
+        ("FSDP2 2", "nf4 as bf16"),
         ("TP 2", "lora"),
         ("CP 2", "full"),
         ("PP 2", "nf4"),

@@ -68,9 +68,30 @@ class QuantizedLinear(nn.Module):
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.viewed = {}  # {name: (dtype, bytes of a row)} of those that are held as bf16: see hold_as_bf16
 
     def stored(self) -> tuple:
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple(self._stored(name) for name in self.names)
+
+    def _stored(self, name: str):
+        tensor = getattr(self, name)
+        if name not in self.viewed:
+            return tensor
+        dtype, width = self.viewed[name]
+        content = tensor.view(torch.uint8)
+        content = content if content.shape[-1] == width else content[..., :width].contiguous()
+        return content.view(dtype)
+
+    def hold_as_bf16(self) -> None:
+        """Views the same bytes as bf16 parameters, rows of an odd number padded by one: for what takes no integer parameters."""
+        for name in self.names:
+            tensor = getattr(self, name).detach().contiguous()
+            content = tensor.view(torch.uint8)
+            width = content.shape[-1]
+            if width % 2:
+                content = nn.functional.pad(content, (0, 1))
+            self.viewed[name] = (tensor.dtype, width)
+            setattr(self, name, nn.Parameter(content.view(torch.bfloat16), requires_grad=False))
 
     def cache(self, dtype) -> None:
         """Keeps the dequantized weight until `cached` is set to None: faster, and as large as unquantized."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from finetune.errors import PlanError
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.blocks import layer_stacks
 from finetune.torch_engine.mesh import Ranks
 
@@ -33,9 +33,10 @@ def shard(model, ranks: Ranks, reshard_after_forward: bool, share=None, offload:
     """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
 
     `share`: holds this rank's rows already, and the parameters are on meta. `offload`: rows and gradients are in host memory.
-    Scalars stay whole on every rank. Raises PlanError where this torch does not shard integer parameters.
+    Scalars stay whole on every rank. Where this torch shards no integer parameters, packed ones are held as bf16 of the same bytes.
     """
-    _probe(ranks)
+    if not takes_integers(ranks):
+        hold_as_bf16(model)
     mesh = ranks.mesh["dp_replicate", "shard"] if ranks.dims.dp_replicate > 1 else ranks.mesh["shard"]
     another = share is None  # on meta: another pipeline stage's
     whole = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and another}
@@ -114,21 +115,23 @@ def fsdp_modules(root) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-def _probe(ranks: Ranks) -> None:
-    """Shards and gathers one packed parameter: torch takes integer ones since 2026 only."""
+def takes_integers(ranks: Ranks) -> bool:
+    """Shards and gathers one packed parameter: torch takes integer ones since 2026 only. Collective."""
     module = nn.Linear(2, 2 * ranks.dims.shards, bias=False).to(ranks.mesh.device_type)
     codes = torch.arange(6 * ranks.dims.shards, dtype=torch.uint8).view(-1, 3)
     module.packed = nn.Parameter(codes.to(ranks.mesh.device_type), requires_grad=False)
     try:
         fully_shard(module, mesh=ranks.mesh["shard"])
         module.unshard()
-        same = torch.equal(module.packed.cpu(), codes)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise PlanError(
-            f"--dp_shards {ranks.dims.dp_shard}: torch {torch.__version__} does not shard integer parameters "
-            f"({str(error).splitlines()[0]}). Use --sharding_strategy ddp, or a newer torch."
-        ) from error
-    assert same, "packed bytes differ after gathering"
+        return torch.equal(module.packed.cpu(), codes)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def hold_as_bf16(model) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.hold_as_bf16()
 
 
 @contextlib.contextmanager

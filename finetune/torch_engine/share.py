@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from finetune.parallel import loads_whole
+from finetune.torch_engine import parallelize
 from finetune.torch_engine.mesh import Ranks
 
 
@@ -21,6 +22,8 @@ class Share:
     def of(cls, ranks: Ranks, settings, device: torch.device) -> "Share | None":
         """None where this rank keeps everything, or must load it all first."""
         if not ranks.sharded or loads_whole(settings):
+            return None
+        if settings.train_type == "qlora" and not parallelize.takes_integers(ranks):
             return None
         return cls(ranks, torch.device("cpu") if settings.use_cpu_offload else device)
 
