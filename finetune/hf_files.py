@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import quantization_wrapper
+from finetune import parts
 from finetune.errors import PlanError
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -297,6 +298,8 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
         names = [WEIGHTS]
     elif (folder / INDEX).exists():
         names = index_shards(folder, said)
+    elif (folder / parts.INDEX).exists():  # a checkpoint of several ranks
+        names = [path.name for path in parts.files_of(folder, WEIGHTS)]
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise PlanError(
             f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "

@@ -166,8 +166,10 @@ class ModelShape:
 
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
-    """{tensor name: shape} of safetensors files, from their headers alone."""
-    shapes = {}
+    """{tensor name: shape} of safetensors files, from their headers alone, or from the index of ranks' files."""
+    shapes = parts.shapes_of(weight_files)
+    if shapes:
+        return shapes
     for path in weight_files:
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
