@@ -145,7 +145,11 @@ class Stored:
     """A tensor on disk, with numpy's `shape` and indexing by slices: what is asked for is read, and nothing else."""
 
     def __init__(self, shape: tuple, dtype: str, places: list):
-        self.shape, self.dtype, self.places = tuple(shape), dtype, places  # [(open file, name, offset, shape)]
+        self.shape, self.dtype, self.places = (
+            tuple(shape),
+            dtype,
+            places,
+        )  # [(open file, name, offset, shape)]
 
     def __getitem__(self, region) -> np.ndarray:
         region = region if isinstance(region, tuple) else () if region is Ellipsis else (region,)
@@ -154,9 +158,7 @@ class Stored:
         whole = None
         for file, name, offset, shape in self.places:
             # Where this part and what is asked for meet, in the numbers of the whole.
-            ends = [
-                (max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, offset, shape, strict=True)
-            ]
+            ends = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, offset, shape, strict=True)]
             if any(a >= b for a, b in ends):
                 continue
             found = _read(file, name, [slice(a - o, b - o) for (a, b), o in zip(ends, offset, strict=True)])
@@ -164,9 +166,7 @@ class Stored:
                 return found
             if whole is None:
                 whole = np.empty([b - a for a, b in spans], found.dtype)
-            whole[
-                tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))
-            ] = found
+            whole[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))] = found
         if whole is None:  # none is asked for
             whole = np.empty([max(0, b - a) for a, b in spans], NUMPY[self.dtype])
         return whole

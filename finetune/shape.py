@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune import parts
+
 # Families whose block is no gated one of separate q, k, v, and the names of their linears: (leaf, rows, columns) in terms of
 # h hidden, q and k widths of query and key/value heads, f intermediate.
 GATED = (

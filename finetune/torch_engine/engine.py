@@ -54,7 +54,10 @@ class TorchEngine:
         dtype = hf_model.autocast_dtype(settings)
         self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
         self.root, self.stage, self.pieces = None, None, tensor_parallel.Pieces()
-        self.foreign, self.partitioned = None, False  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
+        self.foreign, self.partitioned = (
+            None,
+            False,
+        )  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
         self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
         self.whole_now = 0  # how many callers need every weight whole
         self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
@@ -486,9 +489,7 @@ class TorchEngine:
     def writes_parts(self) -> bool:
         """Whether each rank can save its own parts of what trains: whole weights, cut in ways that have a place in the whole."""
         return (
-            self.settings.train_type == "full"
-            and self.ranks.dims.weight_ranks > 1
-            and not self.partitioned
+            self.settings.train_type == "full" and self.ranks.dims.weight_ranks > 1 and not self.partitioned
         )
 
     @property
@@ -749,9 +750,11 @@ class TorchEngine:
             def read(name):
                 tensor = state[name]
                 part = None if tensor.is_meta else parallelize.local(tensor.detach())
-                return (self._collected(name, part) if name in parameters else part).cpu()
+                return self._collected(name, part) if name in parameters else part.cpu()
 
-            shapes = {n: self._whole_shape(n) if n in self.trained else tuple(t.shape) for n, t in state.items()}
+            shapes = {
+                n: self._whole_shape(n) if n in self.trained else tuple(t.shape) for n, t in state.items()
+            }
             saving = hf_model.Saving.of(self.model, shapes, self.saved_dtype)
             if self.first:
                 saving.write(Path(folder), read)

@@ -257,7 +257,10 @@ class Saving:
                     file.flush()
                     os.fsync(file.fileno())
             if split.is_sharded:
-                metadata = {"total_parameters": sum(t.numel() for t in self.on_disk.values()), **split.metadata}
+                metadata = {
+                    "total_parameters": sum(t.numel() for t in self.on_disk.values()),
+                    **split.metadata,
+                }
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (beside / "model.safetensors.index.json").write_text(text)
@@ -284,7 +287,9 @@ class Saving:
 
 def _as_part(name: str, tensor: torch.Tensor) -> parts.Part:
     word = str(tensor.dtype).removeprefix("torch.")
-    return parts.Part(name, {"bfloat16": "BF16"}.get(word) or parts.FROM_NUMPY[word], tuple(tensor.shape), None)
+    return parts.Part(
+        name, {"bfloat16": "BF16"}.get(word) or parts.FROM_NUMPY[word], tuple(tensor.shape), None
+    )
 
 
 @dataclass(frozen=True)
