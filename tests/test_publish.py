@@ -52,7 +52,5 @@ def test_a_folder_of_shards_is_read_as_the_model(tmp_path, monkeypatch):
     from finetune.torch_engine import loading
 
     again = loading.load_dense(tmp_path, torch.float32)
-    for (name, wanted), (_, found) in zip(
-        model.named_parameters(), again.named_parameters(), strict=True
-    ):
+    for (name, wanted), (_, found) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(wanted, found), name
