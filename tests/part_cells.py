@@ -2,20 +2,23 @@
 
 import dataclasses
 import os
+import resource
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
-from finetune import checkpoint, parts, rundir
+from finetune import checkpoint, rundir
 from finetune.errors import StorageError
 from finetune.parallel import ParallelDims
 from finetune.plan import RunPlan, TrainState
 from finetune.ranks import World
-from finetune.torch_engine import mesh
-from tests import cells
+from finetune.settings import Settings
+from finetune.torch_engine import memory_count, mesh
+from finetune.torch_engine.engine import TorchEngine, trim_heap
+from tests import cells, tiny
 
 IDENTITY = {"base model": "a", "dataset": "b"}
 
@@ -117,3 +120,106 @@ def both(rank: int, size: int, layouts: list, pairs: list, folder: str, architec
 
 def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def faults(rank: int, size: int, folder: str) -> dict:
+    """A rank whose writes fail: what all ranks raise. Then one that does not see the folder: what is told and written."""
+    engine = cells.build("full", ranks_of(rank, size, "FSDP2 2"))
+    steps(engine, 1)
+    root = Path(folder) / "full"
+    save(engine, root, step=1)
+    found, limits = {}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:  # the kernel refuses bytes past this, as it does on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        save(engine, root, step=2)
+    except StorageError as error:
+        found["error"], found["code"] = str(error), error.exit_code
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found["left"] = sorted(p.name for p in (root / "checkpoints").iterdir())
+    save(engine, root, step=3)
+    elsewhere = Path(folder) / ("host 0" if rank == 0 else "host 1")
+    found["told"] = save(engine, elsewhere, step=1)
+    whole = gathered(engine)
+    if rank == 0:
+        step = checkpoint.verify(elsewhere / "checkpoints" / "step-1")
+        found["files"] = sorted(step.manifest["files"])
+        found["same"] = equal(whole, step.tensors(rundir.FULL) | step.tensors(rundir.MOMENTS))
+    return found
+
+
+def killed_while_saving(rank: int, size: int, folder: str) -> None:
+    """Rank 1 is killed when its first file of the second checkpoint is written and not yet on disk."""
+    engine = cells.build("full", ranks_of(rank, size, "FSDP2 2"))
+    steps(engine, 2)
+    save(engine, Path(folder), step=2)
+    whole = gathered(engine)
+    if rank == 0:
+        save_file(whole, Path(folder) / "gathered.safetensors")
+    steps(engine, 1, 2)
+    if rank == 1:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+    save(engine, Path(folder), step=3)
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory of this process while the block runs, above what it was."""
+
+    def __enter__(self):
+        self.before = self.most = anonymous_bytes()
+        self.ending = threading.Event()
+        self.start()
+        return self
+
+    def run(self):
+        while not self.ending.wait(0.0005):
+            self.most = max(self.most, anonymous_bytes())
+
+    def __exit__(self, *_):
+        self.ending.set()
+        self.join()
+        self.above = self.most - self.before
+
+
+def memory(rank: int, size: int, layout: str, folder: str) -> dict:
+    """Bytes that saving takes on this rank above what it holds: in parts, gathered, and for the published model."""
+    model = tiny.build(
+        vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8
+    )
+    settings = dataclasses.replace(Settings(), precision="fp32", train_type="full", lr=1e-3)
+    engine = TorchEngine(model, settings, cells.CPU, ranks=ranks_of(rank, size, layout))
+    engine.settle_layout("auto")
+    steps(engine, 1)
+    # Blocks of 1 MiB and more go back to the system when they are let go.
+    memory_count.map_blocks_from(2**20)
+    trim_heap()
+    whole = {n: int(np.prod(engine._whole_shape(n))) * 4 for n in engine.trained}
+    run = directory(engine, Path(folder) / layout)
+    run.settle_parts(engine)
+    found = {"model": sum(whole.values()), "largest": max(whole.values())}
+    found["own"] = 3 * sum(p.nbytes for p in engine.held.values() if p is not None)
+    state = TrainState(step=1, total_steps=2)
+    for how in ("parts", "gathered"):
+        run.in_parts = how == "parts"
+        trim_heap()
+        with Peak() as peak:
+            run.save_step(engine, state, IDENTITY, {}, 0)
+        found[how] = peak.above
+    trim_heap()
+    with Peak() as peak:
+        run.publish(engine, {})
+    found["published"] = peak.above
+    # Taking it up on other memory: the engine is there, so its own tensors are, and one more is read at a time.
+    run.in_parts = True
+    run.save_step(engine, state, IDENTITY, {}, 0)
+    engine.ranks.table([0])
+    trim_heap()
+    with Peak() as peak:
+        run.restore(engine, run.find_checkpoint(None)[0], IDENTITY)
+    found["taken up"] = peak.above
+    return found
