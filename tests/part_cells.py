@@ -28,11 +28,11 @@ def ranks_of(rank: int, size: int, layout: str) -> mesh.Ranks:
     return mesh.Ranks.of(World(rank, size if layout != "alone" else 1), dims, cells.CPU)
 
 
-def directory(engine, folder: Path, resumed: bool = False) -> rundir.RunDir:
+def directory(engine, folder: Path) -> rundir.RunDir:
     settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
     plan = RunPlan(settings, {}, (), (), "cpu", "torch", engine.ranks.dims)
     kind = rundir.OnlookerDir if engine.rank else rundir.RunDir
-    return kind(plan, resumed)
+    return kind(plan, resumed=True)
 
 
 def steps(engine, number: int, first: int = 0) -> list[float]:
@@ -56,15 +56,17 @@ def gathered(engine) -> dict:
 def save(engine, folder: Path, step: int = 2) -> list[str]:
     """Saves the engine's present state; lines that were told."""
     run = directory(engine, folder)
-    told = run.settle_parts(engine)
-    run.save_step(engine, TrainState(step=step, total_steps=9), IDENTITY, {"config.json": {}}, 0)
-    if engine.rank == 0:
-        run.lock.release()
+    try:
+        told = run.settle_parts(engine)
+        run.save_step(engine, TrainState(step=step, total_steps=9), IDENTITY, {"config.json": {}}, 0)
+    finally:
+        if engine.rank == 0:
+            run.lock.release()
     return told
 
 
 def take_up(engine, folder: Path) -> None:
-    run = directory(engine, folder, resumed=True)
+    run = directory(engine, folder)
     saved, _ = run.find_checkpoint(None)
     state, _ = run.restore(engine, saved, IDENTITY)
     assert state.step == 2
@@ -214,12 +216,13 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     with Peak() as peak:
         run.publish(engine, {})
     found["published"] = peak.above
-    # Taking it up on other memory: the engine is there, so its own tensors are, and one more is read at a time.
     run.in_parts = True
     run.save_step(engine, state, IDENTITY, {}, 0)
     engine.ranks.table([0])
+    engine.optimizer.state.clear()  # as before the first step
     trim_heap()
     with Peak() as peak:
         run.restore(engine, run.find_checkpoint(None)[0], IDENTITY)
-    found["taken up"] = peak.above
+    moments = [m for state in engine.optimizer.state.values() for m in state.values() if m.ndim]
+    found["taken up"] = peak.above - sum(m.nbytes for m in moments)
     return found

@@ -2,15 +2,18 @@
 
 import json
 import random
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from finetune import checkpoint, parts
+from finetune import checkpoint, parts, rundir
 from finetune.errors import CheckpointDamaged
 from tests import ranks
 from tests.test_checkpoint import DAMAGES
+from tests.test_parallel import ROOT, command, finish, losses
 
 TWO = ["FSDP2 2", "TP 2", "PP 2"]
 FOUR = ["FSDP2 4", "FSDP2 2 x TP 2", "PP 2 x FSDP2 2", "HSDP 2x2", "FSDP2 2 x CP 2", "PP 2 x TP 2"]
@@ -211,3 +214,65 @@ def test_saving_takes_no_more_than_a_tensor_beside_what_a_rank_holds(tmp_path, l
         # A tensor gathered and what it was gathered from, and the bytes it is written as.
         assert entry["published"] <= 4 * entry["largest"] + SLACK, found
     assert found[0]["gathered"] > 2 * found[0]["model"]
+
+
+@pytest.mark.slow
+def test_the_program_saves_in_parts_goes_on_bitwise_and_its_step_folder_is_a_model(
+    tiny_model, rows_file, tmp_path
+):
+    """Twelve steps of full fine-tuning on two ranks; cut back and resumed on two and on one; a failing disk; other scripts."""
+    base = ["--model_name", tiny_model, "--dataset", rows_file, "--backend", "cpu", "--train_type", "full", "--context_length", 64,
+            "--num_epochs", 2, "--lr", "1e-3", "--log_to", "stdout", "--batch_size", 2, "--save_every", 4, "--keep_last", 9,
+            "--precision", "fp32", "--world_size", 2]  # fmt: skip
+    whole = tmp_path / "whole"
+    code, _, err = finish(command(base, "--output_dir", whole))
+    assert code == 0, err
+    step = whole / "checkpoints" / "step-12"
+    assert (step / "model-rank00001.safetensors").is_file() and not (step / "model.safetensors").exists()
+
+    for name in ("two", "one"):
+        shutil.copytree(whole, tmp_path / name)
+        for later in checkpoint.steps_of(tmp_path / name)[:-1]:
+            shutil.rmtree(later)
+        (tmp_path / name / "train_state.json").unlink()
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-"]  # KiB: a part of the model is larger
+    resumed = ["--resume", "auto", "--output_dir"]
+    full_disk = [*map(str, limited), *map(str, command(base, *resumed, tmp_path / "two"))]
+    code, _, err = finish(full_disk)
+    assert code == 74 and err.count("error:") == 1 and "File too large" in err, err
+    assert [p.name for p in checkpoint.steps_of(tmp_path / "two")] == ["step-4"]
+    for name, flags in (("two", ()), ("one", ("--world_size", 1, "--batch_size", 4))):
+        code, out, err = finish(command(base, *flags, *resumed, tmp_path / name))
+        assert code == 0 and "at step 4 of 12" in out, err
+    assert losses(tmp_path / "two") == losses(whole)
+    assert losses(tmp_path / "one") == pytest.approx(losses(whole), rel=2e-6)
+    again = checkpoint.verify(tmp_path / "two" / "checkpoints" / "step-12")
+    for file in (rundir.FULL, rundir.MOMENTS):
+        saved = checkpoint.verify(step).tensors(file)
+        found = again.tensors(file)
+        assert saved.keys() == found.keys()
+        assert all(np.array_equal(saved[n], found[n]) for n in saved)
+
+    said = []
+    for folder in (whole, step):  # the published model is that of the last step
+        script = [sys.executable, "-W", "ignore", ROOT / "generate.py", "--checkpoint", folder, "--prompt", "What is 3 plus 3?",
+                  "--device", "cpu", "--precision", "fp32", "--max_new_tokens", 12]  # fmt: skip
+        code, out, err = finish(script)
+        assert code == 0, err
+        said.append(out)
+    assert said[0] == said[1]
+    script = [
+        sys.executable,
+        "-W",
+        "ignore",
+        ROOT / "export.py",
+        "--checkpoint",
+        step,
+        "--output_dir",
+        tmp_path / "m",
+    ]
+    code, _, err = finish(script)
+    assert code == 2 and "nothing to merge" in err
+    code, _, err = finish([sys.executable, "-W", "ignore", ROOT / "expand.py", "--model_name", step, "--output_dir",
+                           tmp_path / "grown"])  # fmt: skip
+    assert code == 2 and "is a checkpoint of several ranks" in err, err

@@ -684,7 +684,7 @@ class TorchEngine:
             if self.partitioned:
                 self.foreign.set_weight(self.named[name], torch.from_numpy(np.array(value[...])))
             elif name in self.named:
-                self._here(name).copy_(torch.from_numpy(np.array(self._part(name, value))))
+                self._here(name).copy_(torch.from_numpy(np.asarray(self._part(name, value))))
 
     def _whole_shape(self, name: str) -> tuple:
         shape, dim = list(parallelize.whole_shape(self.trained[name])), self.pieces.dims.get(name)
