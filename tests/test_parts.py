@@ -185,13 +185,8 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before_which_is_take
     assert list((root / "checkpoints").glob(".tmp-step-3-*"))
     newest, skipped = checkpoint.newest(root)
     assert newest.step == 2 and not skipped
-    pairs = [("FSDP2 2", b) for b in ("FSDP2 2", "alone")]
-    found = ranks.run(
-        2,
-        "tests.part_cells:taken_up_as",
-        {"pairs": [p[:2] for p in pairs[:1]], "folder": str(tmp_path)},
-        tmp_path / "again",
-    )
+    arguments = {"pairs": [("FSDP2 2", "FSDP2 2")], "folder": str(tmp_path)}
+    found = ranks.run(2, "tests.part_cells:taken_up_as", arguments, tmp_path / "again")
     assert found[0][0]["same"]
     checkpoint.clean_leftovers(root)
     assert not list((root / "checkpoints").glob(".tmp*"))
@@ -213,7 +208,7 @@ def test_saving_takes_no_more_than_a_tensor_beside_what_a_rank_holds(tmp_path, l
             assert entry[how] <= entry["largest"] + SLACK, (how, found)
         # A tensor gathered and what it was gathered from, and the bytes it is written as.
         assert entry["published"] <= 4 * entry["largest"] + SLACK, found
-    assert found[0]["gathered"] > 2 * found[0]["model"]
+    assert found[0]["gathered"] > found[0]["model"]
 
 
 @pytest.mark.slow
