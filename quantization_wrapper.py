@@ -290,6 +290,11 @@ def config_of_layer(config: QuantizationConfig, name: str) -> QuantizationConfig
     return replace(config, **({} if keep_width else {"bits": None, "quant_type": None}), **own)
 
 
+def is_conv1d(module) -> bool:
+    """transformers' Conv1D: a linear whose weight is kept as [I, O]."""
+    return type(module).__name__ == "Conv1D"
+
+
 def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     """Replaces the model's linears by quantized ones, a layer at a time, and returns the model.
 
@@ -301,7 +306,7 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
 
     wanted = set(names) if names is not None else None
     for name, module in list(model.named_modules()):
-        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        linear = isinstance(module, nn.Linear) or is_conv1d(module)
         chosen = (
             name in wanted
             if wanted is not None

@@ -530,7 +530,8 @@ def predicted_memory(run: Run) -> dict:
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
     load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
-    predicted = memory.estimate(s, sizes, load, run.plan.backend, run.plan.dims.weight_ranks)
+    room = fit.Room(0, run.plan.backend, run.plan.dims.shards, run.plan.dims)
+    predicted = fit.predicted(s, sizes, room, load)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
     return predicted

@@ -41,3 +41,9 @@ class CheckpointDamaged(RuntimeError):
     """The checkpoint asked for does not verify, and no older one may stand in."""
 
     exit_code = 76
+
+
+# What a run ends with by its own word: one line, and the exit code.
+EXPECTED = (
+    PlanError, NonFiniteError, RankLost, OutOfMemoryError, StorageError, OutputDirInUse, CheckpointDamaged,
+)  # fmt: skip

@@ -5,7 +5,7 @@ A change's price is what it costs besides: part of the speed as measured in dev/
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from finetune import memory, traffic
 from finetune.errors import PlanError
@@ -37,18 +37,20 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of one device, and how many of them share a copy of the weights."""
+    """The memory of one device, over how many of them weights are cut by rows, and the degrees that cut the model otherwise."""
 
     memory_bytes: int
     device: str = "cpu"
     ranks: int = 1
+    dims: ParallelDims = field(default_factory=ParallelDims)
 
     @property
     def usable(self) -> int:
         return max(0, int(USABLE_PART * self.memory_bytes) - PROCESS_BYTES.get(self.device, 0))
 
     def __str__(self) -> str:
-        shared = f", {self.ranks} ranks share one copy of the weights" if self.ranks > 1 else ""
+        ranks = self.ranks * self.dims.tp * self.dims.pp
+        shared = f", {ranks} ranks share one copy of the weights" if ranks > 1 else ""
         return f"{self.device}, {gib(self.memory_bytes)}{shared}"
 
 
@@ -94,8 +96,15 @@ def load_of(settings: Settings, rows: int | None = None) -> memory.Load:
 
 def needs(settings: Settings, shape: ModelShape, room: Room, load: memory.Load | None = None) -> int:
     """Predicted bytes a rank."""
-    load = load or load_of(settings)
-    return memory.estimate(settings, shape, load, room.device, room.ranks)["total"]
+    return predicted(settings, shape, room, load or load_of(settings))["total"]
+
+
+def predicted(settings: Settings, shape: ModelShape, room: Room, load: memory.Load) -> dict:
+    """memory.estimate of what one rank has of the model and of a microbatch."""
+    part, load = memory.part_of(shape, load, room.dims)
+    stages = room.dims.pp
+    in_flight = 2 * stages if settings.pp_schedule == "gpipe" and stages > 1 else stages
+    return memory.estimate(settings, part, load, room.device, room.ranks, in_flight)
 
 
 def fits(settings: Settings, shape: ModelShape, room: Room, load: memory.Load | None = None) -> bool:
@@ -235,7 +244,7 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
         offer("--use_gradient_checkpointing true", "27 to 43 % of the speed", use_gradient_checkpointing="true",
               use_activation_cpu_offload=False)  # fmt: skip
     if room.ranks > 1 and room.device not in ("cpu", "mps") and not s.use_cpu_offload:
-        host = memory.estimate(replace(s, use_cpu_offload=True), shape, load_of(s), room.device, room.ranks)
+        host = predicted(replace(s, use_cpu_offload=True), shape, room, load_of(s))
         offer("--use_cpu_offload true", f"{gib(host.get('host', 0))} of host memory a rank, from which weights come anew for each "
               "forward and backward; the result stays the same", use_cpu_offload=True)  # fmt: skip
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(s.precision)
@@ -328,7 +337,7 @@ def remedy_lines(settings: Settings, shape: ModelShape, room: Room) -> list[str]
 
 
 def report_lines(
-    settings: Settings, shape: ModelShape | None, room: Room | None, dims: ParallelDims = ParallelDims()
+    settings: Settings, shape: ModelShape | None, room: Room | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
     """(the memory table of a dry run in words, and what ranks send each other; whether it fits)."""
     if shape is None or room is None or not (shape.known and shape.linears):
@@ -336,21 +345,21 @@ def report_lines(
         why = "this device's memory is not known" if room is None else why
         return [f"memory: not predicted, {why}"], True
     load = load_of(settings)
-    predicted = memory.estimate(settings, shape, load, room.device, room.ranks)
-    ok, total = predicted["total"] <= room.usable, predicted["total"]
+    found = predicted(settings, shape, room, load)
+    ok, total = found["total"] <= room.usable, found["total"]
     forward = f"{len(load.lengths)} x {settings.context_length} tokens a forward"
-    lines = [f"memory of {'each rank' if room.ranks > 1 else 'this run'} ({room}), {forward}:"]
-    lines += [f"  {name:<12} {gib(size):>12}" for name, size in predicted["items"].items()]
+    lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({room}), {forward}:"]
+    lines += [f"  {name:<12} {gib(size):>12}" for name, size in found["items"].items()]
     verdict = "fits" if ok else f"does not fit, by {gib(total - room.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(room.usable)} usable: {verdict}")
-    if "host" in predicted:
-        lines.append(f"  {'host':<12} {gib(predicted['host']):>12} of host memory a rank, while it trains")
+    if "host" in found:
+        lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory a rank, while it trains")
     loading = memory.loading_bytes(settings, shape, room.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(settings, shape, room)
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
-    if dims.world_size > 1:
+    if dims and dims.world_size > 1:
         sent = traffic.sent(dims, traffic.work_of(settings, shape, dims, load)).items()
         lines.append(
             "each rank sends a step of full rows: "

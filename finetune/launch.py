@@ -7,19 +7,7 @@ import signal
 import sys
 import threading
 
-from finetune.errors import (
-    CheckpointDamaged,
-    NonFiniteError,
-    OutOfMemoryError,
-    OutputDirInUse,
-    PlanError,
-    RankLost,
-    StorageError,
-)
-
-EXPECTED = (
-    PlanError, NonFiniteError, RankLost, OutOfMemoryError, StorageError, OutputDirInUse, CheckpointDamaged,
-)  # fmt: skip
+from finetune.errors import EXPECTED, PlanError, StorageError
 
 
 def prepare_environment() -> None:

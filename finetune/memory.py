@@ -6,9 +6,9 @@ h hidden, f intermediate, q and k widths of query and key/value heads, T tokens 
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from finetune.parallel import loads_whole
+from finetune.parallel import ParallelDims, loads_whole
 from finetune.settings import CHANGES_BASE
 from finetune.shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, weight_bytes
@@ -445,10 +445,46 @@ def cached_bytes(z: Sizes) -> int:
     return int(cached * (1 - shape.new_layers / shape.num_layers))
 
 
-def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks: int = 1) -> dict:
+def part_of(shape: ModelShape, load: Load, dims: ParallelDims) -> tuple[ModelShape, Load]:
+    """What one rank sees of the model and of a microbatch under tensor, pipeline and context parallelism: of a pipeline the stage
+    that holds most. Embedding and head stay whole on it.
+    """
+    if dims.cp > 1:
+        load = replace(
+            load,
+            lengths=tuple(-(-n // dims.cp) for n in load.lengths),
+            num_targets=-(-load.num_targets // dims.cp),
+        )
+    if dims.tp * dims.pp == 1 or not shape.known:
+        return shape, load
+    layers, linears = shape.num_layers // dims.pp, []
+    for name, rows, columns in shape.linears:
+        found = re.search(r"\.(\d+)\.", name)
+        if found and int(found[1]) >= layers:
+            continue
+        cut = dims.tp if found else 1
+        by_rows = name.rpartition(".")[2] in READS
+        linears.append((name, rows // cut, columns) if by_rows else (name, rows, columns // cut))
+    kept = sum(rows * columns for _, rows, columns in linears)
+    experts = shape.expert_weights // dims.pp
+    weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
+    if dims.pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
+        weights -= shape.vocab_size * shape.hidden_size
+    part = replace(
+        shape, num_layers=layers, linears=tuple(linears), num_weights=weights, expert_weights=experts,
+        num_heads=shape.num_heads and shape.num_heads // dims.tp, num_kv_heads=shape.num_kv_heads and shape.num_kv_heads // dims.tp,
+        intermediate_size=shape.intermediate_size and shape.intermediate_size // dims.tp, tied=shape.tied or dims.pp > 1,
+    )  # fmt: skip
+    return part, load
+
+
+def estimate(
+    settings, shape: ModelShape, load: Load, device: str = "cpu", ranks: int = 1, in_flight: int = 1
+) -> dict:
     """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
 
-    `ranks` share one copy of weights, gradients and moments (FSDP2). `overlap` is what is never there at once, below zero.
+    `ranks` share one copy of weights, gradients and moments (FSDP2); a pipeline keeps the activations of `in_flight` microbatches.
+    `overlap` is what is never there at once, below zero.
     With --use_cpu_offload {'host': bytes} beside the total: what a rank keeps in host memory instead. Zeros where the config
     says too little.
     """
@@ -460,6 +496,7 @@ def estimate(settings, shape: ModelShape, load: Load, device: str = "cpu", ranks
     cached = cached_bytes(z)
     step = step_bytes(z, load, kept)
     taken = step["total"] - kept - gradients - step["logits"]
+    kept *= in_flight
     items = {
         "base": base_bytes(z, ranks) + frozen_extras(z),
         "trainable": 4 * sum(own),

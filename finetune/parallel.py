@@ -64,11 +64,6 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
-    @property
-    def weight_ranks(self) -> int:
-        """Over how many ranks one copy of the model is spread."""
-        return self.shards * self.tp * self.pp
-
     def shard_rank(self, rank: int) -> int:
         """Which of the `shards` parts of each weight the rank holds."""
         at = self.coordinates(rank)
@@ -112,8 +107,8 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
 
 def loads_whole(settings) -> str | None:
     """Why a sharded rank loads the whole model before it is cut; None where it reads and keeps its own rows alone."""
-    if settings.tp_degree * settings.cp_degree * settings.pp_degree > 1:
-        return "a model cut in other ways than by rows is proved whole before"
+    if settings.tp_degree * settings.pp_degree > 1:
+        return "a model whose layers are cut is proved whole before"
     if settings.llama_pro_path:
         return "new layers are proved identities on the loaded weights"
     if settings.train_type != "full" and settings.init_lora_weights == "eva":
@@ -124,7 +119,10 @@ def loads_whole(settings) -> str | None:
 
 
 def check_model(dims: ParallelDims, shape) -> None:
-    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is. What transformers plans for the model is asked of it when it is loaded."""
+    """Raises PlanError where the degrees do not divide what they cut; `shape` (a ModelShape) says what that is.
+
+    What transformers plans for the model is asked of it when it is loaded.
+    """
     sizes = {"attention heads": shape.num_heads, "key/value heads": shape.num_kv_heads}
     if not shape.num_experts:
         sizes["intermediate size"] = shape.intermediate_size

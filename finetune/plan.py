@@ -392,6 +392,11 @@ class _Resolver:
             why = "as the saved run settled it" if v["batch_size"] == "auto" else (
                 f"the saved run's {self.kept_rows} rows a step in {batches} batches")  # fmt: skip
             self.set("batch_size", self.kept_rows // batches, why)
+        data_ranks, rows = self.dims.data_ranks, DEMO_SETTINGS["batch_size"]
+        if "batch_size" in self.demo and not self.given("batch_size") and rows % data_ranks == 0:
+            self.set(
+                "batch_size", rows // data_ranks, f"the demo's {rows} rows a step, over {data_ranks} ranks"
+            )
         v["world_size"], v["dp_degree"], v["dp_shards"] = size, self.dims.dp_replicate, self.dims.dp_shard
         if size == 1:
             alone = "one process meets no other"
@@ -415,7 +420,7 @@ class _Resolver:
         if self.distribution.startswith("zero"):
             self.notices.append("memory is predicted as for replicas, which DeepSpeed's ZeRO takes less than")
         elif self.dims.shards == 1:
-            self.set("no_sync", True, "replicas exchange gradients once a step")
+            self.set("no_sync", True, "gradients of weights that are not sharded are summed once a step")
             if v["use_cpu_offload"]:
                 raise PlanError(
                     "--use_cpu_offload true: keeps sharded weights in host memory, and nothing is sharded here. Use --dp_shards, "
@@ -750,12 +755,11 @@ class _Resolver:
     def room(self) -> fit.Room | None:
         """The memory that is planned for: this machine's device, or the ones that --assume_memory and --assume_world_size name."""
         room = room_of(self.values, str(self.backend), self.caps.memory_bytes, self.given("backend"))
-        if room is None or self.dims.world_size == 1 or self.values["assume_memory"]:
+        if room is None or self.dims.world_size == 1:
             return room
-        shared = (
-            self.local_size if self.backend in (Backend.CPU, Backend.MPS) else 1
-        )  # one memory for all ranks here
-        return replace(room, memory_bytes=room.memory_bytes // shared, ranks=self.dims.weight_ranks)
+        one_memory = self.backend in (Backend.CPU, Backend.MPS) and not self.values["assume_memory"]
+        shared = self.local_size if one_memory else 1
+        return replace(room, memory_bytes=room.memory_bytes // shared, ranks=self.dims.shards, dims=self.dims)
 
     def cache_dequantized(self):
         """On where dense copies are small beside the memory: they save two dequantizations a layer and microbatch."""

@@ -12,12 +12,14 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 from finetune import errors
@@ -28,13 +30,7 @@ FOLDER = (
 )
 GRACE_S = 10.0  # ranks end by themselves within this after one of them has; then they are ended
 BEAT_S = 0.5
-KINDS = {
-    kind.exit_code: kind
-    for kind in (
-        errors.PlanError, errors.NonFiniteError, errors.RankLost, errors.OutOfMemoryError, errors.StorageError,
-        errors.OutputDirInUse, errors.CheckpointDamaged,
-    )
-}  # fmt: skip
+KINDS = {kind.exit_code: kind for kind in errors.EXPECTED}
 
 
 @dataclass(frozen=True)
@@ -224,6 +220,51 @@ def _write(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}")
     beside.write_text(text)
     beside.rename(path)
+
+
+# ---- the network between hosts
+
+
+def interface_between(world: World, store, timeout_s: float) -> str | None:
+    """The network interface through which this rank and those of other hosts reach each other; None where none is found.
+
+    `store`: has set, wait and get, as torch's. Collective. A host's own name may stand for an address that only itself can reach
+    (Debian's 127.0.1.1), so the first host looks towards another rank.
+    """
+    mine = _address_towards(os.environ.get("MASTER_ADDR", world.host))
+    store.set(f"address-{world.rank}", mine)
+    if mine.startswith("127."):
+        keys = [f"address-{rank}" for rank in range(world.size)]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        others = (store.get(key).decode() for key in keys)
+        far = next((address for address in others if not address.startswith("127.")), None)
+        mine = _address_towards(far) if far else mine
+    return _interface_with(mine)
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the way to another, IPv4. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:  # no such name or no way there in IPv4
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def _interface_with(address: str) -> str | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                found = fcntl.ioctl(asked, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 # ---- noticing that one is gone

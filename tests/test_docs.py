@@ -109,6 +109,12 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             world = World(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
             given = vars(PARSERS["train.py"].parse_args(options[at + 1 :]))
             resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
+        case ["srun", "python", "train.py", *rest]:
+            given = vars(PARSERS["train.py"].parse_args(rest[: rest.index("||")]))
+            world = World(size=16, local_size=8, launcher="srun")
+            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
+        case ["sbatch", script, *_] | [("tests/two_hosts.sh" | "tests/slurm.sh") as script, *_]:
+            assert os.access(ROOT / script, os.X_OK)
         case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
             size = yaml.safe_load((ROOT / file).read_text())["num_processes"]
             given = vars(PARSERS["train.py"].parse_args(rest))
@@ -124,7 +130,7 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             assert (ROOT / file).is_file()
         case ["pip", "install", *_]:
             pass
-        case ["set" | "cd", *_] if where.startswith("runs/"):
+        case ["set" | "cd" | "if" | "export" | "exit", *_] if where.startswith("runs/"):
             pass
         case _:
             raise AssertionError(f"{where}: a command nobody checks: {words}")

@@ -591,6 +591,26 @@ def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, vi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_kill_the_same_port_is_free_at_once(base, tmp_path, victim):
+    port = free_port()
+    first = by_hand(base, tmp_path / "out", *LONG, "--master_port", port)
+    try:
+        wait_for_steps(tmp_path / "out", 25, first[0])
+        first[victim].kill()
+        first[1 - victim].communicate(timeout=30)
+    finally:
+        [ranks.finish(p) for p in first]
+    more = ["--max_steps", 45, "--resume", "auto", "--master_port", port]
+    again = by_hand(base, tmp_path / "out", *LONG, *more)
+    try:
+        said = [p.communicate(timeout=120) for p in again]
+    finally:
+        [ranks.finish(p) for p in again]
+    assert [p.returncode for p in again] == [0, 0] and "resumed from" in said[0][0], said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     flags = [

@@ -331,8 +331,9 @@ def test_a_diverging_run_exits_65(base):
 
 
 @pytest.mark.slow
-def test_the_demo_reaches_its_score(tmp_path):
-    out = finish("--output_dir", tmp_path / "demo")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_demo_reaches_its_score(tmp_path, world_size):
+    out = finish("--output_dir", tmp_path / "demo", "--world_size", world_size)
     assert out.returncode == 0, out.stderr
     before, after = read_events(tmp_path / "demo", "eval")
     assert before["exact_match"] < 0.05 and after["exact_match"] > 0.9

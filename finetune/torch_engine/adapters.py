@@ -2,7 +2,6 @@
 
 import math
 import re
-import zlib
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ def linear_names(model) -> list[str]:
     parts = {id(part) for part in experts.quantized_parts(model)}
     names = []
     for name, module in model.named_modules():
-        linear = isinstance(module, (nn.Linear, QuantizedLinear)) or type(module).__name__ == "Conv1D"
+        linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
         if not linear or module is head or id(module) in parts:
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
@@ -164,7 +163,7 @@ def _set_start(layer, name: str, start, in_features: int, settings: Settings, sh
 
 def _drawn(name: str, shape, kind: str, settings: Settings) -> torch.Tensor:
     """Numbers that the seed and the layer's name alone decide: standard normal, or uniform in [-1, 1]."""
-    generator = torch.Generator().manual_seed((settings.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+    generator = torch.Generator().manual_seed(lora_init.seed_of(settings.seed, name))
     out = torch.empty(shape)
     return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
 

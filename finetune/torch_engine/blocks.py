@@ -74,21 +74,23 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
     return model.eval()
 
 
+def layer_stacks(model) -> list[str]:
+    """Names of the lists of modules as long as the config says the model is deep."""
+    depth = model.config.get_text_config().num_hidden_layers
+    return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+
+
 def layer_list(model, layers: str | None, said: str) -> nn.ModuleList:
     """The decoder's stack, under the name that `layers` (from the files) ends with."""
     return model.get_submodule(layer_list_name(model, layers, said))
 
 
 def layer_list_name(model, layers: str | None, said: str) -> str:
-    count = model.config.get_text_config().num_hidden_layers
     found = [
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, nn.ModuleList)
-        and len(m) == count
-        and (layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2])
+        n for n in layer_stacks(model) if layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2]
     ]
     if len(found) != 1:
+        count = model.config.get_text_config().num_hidden_layers
         raise PlanError(
             f"{said}: {len(found)} stacks of {count} layers are in {type(model).__name__}, not one."
         )

@@ -89,9 +89,8 @@ class TorchEngine:
     def _cut(self, reshard_after_forward: bool, share, distribution: str) -> None:
         """Leaves this rank its part of the model. What only a whole model can show is shown before."""
         dims = self.ranks.dims
-        if dims.tp * dims.cp * dims.pp > 1:
-            self.proofs = self._prove(self.settings.batch_layout)
-            self.reference = self._logits(self._proof_batch())
+        if dims.tp * dims.pp > 1:
+            self._refer()
         self.pieces = tensor_parallel.split(self.model, self.ranks)
         if dims.pp > 1:
             self.stage = pipeline.Stage(self.model, self.ranks, self.settings.pp_schedule)
@@ -102,6 +101,13 @@ class TorchEngine:
             self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward, share, offload)
         if share is not None and self.settings.use_dora:
             parallelize.start_magnitudes(self.root, self.ranks)
+        if dims.cp > 1 and self.reference is None:
+            self._refer()
+
+    def _refer(self) -> None:
+        """The proofs of the model while each rank runs all of it, and the logits that its parts must give."""
+        self.proofs = self._prove(self.settings.batch_layout)
+        self.reference = self._try(self._logits, self._proof_batch())
 
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""

@@ -383,8 +383,14 @@ class _Placer:
                 tensor.contiguous().view(-1).view(torch.uint8).numpy()
             ).digest()
         config = self.config_of(name)
-        if config is not None and leaf == "weight" and (isinstance(module, nn.Linear) or is_conv1d(module)):
-            self.put_layer(name, self.quantize(name, tensor, config, is_conv1d(module)), part)
+        if (
+            config is not None
+            and leaf == "weight"
+            and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
+        ):
+            self.put_layer(
+                name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part
+            )
         elif config is not None:
             self.hold(module, leaf, tensor.to(self.device), config)
             if self.share is not None:
@@ -424,11 +430,6 @@ class _Placer:
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
             setattr(self.model.get_submodule(parent), leaf, layer.eval())
-
-
-def is_conv1d(module) -> bool:
-    """transformers' Conv1D: a linear whose weight is kept as [I, O]."""
-    return type(module).__name__ == "Conv1D"
 
 
 def files_of(folder) -> list[Path]:

@@ -40,11 +40,16 @@ def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: st
     return _padded(a / half, b / half, rank, seed, name)
 
 
+def seed_of(seed: int, name: str) -> int:
+    """What the draws of one layer begin with: the same on every machine and over any number of ranks."""
+    return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
 def _leading(weight_OI, rank: int, steps: int, seed: int, name: str):
     """The best approximation of `weight_OI` of that rank as B A, by a randomised SVD that seed and name decide."""
     most = min(weight_OI.shape)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+        torch.manual_seed(seed_of(seed, name))
         u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=steps)
     u, root, v = u[:, :rank], s[:rank].sqrt(), v[:, :rank]
     return root.unsqueeze(1) * v.t(), u * root
@@ -54,7 +59,7 @@ def _padded(a, b, rank: int, seed: int, name: str):
     missing = rank - a.shape[0]
     if missing <= 0:
         return a.contiguous(), b.contiguous()
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     bound = 1 / math.sqrt(a.shape[1])
     rows = torch.empty(missing, a.shape[1]).uniform_(-bound, bound, generator=generator).to(a.device)
     return torch.cat([a, rows]), torch.cat([b, b.new_zeros(b.shape[0], missing)], 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from finetune.parallel import AXES, ParallelDims
-from finetune.ranks import Watch, World, tell_port, wait_for_port
+from finetune.ranks import GRACE_S, Watch, World, interface_between, tell_port, wait_for_port
 
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a model
@@ -54,11 +54,15 @@ def join(world: World, store, device: torch.device, timeout_s: float) -> None:
     """Makes this process a member of the group of all ranks. Loopback where all are on this machine."""
     if world.size == world.local_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+    else:
+        interface = interface_between(world, store, timeout_s)
+        if interface:  # gloo alone would take whatever the host's name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type in COMMUNICATION:
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
         COMMUNICATION.get(device.type, "gloo"), store=dist.PrefixStore("ranks", store), rank=world.rank,
-        world_size=world.size, timeout=timedelta(seconds=timeout_s),
+        world_size=world.size, timeout=timedelta(seconds=timeout_s + GRACE_S),  # the watch is first: it leaves the stacks
     )  # fmt: skip
 
 

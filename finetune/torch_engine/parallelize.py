@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
+from finetune.torch_engine.blocks import layer_stacks
 from finetune.torch_engine.mesh import Ranks
 
 BUCKET_BYTES = 32 * 2**20
@@ -103,11 +104,10 @@ def start_magnitudes(root, ranks: Ranks) -> None:
 
 
 def decoder_layers(model) -> list[nn.Module]:
-    """The stacks of modules as long as the config says the model is deep; in a nested stack, the outer one's."""
-    depth = model.config.get_text_config().num_hidden_layers
-    stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    outer = [(n, m) for n, m in stacks if not any(n.startswith(o + ".") for o, _ in stacks)]
-    return [layer for _, stack in outer for layer in stack]
+    """The layers of every stack as deep as the model; in a nested stack, the outer one's."""
+    stacks = layer_stacks(model)
+    outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
+    return [layer for name in outer for layer in model.get_submodule(name)]
 
 
 def fsdp_modules(root) -> list[FSDPModule]:
