@@ -494,8 +494,11 @@ class TorchEngine:
     @property
     def writes_parts(self) -> bool:
         """Whether each rank can save its own parts of what trains: whole weights, cut in ways that have a place in the whole."""
+        dims = self.ranks.dims
         return (
-            self.settings.train_type == "full" and self.ranks.dims.weight_ranks > 1 and not self.partitioned
+            self.settings.train_type == "full"
+            and dims.shards * dims.tp * dims.pp > 1
+            and not self.partitioned
         )
 
     @property
