@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from finetune import launch
+from finetune import launch, parts
 from finetune.checkpoint import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -61,6 +61,10 @@ def main(argv=None) -> int:
         how = f"{files.stored['quantization_backend']} at {files.stored['n_bits']} bits"
         raise PlanError(
             f"{said}: is stored quantized ({how}); new layers are copies of unquantized ones. Give the model it was made from."
+        )
+    if parts.shapes_of(files.weight_files):
+        raise PlanError(
+            f"{said}: is a checkpoint of several ranks, in a file of each. Give the output_dir of the finished run."
         )
     from finetune.torch_engine import blocks
 

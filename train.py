@@ -475,6 +475,12 @@ def start(run: Run, found: rundir.Found | None) -> None:
         saved, lines = run.directory.find_checkpoint(found.step_folder)
         for line in lines:
             print(f"  {line}")
+        steps_found = run.engine.of_all(saved.step if saved else None)
+        if len(set(steps_found)) > 1:
+            raise PlanError(
+                f"--resume: ranks find different checkpoints in {run.directory.root} (steps {steps_found}). Give an --output_dir "
+                "that all hosts share, or copy it to each."
+            )
         if saved:
             run.state, offset = run.directory.restore(run.engine, saved, run.identity)
             print(f"resumed from {saved.folder} at step {run.state.step} of {steps}")
@@ -494,6 +500,8 @@ def start(run: Run, found: rundir.Found | None) -> None:
     dropped = run.directory.begin(run.state.step if found else None)
     if dropped:
         print(f"  dropped {', '.join(dropped)}: this run goes on from step {run.state.step}")
+    for line in run.directory.settle_parts(run.engine):
+        print(f"  note: {line}")
     run.results["tokens before"] = run.state.num_tokens
     run.directory.save_plan(run.plan)
     run.directory.save_tokenizer(run.tokenizer)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune import parts
 from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, PlanError, StorageError
 
 FORMAT_VERSION = 1
@@ -36,9 +37,11 @@ class Saved:
         return json.loads((self.folder / name).read_text())
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
-        from safetensors.numpy import load_file
+        return {tensor: stored[...] for tensor, stored in self.slices(name).items()}
 
-        return load_file(self.folder / name)
+    def slices(self, name: str) -> parts.Tensors:
+        """{tensor: what reads its slices} of a file, or of the ranks' files in its place."""
+        return parts.Tensors(self.folder, name)
 
 
 class Lock:
@@ -100,28 +103,65 @@ def save(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonFiniteError(f"{file}: tensor {name} of step {step} is not finite; nothing was saved")
-    root = output_dir / "checkpoints"
-    target = root / f"step-{step}"
-    beside = root / f".tmp-step-{step}-{os.getpid()}"
+    beside = begin(output_dir, step)
+    with storage(_target(output_dir, step)):
+        written = {
+            file: parts.write(beside / file, parts.of_arrays(arrays)) for file, arrays in tensors.items()
+        }
+    return commit(output_dir, step, beside, written, texts, keep_last, run_id)
+
+
+def _target(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"step-{step}"
+
+
+def begin(output_dir: Path, step: int) -> Path:
+    """Makes the folder in which the files of checkpoints/step-N are written before `commit`. The caller holds the Lock."""
+    target = _target(output_dir, step)
+    beside = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     with storage(target):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        entries = {}
-        for file, arrays in tensors.items():
-            _write_bytes(beside / file, _tensor_bytes(arrays))
+    return beside
+
+
+def write_parts(beside: Path, rank: int, tensors: dict) -> dict:
+    """Writes one rank's own files, of {file: [Part]}; {file: size and digest}, on disk when this returns."""
+    written = {}
+    with storage(beside):
+        for file, found in tensors.items():
+            name = parts.file_of_rank(file, rank)
+            if found:
+                written[name] = parts.write(beside / name, found)
+        _sync(beside)
+    return written
+
+
+def commit(
+    output_dir: Path, step: int, beside: Path, written: dict, texts: dict, keep_last: int, run_id: str
+) -> Path:
+    """Makes `beside` checkpoints/step-N, with `texts` and the manifest. `written`: {file: size and digest} of what is on disk in it."""
+    target = _target(output_dir, step)
+    with storage(target):
+        entries = dict(written)
         for file, text in texts.items():
             _write_text(beside / file, text)
-        for file in (*tensors, *texts):
-            path = beside / file
-            entries[file] = {"size": path.stat().st_size, "sha256": digest_of(path)}
+            entries[file] = {"size": (beside / file).stat().st_size, "sha256": digest_of(beside / file)}
+        for file, entry in written.items():
+            size = (beside / file).stat().st_size
+            if size != entry["size"]:
+                raise StorageError(
+                    f"{beside / file}: holds {size} bytes, {entry['size']} were written. "
+                    "The checkpoints before are intact."
+                )
         manifest = {"format_version": FORMAT_VERSION, "step": step, "run_id": run_id, "files": entries}
         _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
         _sync(beside)
         if target.exists():
             _to_trash(target)
         beside.rename(target)
-        _sync(root)
-        replace_text(root / "latest", target.name)
+        _sync(target.parent)
+        replace_text(target.parent / "latest", target.name)
         rotate(output_dir, keep_last)
     return target
 
@@ -209,6 +249,10 @@ def verify(folder: Path) -> Saved:
             raise CheckpointDamaged(f"{path}: holds {path.stat().st_size} bytes, {size} were written")
         if digest_of(path) != digest:
             raise CheckpointDamaged(f"{path}: its content is not what was written (sha256 differs)")
+    if parts.INDEX in entries:  # digests of the ranks' files stand in both
+        for name, entry in parts.read_index(folder)["files"].items():
+            if entries.get(name) != (entry["size"], entry["sha256"]):
+                raise CheckpointDamaged(f"{folder / name}: is not the file that {parts.INDEX} names")
     return Saved(folder, step, manifest)
 
 

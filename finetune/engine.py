@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from finetune.parts import Part
+
 IGNORE_INDEX = -100
 
 
@@ -77,11 +79,24 @@ class Engine(Protocol):
     def total(self, number: float) -> float:
         """The sum of all ranks' numbers."""
 
+    def of_all(self, value) -> list:
+        """Every rank's JSON value, in their order."""
+
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Weights that train, by their names on disk. Arrays may share the engine's memory: use them before the next step."""
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """(tensors named '<parameter>.<moment>', JSON values such as the loss scale)."""
+
+    writes_parts: (
+        bool  # whether each rank can save its own parts of what trains, in the place of the two methods above
+    )
+
+    def parts(self) -> tuple[list[Part], list[Part]]:
+        """(weights, moments) that this rank writes."""
+
+    def optimizer_values(self) -> dict:
+        """optimizer_state's JSON values alone."""
 
     def rng_state(self) -> dict[str, np.ndarray]: ...
 

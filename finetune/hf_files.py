@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import quantization_wrapper
+from finetune import parts
 from finetune.errors import PlanError
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -297,6 +298,8 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
         names = [WEIGHTS]
     elif (folder / INDEX).exists():
         names = index_shards(folder, said)
+    elif (folder / parts.INDEX).exists():  # a checkpoint of several ranks
+        names = rank_files(folder, said)
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise PlanError(
             f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
@@ -321,6 +324,15 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
                 f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it."
             )
     return tuple(folder / name for name in names)
+
+
+def rank_files(folder: Path, said: str) -> list[str]:
+    try:
+        return [path.name for path in parts.files_of(folder, WEIGHTS)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PlanError(
+            f"{said}: {parts.INDEX} cannot be read ({one_line(error)}). Give another checkpoint."
+        ) from None
 
 
 def index_shards(folder: Path, said: str) -> list[str]:

@@ -2,17 +2,21 @@
 
 import contextlib
 import json
+import os
 import re
+import shutil
+import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from finetune import checkpoint, cli, hf_files
-from finetune.errors import CheckpointDamaged, PlanError
+from finetune import checkpoint, cli, hf_files, parts
+from finetune.errors import CheckpointDamaged, NonFiniteError, PlanError, StorageError
 from finetune.expansion import TRAINED
 from finetune.plan import RunPlan, TrainState
+from finetune.ranks import KINDS
 from finetune.settings import CHANGES_BASE, FIELDS
 
-ADAPTER, FULL = "adapter_model.safetensors", "model.safetensors"
+ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,12 @@ def weights_file(plan: RunPlan) -> str:
 
 
 class RunDir:
-    """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data."""
+    """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data.
+
+    `in_parts`: each rank writes its own files of a checkpoint; settled by settle_parts.
+    """
+
+    in_parts = False
 
     def __init__(self, plan: RunPlan, resumed: bool):
         self.root, self.plan = Path(plan.settings.output_dir), plan
@@ -146,22 +155,90 @@ class RunDir:
     def save_step(
         self, engine, state: TrainState, identity: dict, configs: dict, metrics_offset: int
     ) -> Path:
-        """Commits checkpoints/step-N: weights, moments, random state, where the data stood, the plan."""
-        moments, values = engine.optimizer_state()
+        """Commits checkpoints/step-N: weights, moments, random state, where the data stood, the plan. Collective."""
+        tensors, written, beside = {"rng.safetensors": engine.rng_state()}, {}, None
+        if self.in_parts:
+            beside, written = self._write_parts(engine, state.step)
+            values = engine.optimizer_values()
+        else:
+            moments, values = engine.optimizer_state()
+            tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
         texts = {name: json.dumps(content, indent=1) for name, content in configs.items()}
         texts["run_plan.json"] = json.dumps(self.plan.to_json(), indent=1)
         texts["train_state.json"] = json.dumps(
             {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": identity},
             indent=1,
         )
-        tensors = {
-            self.weights_file: engine.trainable_state(),
-            "optimizer.safetensors": moments,
-            "rng.safetensors": engine.rng_state(),
-        }
-        return checkpoint.save(
-            self.root, state.step, tensors, texts, self.plan.settings.keep_last, self.run_id
-        )
+        keep_last = self.plan.settings.keep_last
+        if not self.in_parts:
+            return checkpoint.save(self.root, state.step, tensors, texts, keep_last, self.run_id)
+        with checkpoint.storage(beside):
+            for file, arrays in tensors.items():
+                written[file] = parts.write(beside / file, parts.of_arrays(arrays))
+            texts[parts.INDEX] = json.dumps(
+                parts.index_of(beside, {f: e for f, e in written.items() if f not in tensors})
+            )
+        return checkpoint.commit(self.root, state.step, beside, written, texts, keep_last, self.run_id)
+
+    def settle_parts(self, engine) -> list[str]:
+        """Settles how checkpoints are written, once the folder is this run's; lines worth telling. Collective.
+
+        Parts of ranks need a folder that all ranks see: where one does not, tensors are gathered to the first.
+        """
+        if not engine.writes_parts:
+            return []
+        sign = self._put_sign(engine)
+        blind = [rank for rank, sees in enumerate(engine.of_all(sign.is_file())) if not sees]
+        self._take_sign(sign)
+        self.in_parts = not blind
+        if not blind:
+            return []
+        return [f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to the first rank, a tensor at a "
+                "time, and held there whole. Use a folder that all hosts share."]  # fmt: skip
+
+    def _put_sign(self, engine) -> Path:
+        sign = self.root / f"{checkpoint.WRITING}{os.getpid()}-{time.time_ns()}"
+        checkpoint.replace_text(sign, "seen by all ranks?")
+        return self.root / engine.of_first(sign.name)
+
+    def _take_sign(self, sign: Path) -> None:
+        sign.unlink(missing_ok=True)
+
+    def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
+        """(the folder of a checkpoint that is not committed yet, {file: size and digest} of what all ranks wrote to it).
+
+        What one rank fails with is raised in all, and the folder is gone. Collective.
+        """
+        beside, failed = None, None
+        try:
+            beside = self._begin_step(step)
+        except (StorageError, PlanError) as error:
+            failed = [error.exit_code, str(error)]
+        name, failed = engine.of_first([beside and beside.name, failed])
+        written = {}
+        if failed is None:
+            beside = self.root / "checkpoints" / name
+            try:
+                weights, moments = engine.parts()
+                written = checkpoint.write_parts(
+                    beside, engine.rank, {self.weights_file: weights, MOMENTS: moments}
+                )
+            except (StorageError, NonFiniteError, PlanError) as error:
+                failed = [error.exit_code, str(error)]
+        told = engine.of_all([written, failed])
+        for rank, (_, failed) in enumerate(told):
+            if failed:
+                self._drop_step(beside)
+                code, text = failed
+                raise KINDS[code](text if rank == 0 else f"rank {rank}: {text}")
+        return beside, {file: entry for files, _ in told for file, entry in files.items()}
+
+    def _begin_step(self, step: int) -> Path:
+        return checkpoint.begin(self.root, step)
+
+    def _drop_step(self, beside: Path | None) -> None:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
 
     def find_checkpoint(self, step_folder: Path | None) -> tuple[checkpoint.Saved | None, list[str]]:
         """(checkpoint to go on from or None, lines about skipped ones). CheckpointDamaged where all there are are damaged."""
@@ -187,9 +264,10 @@ class RunDir:
                 raise PlanError(
                     f"--resume: the {what} is not the one the checkpoint {saved.folder} was made with. Restore it."
                 )
+        read = saved.tensors if self.plan.adapter else saved.slices
         engine.load_state(
-            saved.tensors(self.weights_file),
-            saved.tensors("optimizer.safetensors"),
+            read(self.weights_file),
+            saved.slices(MOMENTS),
             content["engine"],
             saved.tensors("rng.safetensors"),
         )
@@ -234,8 +312,25 @@ class OnlookerDir(RunDir):
     def write_json(self, name: str, content: dict) -> None:
         pass
 
+    def _put_sign(self, engine) -> Path:
+        return self.root / engine.of_first(None)
+
+    def _take_sign(self, sign: Path) -> None:
+        pass
+
+    def _begin_step(self, step: int) -> None:
+        return None
+
+    def _drop_step(self, beside) -> None:
+        pass
+
     def save_step(self, engine, state, identity, configs, metrics_offset) -> Path:
-        engine.optimizer_state(), engine.trainable_state(), engine.rng_state()
+        engine.rng_state()
+        if self.in_parts:
+            self._write_parts(engine, state.step)
+            engine.optimizer_values()
+        else:
+            engine.optimizer_state(), engine.trainable_state()
         return self.root / "checkpoints" / f"step-{state.step}"
 
     def publish(self, engine, configs: dict, folder: Path | None = None) -> None:

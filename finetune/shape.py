@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune import parts
+
 # Families whose block is no gated one of separate q, k, v, and the names of their linears: (leaf, rows, columns) in terms of
 # h hidden, q and k widths of query and key/value heads, f intermediate.
 GATED = (
@@ -166,8 +168,10 @@ class ModelShape:
 
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
-    """{tensor name: shape} of safetensors files, from their headers alone."""
-    shapes = {}
+    """{tensor name: shape} of safetensors files, from their headers alone, or from the index of ranks' files."""
+    shapes = parts.shapes_of(weight_files)
+    if shapes:
+        return shapes
     for path in weight_files:
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

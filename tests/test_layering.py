@@ -28,7 +28,7 @@ ARROWS = {
     "torch_engine": (
         {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
          "finetune.settings", "finetune.errors", "finetune.engine", "finetune.expansion",
-         "finetune.parallel", "finetune.ranks"},
+         "finetune.parallel", "finetune.ranks", "finetune.parts"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch", "triton"}),

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -250,5 +251,5 @@ class Zero:
         self._link_moments()
         for key, value in tensors.items():
             name, _, moment = key.rpartition(".")
-            value = torch.tensor(value, device=self._flat()[0].device)
+            value = torch.tensor(np.array(value), device=self._flat()[0].device)
             self.deepspeed.utils.safe_set_full_optimizer_state(named[name], value, moment)

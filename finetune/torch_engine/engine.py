@@ -12,6 +12,7 @@ import torch
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
+from finetune.parts import FROM_NUMPY, Part
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import (
     accelerated,
@@ -480,7 +481,25 @@ class TorchEngine:
         """The first rank's JSON value."""
         return self.ranks.of_rank(value)
 
+    def of_all(self, value) -> list:
+        """Every rank's JSON value, in their order."""
+        return self.ranks.of_all(value)
+
     # ---- state
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def writes_parts(self) -> bool:
+        """Whether each rank can save its own parts of what trains: whole weights, cut in ways that have a place in the whole."""
+        dims = self.ranks.dims
+        return (
+            self.settings.train_type == "full"
+            and dims.shards * dims.tp * dims.pp > 1
+            and not self.partitioned
+        )
 
     @property
     def first(self) -> bool:
@@ -496,12 +515,58 @@ class TorchEngine:
         dim = self.pieces.dims.get(name)
         return part if dim is None else self.ranks.joined(part, dim)
 
+    def _is_cut(self, name: str) -> bool:
+        return name in self.pieces.dims or parallelize.is_cut(self.named[name])
+
+    def _region(self, name: str) -> tuple[slice, ...]:
+        """Which part of the whole tensor `name` stands here: a slice of each dimension."""
+        shape, dim = self._whole_shape(name), self.pieces.dims.get(name)
+        region = [slice(0, n) for n in shape]
+        if dim is not None:
+            region[dim] = self.ranks.piece_of(shape[dim])
+        if parallelize.is_cut(self.named[name]):
+            piece = region[0]
+            rows = self.ranks.rows_of(piece.stop - piece.start)
+            region[0] = slice(piece.start + rows.start, piece.start + rows.stop)
+        return tuple(region)
+
     def _part(self, name: str, whole):
         """The contrary of _gathered: what this rank holds of it."""
-        parameter, dim = self.named[name], self.pieces.dims.get(name)
-        if dim is not None:
-            whole = whole[(slice(None),) * dim + (self.ranks.piece_of(whole.shape[dim]),)]
-        return whole[self.ranks.rows_of(len(whole))] if parallelize.is_cut(parameter) else whole
+        return whole[self._region(name)] if self._is_cut(name) else whole[...]
+
+    def _owns(self, name: str) -> bool:
+        """Whether this rank writes what stands here of `name`: it is the first of those that hold the same."""
+        at, cut = self.ranks.dims.coordinates(self.rank), parallelize.is_cut(self.named[name])
+        return (
+            at["dp_replicate"] == 0
+            and (cut or self.ranks.dims.shard_rank(self.rank) == 0)
+            and (name in self.pieces.dims or at["tp"] == 0)
+            and (self.stage is None or self.stage.stage_of(name) == self.stage.number)
+        )
+
+    def parts(self) -> tuple[list[Part], list[Part]]:
+        """(weights in fp32, moments) that this rank writes, each read when it is written."""
+        owned = {n: p for n, p in self.held.items() if p is not None and self._owns(n)}
+        weights = [self._as_part(n, n, self._here(n), torch.float32) for n in owned]
+        moments = [
+            self._as_part(key.rpartition(".")[0], key, tensor, tensor.dtype)
+            for key, tensor in optim.moments(self.optimizer, owned)
+        ]
+        return weights, moments
+
+    def _here(self, name: str) -> torch.Tensor:
+        return parallelize.local(self.named[name].detach())
+
+    def _as_part(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> Part:
+        """`tensor` is cut as the parameter `name` is."""
+        region = self._region(name)
+        shape = tuple(r.stop - r.start for r in region)
+        assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
+        word = FROM_NUMPY[str(dtype).removeprefix("torch.")]
+        return Part(
+            key, word, shape, lambda: tensor.to("cpu", dtype).contiguous().numpy(),
+            tuple(r.start for r in region), self._whole_shape(name),
+        )  # fmt: skip
 
     def _collected(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
         """On the first rank the whole tensor, from whichever stage has it. `part`: this rank's, where it has one. Collective."""
@@ -534,8 +599,7 @@ class TorchEngine:
             parts, numbers = self.foreign.moments(self.named)
         else:
             parts, numbers = optim.state(self.optimizer, self.held)
-        tensors, counts = {}, {}
-        kinds = {}
+        tensors, kinds = {}, {}
         for found in self.ranks.of_all([[k, str(v.dtype)] for k, v in parts.items()]):
             kinds |= {k: kind for k, kind in found if k not in kinds}
         for key, kind in kinds.items():
@@ -546,11 +610,19 @@ class TorchEngine:
                 part = torch.from_numpy(parts.get(key, none))
             whole = self._collected(name, part)
             tensors |= {f"{self._disk(name)}.{moment}": whole.numpy()} if self.first else {}
+        return tensors, self._values(numbers)
+
+    def optimizer_values(self) -> dict:
+        """optimizer_state's JSON values alone. Collective."""
+        return self._values(optim.counts(self.optimizer, self.held))
+
+    def _values(self, numbers: dict) -> dict:
+        counts = {}
         for found in self.ranks.of_all(numbers):
             for key, number in found.items():
                 name, _, moment = key.rpartition(".")
                 counts.setdefault(f"{self._disk(name)}.{moment}", number)
-        return tensors, {"counts": counts, "scale": self.scale, "clean_steps": self.clean_steps}
+        return {"counts": counts, "scale": self.scale, "clean_steps": self.clean_steps}
 
     def rng_state(self) -> dict[str, np.ndarray]:
         """Random state of every rank: the first's under plain names, rank 1's under rank1.* and so on."""
@@ -567,7 +639,8 @@ class TorchEngine:
         return state
 
     def load_state(self, trainable, optimizer, values, rng) -> None:
-        """Takes up a checkpoint. Raises PlanError where its tensors are not the ones that train here.
+        """Takes up a checkpoint, a tensor at a time where its tensors are read by slices. Raises PlanError where they are not the
+        ones that train here.
 
         Saved by another number of ranks, random states fit nobody: each rank then draws anew, from the first's state and its
         own number, and `reseeded` is set.
@@ -582,7 +655,7 @@ class TorchEngine:
                 if name is None:
                     found[key] = value  # refused below
                 elif self.held.get(name) is not None:
-                    found[key] = value if found is counts else self._part(name, value)
+                    found[key] = value if found is counts else _Later(self._part, name, value)
         if self.partitioned:
             self.foreign.set_moments(held, tensors, counts)
         else:
@@ -614,13 +687,13 @@ class TorchEngine:
             odd = sorted(set(names) ^ set(trainable))[0]
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
         for key, name in names.items():
-            value, shape = torch.from_numpy(np.array(trainable[key])), self._whole_shape(name)
+            value, shape = trainable[key], self._whole_shape(name)
             if shape != tuple(value.shape):
                 raise PlanError(f"--resume: {key} is {tuple(value.shape)} on disk, {shape} here.")
             if self.partitioned:
-                self.foreign.set_weight(self.named[name], value)
+                self.foreign.set_weight(self.named[name], torch.from_numpy(np.array(value[...])))
             elif name in self.named:
-                parallelize.local(self.named[name].detach()).copy_(self._part(name, value))
+                self._here(name).copy_(torch.from_numpy(np.asarray(self._part(name, value))))
 
     def _whole_shape(self, name: str) -> tuple:
         shape, dim = list(parallelize.whole_shape(self.trained[name])), self.pieces.dims.get(name)
@@ -678,18 +751,26 @@ class TorchEngine:
                 "interface to them"]  # fmt: skip
 
     def write_model(self, folder) -> None:
-        """A whole model folder in the dtype of its config, as transformers loads it."""
+        """A whole model folder in the dtype of its config, as transformers loads it; gathered and written a tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         with self.whole_weights() if self.partitioned else contextlib.nullcontext():
-            whole, state = {}, {}
-            for name, tensor in self.model.state_dict(keep_vars=True).items():
-                if id(tensor) not in whole:  # tied weights stay one tensor
-                    part = None if tensor.is_meta else parallelize.local(tensor.detach())
-                    value = self._collected(name, part) if name in parameters else part
-                    whole[id(tensor)] = value if self.first else None
-                state[name] = whole[id(tensor)]
+            state = self.model.state_dict(keep_vars=True)
+
+            def read(name):
+                tensor = state[name]
+                part = None if tensor.is_meta else parallelize.local(tensor.detach())
+                return self._collected(name, part) if name in parameters else part.cpu()
+
+            shapes = {
+                n: self._whole_shape(n) if n in self.trained else tuple(t.shape) for n, t in state.items()
+            }
+            saving = hf_model.Saving.of(self.model, shapes, self.saved_dtype)
             if self.first:
-                hf_model.write_folder(self.model, Path(folder), self.saved_dtype, state)
+                saving.write(Path(folder), read)
+                return
+            for turn in saving.turns:
+                for name in turn:
+                    read(name)
 
     def profiler(self, written: list):
         from finetune.torch_engine import profiling
@@ -739,6 +820,16 @@ class TorchEngine:
             self.optimizer.state.clear()
             self._set_rng_state(before)
             trim_heap()
+
+
+class _Later:
+    """An array that is made when numpy asks for it."""
+
+    def __init__(self, make, *args):
+        self.make = partial(make, *args)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.make(), dtype)
 
 
 def _parameter_counts(model) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import conversion_mapping, core_model_loading
 
 import quantization_wrapper
+from finetune import parts
 from finetune.errors import PlanError
 from finetune.torch_engine import stored
 
@@ -37,6 +38,11 @@ class Checkpoint:
     def __init__(self, files, quantization: dict | None = None):
         self.file_of, self._open = {}, {}
         self.quantization = quantization or {}
+        self.cut = {}  # in the files of several ranks
+        if parts.shapes_of(files):
+            self.cut = parts.Tensors(files[0].parent, parts.stands_for(files[0]))
+            self.file_of = dict.fromkeys(self.cut, files[0])
+            return
         for file in files:
             self._open[file] = safe_open(file, framework="pt", backend="pread")
             for name in self._open[file].keys():
@@ -47,6 +53,8 @@ class Checkpoint:
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """The tensor, or some of its rows: then no others are read."""
+        if name in self.cut:
+            return torch.from_numpy(self.cut[name][... if rows is None else rows])
         file = self._open[self.file_of[name]]
         return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
@@ -58,9 +66,13 @@ class Checkpoint:
 
     def kind(self, name: str) -> str:
         """The type of a tensor in safetensors' words: F32, BF16, U8, ..."""
+        if name in self.cut:
+            return self.cut[name].dtype
         return self._open[self.file_of[name]].get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple:
+        if name in self.cut:
+            return self.cut[name].shape
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
 
 
@@ -426,5 +438,7 @@ def files_of(folder) -> list[Path]:
     whole = folder / "model.safetensors"
     if whole.is_file():
         return [whole]
+    if (folder / parts.INDEX).is_file():
+        return parts.files_of(folder, whole.name)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return [folder / name for name in sorted(set(index["weight_map"].values()))]

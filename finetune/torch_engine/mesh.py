@@ -196,11 +196,11 @@ class Ranks:
         if not self.sharded:
             return part
         each = -(-rows // self.dims.shards)
-        padded = part.new_zeros(each, *part.shape[1:])
-        padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.dims.shards)]
-        dist.all_gather(parts, padded, group=self.groups["shard"])
-        return torch.cat(parts)[:rows]
+        if len(part) < each:
+            part = torch.cat([part, part.new_zeros(each - len(part), *part.shape[1:])])
+        whole = part.new_empty(each * self.dims.shards, *part.shape[1:])
+        dist.all_gather(list(whole.split(each)), part.contiguous(), group=self.groups["shard"])
+        return whole[:rows]
 
     def piece_of(self, size: int) -> slice:
         """Which part of a dimension this rank of a tensor-parallel group holds."""

@@ -43,16 +43,24 @@ def set_lr(optimizer, lr: float) -> None:
         group["lr"] = lr * group["ratio"]
 
 
-def state(optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
-    """({'<name>.<moment>': array}, {'<name>.<count>': number})."""
-    tensors, numbers = {}, {}
+def moments(optimizer, named: dict):
+    """('<name>.<moment>', tensor where it stands) of each."""
     for name, parameter in named.items():
         for key, value in (optimizer.state.get(parameter, {}) if parameter is not None else {}).items():
-            if key == "step":
-                numbers[f"{name}.step"] = float(value)
-            elif torch.is_tensor(value):
-                tensors[f"{name}.{key}"] = value.detach().cpu().numpy()
-    return tensors, numbers
+            if key != "step" and torch.is_tensor(value):
+                yield f"{name}.{key}", value.detach()
+
+
+def counts(optimizer, named: dict) -> dict:
+    """{'<name>.step': number}."""
+    states = {n: optimizer.state.get(p, {}) for n, p in named.items() if p is not None}
+    return {f"{name}.step": float(state["step"]) for name, state in states.items() if "step" in state}
+
+
+def state(optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
+    """({'<name>.<moment>': array}, {'<name>.<count>': number})."""
+    tensors = {key: value.cpu().numpy() for key, value in moments(optimizer, named)}
+    return tensors, counts(optimizer, named)
 
 
 def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
