@@ -533,7 +533,7 @@ def predicted_memory(run: Run) -> dict:
     room = fit.Room(0, run.plan.backend, run.plan.dims.shards, run.plan.dims)
     predicted = fit.predicted(s, sizes, room, load)
     if predicted["total"]:
-        predicted["items"]["loading"] = memory.loading_bytes(s, sizes)
+        predicted["items"]["loading"] = memory.loading_bytes(s, sizes, room.ranks if run.share else 1)
     return predicted
 
 

@@ -83,7 +83,12 @@ def convert(name: str, value, where: str | None = None):
                 f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
             )
         if meta["nonzero"] and number == 0:
-            raise PlanError(f"{where} 0: leaves no rows. Use -1 for all of them.")
+            no = (
+                "ranks. Use -1, or leave it out"
+                if meta["group"] == "machine"
+                else "rows. Use -1 for all of them"
+            )
+            raise PlanError(f"{where} 0: leaves no {no}.")
         if number == float("inf"):
             raise PlanError(f"{where} {_shown(value)}: is infinite. Give a number, such as {field.default}.")
         if kind is int and number >= 2**63:

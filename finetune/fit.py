@@ -48,9 +48,18 @@ class Room:
     def usable(self) -> int:
         return max(0, int(USABLE_PART * self.memory_bytes) - PROCESS_BYTES.get(self.device, 0))
 
+    @property
+    def sharing(self) -> int:
+        """How many devices hold one copy of the weights together."""
+        return self.ranks * self.dims.tp * self.dims.pp
+
+    @property
+    def devices(self) -> int:
+        """How many there are, replicas too."""
+        return self.sharing * self.dims.dp_replicate
+
     def __str__(self) -> str:
-        ranks = self.ranks * self.dims.tp * self.dims.pp
-        shared = f", {ranks} ranks share one copy of the weights" if ranks > 1 else ""
+        shared = f", {self.sharing} ranks share one copy of the weights" if self.sharing > 1 else ""
         return f"{self.device}, {gib(self.memory_bytes)}{shared}"
 
 
@@ -234,7 +243,9 @@ def changes(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if room.device == "cpu" and not s.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if s.optimizer in ("adam", "adamw", "adadelta") and room.ranks == 1:  # refused where weights are sharded
+    if (
+        s.optimizer in ("adam", "adamw", "adadelta") and room.ranks * room.dims.tp == 1
+    ):  # refused where rows are cut
         offer(
             "--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit"
         )
@@ -296,13 +307,14 @@ def together(settings: Settings, shape: ModelShape, room: Room) -> list[Change]:
     return taken
 
 
-def fewest_ranks(settings: Settings, shape: ModelShape, room: Room) -> int | None:
-    """Ranks of this memory that would be enough for these settings."""
+def fewest_devices(settings: Settings, shape: ModelShape, room: Room) -> int | None:
+    """Devices of this memory that would be enough for these settings, cut over more shards and otherwise as they are."""
     ranks = room.ranks
     while ranks <= MOST_RANKS:
-        if fits(settings, shape, replace(room, ranks=ranks)):
-            return ranks
-        ranks += 1 if ranks < 16 else 8
+        wider = replace(room, ranks=ranks)
+        if fits(settings, shape, wider):
+            return wider.devices
+        ranks += room.dims.cp * (1 if ranks < 16 else 8)
     return None
 
 
@@ -324,15 +336,15 @@ def remedy_lines(settings: Settings, shape: ModelShape, room: Room) -> list[str]
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
-            ranks = fewest_ranks(steps[-1].settings, shape, room)
-            if ranks:
-                lines.append(f"with all of them, {ranks} devices of this size are enough")
+            devices = fewest_devices(steps[-1].settings, shape, room)
+            if devices:
+                lines.append(f"with all of them, {devices} devices of this size are enough")
             lines.append(
-                f"or {room.ranks} device{'s' * (room.ranks > 1)} of {gib(least / USABLE_PART)} or more each"
+                f"or {room.devices} device{'s' * (room.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )
-    ranks = fewest_ranks(settings, shape, room)
-    if ranks and ranks > room.ranks:
-        lines.append(f"unchanged, {ranks} devices of this size are enough")
+    devices = fewest_devices(settings, shape, room)
+    if devices and devices > room.devices:
+        lines.append(f"unchanged, {devices} devices of this size are enough")
     return lines
 
 

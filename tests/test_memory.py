@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from finetune import data, fit, memory, plan
 from finetune.cli import convert
 from finetune.errors import PlanError
 from finetune.metrics import read_events
+from finetune.parallel import ParallelDims, check_settings
 from finetune.settings import Settings
 from finetune.shape import ModelShape, read_headers
 from finetune.torch_engine import adapters, attention, hf_model, loss
@@ -191,7 +192,7 @@ def test_a_tried_step_leaves_no_trace(tmp_path):
 
 TRY_ROWS = """
 import resource, sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 import torch
 import train
@@ -434,10 +435,31 @@ def test_what_would_make_it_fit_fits():
     assert all(fit.fits(c.settings, shape, room) and c.price for c in enough)
     steps = fit.together(settings, shape, room)
     assert enough or steps[-1].fits
-    ranks = fit.fewest_ranks(settings, shape, room)
+    ranks = fit.fewest_devices(settings, shape, room)
     assert fit.fits(settings, shape, replace(room, ranks=ranks)) and not fit.fits(
         settings, shape, replace(room, ranks=ranks - 1)
     )
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [dict(pp=2), dict(tp=2), dict(tp=2, pp=2), dict(cp=2), dict(dp_replicate=2, dp_shard=2)],
+    ids=str,
+)
+def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_refused_there(dims):
+    dims, shape = ParallelDims(**dims), shape_of("qwen3-32b")
+    settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
+    room = fit.Room(12 * GIB, "cuda", dims.shards, dims)
+    assert not fit.fits(settings, shape, room)
+    devices = fit.fewest_devices(settings, shape, room)
+    other = ParallelDims(
+        dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp
+    )
+    assert other.world_size == devices > dims.world_size
+    assert fit.fits(settings, shape, fit.Room(12 * GIB, "cuda", other.shards, other))
+    assert f"unchanged, {devices} devices of this size are enough" in fit.remedy_lines(settings, shape, room)
+    for change in fit.changes(settings, shape, room):
+        check_settings(dims, asdict(change.settings))
 
 
 def test_weights_are_needed_for_a_run_and_not_for_a_dry_run(tmp_path):

@@ -190,6 +190,8 @@ def test_a_file_is_no_run(rows_file):
         ("batch_size", "9" * 5000, f" {'9' * 80}...: is no whole number."),
         ("dataset_samples", 0, " 0: leaves no rows. Use -1"),
         ("score_samples", 0, " 0: leaves no rows. Use -1"),
+        ("world_size", 0, " 0: leaves no ranks. Use -1"),
+        ("dp_shards", 0, " 0: leaves no ranks. Use -1"),
         ("model_name", "", " '': names nothing. Leave it out"),
         ("dataset", "", " '': names nothing. Leave it out"),
         ("output_dir", " ", " ' ': names nothing. Leave it out"),

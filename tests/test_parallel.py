@@ -242,6 +242,10 @@ def assert_same_run(folder, alone):
         np.testing.assert_allclose(many[name], one[name], atol=1e-4)
 
 
+def predicted_loading(folder):
+    return read_events(folder, "start")[0]["predicted_memory_bytes"]["items"]["loading"]
+
+
 def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, tmp_path):
     code, out, err = finish(
         command(base, "--batch_size", 2, "--world_size", 2, "--output_dir", tmp_path / "out")
@@ -253,6 +257,9 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
         and out.count("step    12/12") == 1
     )
     assert_same_run(tmp_path / "out", alone)
+    # Each rank reads its own rows, and the run's table says so.
+    whole, part = (predicted_loading(f) for f in (alone, tmp_path / "out"))
+    assert part < whole
 
 
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")
@@ -265,6 +272,7 @@ def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tm
     flags = [*base, "--batch_size", 4, "--world_size", 2, f"--{flag}", 2, "--output_dir", tmp_path / "out"]
     code, out, err = finish(command(flags))
     assert code == 0 and f"ranks: 2 ({flag} 2)" in out, err
+    assert "Warning" not in err
     assert_same_run(tmp_path / "out", alone)
 
 

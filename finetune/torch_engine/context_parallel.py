@@ -21,6 +21,9 @@ from finetune.torch_engine.attention import DENSE_UP_TO
 from finetune.torch_engine.mesh import Ranks
 
 NAME = "documents_across_ranks"
+# torch 2.13 renamed them; the older names still work there, each with a warning in the middle of a run.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class _Gathered(torch.autograd.Function):
         ctx.context = context
         num_ranks = dist.get_world_size(context.group)
         out = x_L.new_empty(num_ranks * len(x_L), *x_L.shape[1:])
-        dist.all_gather_into_tensor(out, x_L.contiguous(), group=context.group)
+        ALL_GATHER(out, x_L.contiguous(), group=context.group)
         return out[context.order_T]
 
     @staticmethod
@@ -99,7 +102,7 @@ class _Gathered(torch.autograd.Function):
         num_ranks = dist.get_world_size(context.group)
         by_rank = grad_T[context.back_T].contiguous()
         out = grad_T.new_empty(len(by_rank) // num_ranks, *grad_T.shape[1:])
-        dist.reduce_scatter_tensor(out, by_rank, group=context.group)
+        REDUCE_SCATTER(out, by_rank, group=context.group)
         return out, None
 
 
