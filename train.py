@@ -249,7 +249,7 @@ def settle_rows(run: Run) -> None:
 def settle_pipeline(run: Run) -> None:
     """Where it was left to the plan, microbatches small enough that a pipeline has two for each of its stages."""
     s, stages = run.plan.settings, run.plan.dims.pp
-    if stages == 1 or "microbatch_tokens" in run.plan.requested or run.resumed:
+    if stages == 1 or "microbatch_tokens" in run.plan.requested:
         return
     parts = max(1, 2 * stages // s.gradient_accumulation_steps)
     tokens = math.ceil(s.batch_size * run.train_set.lengths.mean() / parts)

@@ -791,6 +791,10 @@ class _Resolver:
         if shape is None:
             return
         check_model(self.dims, shape)
+        if self.dims.tp * self.dims.pp > 1:
+            self.notices.append(
+                "what transformers plans for this model's layers is asked when it loads, before its weights are read"
+            )
         if shape.context_limit and v["context_length"] > shape.context_limit:
             limit, length = shape.context_limit, v["context_length"]
             if self.given("context_length"):

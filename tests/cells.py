@@ -22,6 +22,7 @@ LAYOUTS = {
     "TP 2": ParallelDims(tp=2), "CP 2": ParallelDims(cp=2), "CP 4": ParallelDims(cp=4),
     "PP 2": ParallelDims(pp=2), "PP 4": ParallelDims(pp=4),
     "FSDP2 2 x TP 2": ParallelDims(dp_shard=2, tp=2), "FSDP2 2 x CP 2": ParallelDims(dp_shard=2, cp=2),
+    "CP 2 x TP 2": ParallelDims(cp=2, tp=2), "CP 2 x PP 2": ParallelDims(cp=2, pp=2),
     "PP 2 x FSDP2 2": ParallelDims(pp=2, dp_shard=2), "PP 2 x TP 2": ParallelDims(pp=2, tp=2),
     "DDP 2 x TP 2": ParallelDims(dp_replicate=2, tp=2),
 }  # fmt: skip

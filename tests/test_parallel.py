@@ -706,3 +706,16 @@ def test_kills_at_random_moments_under_restarts_change_no_loss(base, tmp_path, k
 def test_the_saved_plan_holds_the_degrees(alone):
     settled = json.loads((alone / "run_plan.json").read_text())["settled"]
     assert (settled["world_size"], settled["dp_degree"], settled["dp_shards"]) == (1, 1, 1)
+
+
+def test_a_model_that_transformers_has_no_plan_for_is_refused_before_its_weights_are_read(
+    base, tiny_model, tmp_path
+):
+    folder = tmp_path / "gpt2"
+    shutil.copytree(tiny_model, folder)
+    cells.tiny.build("gpt2", vocab_size=512).save_pretrained(folder)
+    for flag in ("tp_degree", "pp_degree"):
+        flags = [*base, "--model_name", folder, "--world_size", 2, f"--{flag}", 2]
+        code, _, err = finish(command(flags, "--output_dir", tmp_path / "out"))
+        assert code == 2 and len(err.splitlines()) == 1, err
+        assert f"--{flag} 2: transformers has no" in err and "Use --dp_shards instead." in err

@@ -18,7 +18,17 @@ from finetune import expansion, parts
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.settings import CHANGES_BASE, Settings
-from finetune.torch_engine import adapters, attention, blocks, experts, loading, loss, memory_count
+from finetune.torch_engine import (
+    adapters,
+    attention,
+    blocks,
+    experts,
+    loading,
+    loss,
+    memory_count,
+    pipeline,
+    tensor_parallel,
+)
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -66,6 +76,10 @@ def _load(folder, settings, device, batches, saved, say, share):
     if share is not None:  # what is read and let go leaves no holes between the rows that stay
         memory_count.map_blocks_from(2**20)
     model = loading.empty_model(folder, dtype)
+    if settings.tp_degree > 1:  # what its class cannot do is said before weights are read
+        tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
+    if settings.pp_degree > 1:
+        pipeline.stages_of(model, settings.pp_degree)
     new = new_blocks(model, folder, settings)
     linears = [n for n in adapters.linear_names(model) if not blocks.inside(n, new)]
     moe = [n for n in experts.reachable(model) if not blocks.inside(n, new)]

@@ -29,11 +29,11 @@ class Stage:
         self.model, self.ranks, self.schedule = model, ranks, schedule
         self.number, self.count = ranks.at("pp"), ranks.dims.pp
         self.first, self.last = self.number == 0, self.number == self.count - 1
-        self.received, self.dtype = None, None
+        self.received, self.dtype, self.sent = None, None, deque()
         group = ranks.dims.group(ranks.rank, "pp")
         self.before = None if self.first else group[self.number - 1]
         self.after = None if self.last else group[self.number + 1]
-        self.stages = _assign(model, self.count)
+        self.stages = stages_of(model, self.count)
         self._leave_others()
 
     def _leave_others(self):
@@ -175,10 +175,11 @@ class Stage:
         self.dtype = DTYPES[self.ranks.of_rank(found)]
 
 
-def _assign(model, count: int) -> dict[str, tuple]:
+def stages_of(model, count: int) -> dict[str, tuple]:
     """{parameter: stages that hold it}: layers in equal runs; what is before them with the first, what follows with the last.
 
-    By the config's own plan of what comes in which order. A table that is both embedding and head is held by both.
+    By the config's own plan of what comes in which order. A table that is both embedding and head is held by both. PlanError
+    where the config has no plan, or the layers do not divide.
     """
     config, said = model.config.get_text_config(), f"--pp_degree {count}"
     plan = getattr(config, "base_model_pp_plan", None)

@@ -121,7 +121,7 @@ def split(model, ranks: Ranks) -> Pieces:
     if ranks.dims.tp == 1:
         return Pieces()
     pieces, shared, said = Pieces(), _SharedInput(), f"--tp_degree {ranks.dims.tp}"
-    plan = _plan(model, said)
+    plan = plan_of(model, said)
     head = model.get_output_embeddings()
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     met = set()
@@ -150,8 +150,8 @@ def split(model, ranks: Ranks) -> Pieces:
     return pieces
 
 
-def _plan(model, said: str) -> dict[str, str]:
-    """{pattern of a module's whole name: kind} of the config's plan, for the decoder's modules."""
+def plan_of(model, said: str) -> dict[str, str]:
+    """{pattern of a module's whole name: kind} of the config's plan, for the decoder's modules. PlanError where there is none."""
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
