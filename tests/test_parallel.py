@@ -1,6 +1,7 @@
 """Several ranks: degrees as data, real Gloo ranks against one process, and the program started each way it can be."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -21,7 +22,8 @@ from finetune.errors import PlanError
 from finetune.metrics import read_events
 from finetune.parallel import ParallelDims, dims_of
 from finetune.ranks import GRACE_S, world_of
-from finetune.settings import DEFAULTS
+from finetune.settings import DEFAULTS, Settings
+from finetune.torch_engine import hf_model
 from tests import cells, ranks
 
 ROOT = Path(__file__).parent.parent
@@ -708,14 +710,10 @@ def test_the_saved_plan_holds_the_degrees(alone):
     assert (settled["world_size"], settled["dp_degree"], settled["dp_shards"]) == (1, 1, 1)
 
 
-def test_a_model_that_transformers_has_no_plan_for_is_refused_before_its_weights_are_read(
-    base, tiny_model, tmp_path
-):
-    folder = tmp_path / "gpt2"
-    shutil.copytree(tiny_model, folder)
-    cells.tiny.build("gpt2", vocab_size=512).save_pretrained(folder)
-    for flag in ("tp_degree", "pp_degree"):
-        flags = [*base, "--model_name", folder, "--world_size", 2, f"--{flag}", 2]
-        code, _, err = finish(command(flags, "--output_dir", tmp_path / "out"))
-        assert code == 2 and len(err.splitlines()) == 1, err
-        assert f"--{flag} 2: transformers has no" in err and "Use --dp_shards instead." in err
+@pytest.mark.parametrize("flag", ["tp_degree", "pp_degree"])
+def test_a_model_that_transformers_has_no_plan_for_is_refused_before_its_weights_are_read(tmp_path, flag):
+    cells.tiny.build("gpt2").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    settings = dataclasses.replace(Settings(), precision="fp32", train_type="lora", **{flag: 2})
+    with pytest.raises(PlanError, match=f"--{flag} 2: transformers has no .* Use --dp_shards instead.$"):
+        hf_model.load(tmp_path, settings, cells.CPU)
