@@ -829,7 +829,7 @@ class _Later:
         self.make = partial(make, *args)
 
     def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.make(), dtype)
+        return np.array(self.make(), dtype, copy=copy)
 
 
 def _parameter_counts(model) -> tuple[int, int]:
