@@ -169,6 +169,7 @@ class ModelShape:
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
     """{tensor name: shape} of safetensors files, from their headers alone, or from the index of ranks' files."""
+    weight_files = list(weight_files)
     shapes = parts.shapes_of(weight_files)
     if shapes:
         return shapes
