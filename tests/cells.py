@@ -1,6 +1,7 @@
 """One cell of the matrix of parallel training: a few steps on several ranks against the same steps in one process."""
 
 import dataclasses
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,6 +118,24 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
     held = {n: parallelize.local(p.detach()) for n, p in here.items()}
     return dict(losses=losses, norms=norms, gradients=gradients, bytes={n: t.nbytes for n, t in held.items()},
                 shapes={n: (tuple(p.shape), p.element_size()) for n, p in here.items()})  # fmt: skip
+
+
+def packed_in_forward(rank: int, size: int, kind: str) -> dict:
+    """{'layers': how many, 'different': those whose codes or scales, as a forward over ranks sees them, are not the whole model's}."""
+    ranks = mesh.Ranks.of(World(rank, size), ParallelDims(dp_shard=size), CPU)
+    engine, seen = build(kind, ranks), {}
+    for name, layer in adapters.layers(engine.model).items():
+        keep = partial(seen.setdefault, name)
+        layer.register_forward_pre_hook(
+            lambda module, _, keep=keep: keep([t.clone() for t in module.stored()]) and None
+        )
+    engine.train_step(microbatches(DATA, range(4), engine.layout, 8, 60, 0), 1e-3)
+    whole = {name: layer.stored() for name, layer in adapters.layers(build(kind).model).items()}
+    different = [
+        name for name, parts in whole.items()
+        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(parts, seen[name], strict=True))
+    ]  # fmt: skip
+    return {"layers": len(seen), "different": different}
 
 
 class Counted(TorchDispatchMode):

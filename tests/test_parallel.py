@@ -160,6 +160,19 @@ def test_the_whole_matrix(layout, tmp_path):
         assert all(rank[i]["bytes"] for rank in found), figures
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nf4 bf16",
+        pytest.param("nf4 as bf16", marks=pytest.mark.slow),
+        pytest.param("mlx", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forward_over_ranks_sees_the_whole_models_codes_and_scales_bit_for_bit(kind, tmp_path):
+    for found in ranks.run(2, "tests.cells:packed_in_forward", {"kind": kind}, tmp_path):
+        assert found == {"layers": 14, "different": []}
+
+
 TRAFFIC = [
     ("FSDP2 2", "nf4"), ("TP 2", "lora recomputed"),
     *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
