@@ -61,36 +61,76 @@ class BackendCapabilities:
 # The documented baseline: what each backend is known for, before anything was tried here.
 CAPABILITIES = {
     Backend.CUDA: BackendCapabilities(
-        (4, 8, 16), ("nf4", "bnb", "hqq", "quanto"), ("fp32", "fp16", "bf16"), True, True, True, True, None, "nccl",
-        "torch", "NVIDIA GPUs, and AMD's through ROCm, which torch calls cuda too",
+        (4, 8, 16),
+        ("nf4", "bnb", "hqq", "quanto"),
+        ("fp32", "fp16", "bf16"),
+        True,
+        True,
+        True,
+        True,
+        None,
+        "nccl",
+        "torch",
+        "NVIDIA GPUs, and AMD's through ROCm, which torch calls cuda too",
     ),
     Backend.MPS: BackendCapabilities(
-        (8, 16), ("mlx", "quanto"), ("fp32", "fp16"), True, True, False, False, 70, "gloo",
-        "torch", "Apple GPUs through torch; collectives are staged through host memory",
+        (8, 16),
+        ("mlx", "quanto"),
+        ("fp32", "fp16"),
+        True,
+        True,
+        False,
+        False,
+        70,
+        "gloo",
+        "torch",
+        "Apple GPUs through torch; collectives are staged through host memory",
     ),
     Backend.MLX: BackendCapabilities(
-        (4, 8, 16), ("mlx",), ("fp32", "fp16"), False, False, True, False, 70, None,
-        "mlx", "Apple's own framework, unified memory",
+        (4, 8, 16),
+        ("mlx",),
+        ("fp32", "fp16"),
+        False,
+        False,
+        True,
+        False,
+        70,
+        None,
+        "mlx",
+        "Apple's own framework, unified memory",
     ),
     Backend.CPU: BackendCapabilities(
-        (8, 16), ("hqq",), ("fp32",), True, True, False, False, 7, "gloo",
-        "torch", "any processor; slow, right, and good for trying things",
+        (8, 16),
+        ("hqq",),
+        ("fp32",),
+        True,
+        True,
+        False,
+        False,
+        7,
+        "gloo",
+        "torch",
+        "any processor; slow, right, and good for trying things",
     ),
     Backend.XPU: BackendCapabilities(
-        (4, 8, 16), ("nf4", "bnb"), ("fp32", "fp16", "bf16"), True, True, True, False, None, "xccl",
-        "torch", "Intel GPUs through torch",
+        (4, 8, 16),
+        ("nf4", "bnb"),
+        ("fp32", "fp16", "bf16"),
+        True,
+        True,
+        True,
+        False,
+        None,
+        "xccl",
+        "torch",
+        "Intel GPUs through torch",
     ),
-}  # fmt: skip
+}
 # Guide S1's tables as data: precisions and quantizers documented for each backend.
 PRECISION_MAP = {
     str(b): list(CAPABILITIES[b].precisions) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)
 }
-QUANTIZATION_MAP = {
-    "cuda": ["bnb", "hqq", "quanto"],
-    "mps": ["mlx", "quanto"],
-    "mlx": ["mlx"],
-    "cpu": ["hqq"],
-}
+QUANTIZATION_MAP = {"cuda": ["bnb", "hqq", "quanto"], "mps": ["mlx", "quanto"], "mlx": ["mlx"], "cpu": ["hqq"]}
 AUTO_ORDER = (Backend.CUDA, Backend.MLX, Backend.MPS, Backend.XPU, Backend.CPU)
 INSTALL = {
     Backend.CUDA: "pip install torch --index-url https://download.pytorch.org/whl/cu128",
@@ -103,9 +143,7 @@ INSTALL = {
 def allowed(table: dict, backend, value: str) -> str:
     """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend; ValueError listing those it has."""
     if value not in table[str(backend)]:
-        raise ValueError(
-            f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}"
-        )
+        raise ValueError(f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}")
     return value
 
 
@@ -216,11 +254,7 @@ class BackendManager:
         return backend
 
     def _choose(self) -> Backend:
-        return next(
-            b
-            for b in AUTO_ORDER
-            if b in self.available and not (b is Backend.MLX and not self._mlx_has_gpu())
-        )
+        return next(b for b in AUTO_ORDER if b in self.available and not (b is Backend.MLX and not self._mlx_has_gpu()))
 
     def _detect_available_backends(self) -> list[Backend]:
         """The backends usable here, best first. Extend it to add one; `self.unavailable` holds the reason for the others."""
@@ -377,21 +411,18 @@ class BackendManager:
 
         By the memory plan, for qlora with recomputation on a Llama-shaped model of `model_size_b` billion parameters.
         """
-        from finetune import fit  # the plan's room, above this one: asked only when these two are
+        from finetune.estimate import budget  # the plan's room, above this one: asked only when these two are
 
-        rows = fit.rows_of_size(
+        rows = budget.parameter_rows(
             model_size_b, context_length, self.get_memory_info()["available"], str(self.backend)
         )
         return max(1, rows)
 
     def validate_model_size(self, model_size_b: float) -> bool:
         """Whether qlora with recomputation on one row of 512 tokens fits this machine's memory, by the memory plan."""
-        from finetune import fit
+        from finetune.estimate import budget
 
-        return (
-            fit.rows_of_size(model_size_b, 512, self.get_memory_info()["total"], str(self.backend), most=1)
-            > 0
-        )
+        return budget.parameter_rows(model_size_b, 512, self.get_memory_info()["total"], str(self.backend), most=1) > 0
 
     # ---- print
 
@@ -450,9 +481,7 @@ def memory_lines(backend: str, memory: dict) -> list[str]:
             f"Total memory: {memory['total'] / GIB:.1f} GiB",
             f"Available memory: {memory['available'] / GIB:.1f} GiB",
         ]
-        return lines + (
-            [] if backend == "cpu" else [f"Allocated on the device: {memory['allocated'] / GIB:.1f} GiB"]
-        )
+        return lines + ([] if backend == "cpu" else [f"Allocated on the device: {memory['allocated'] / GIB:.1f} GiB"])
     return [
         f"Memory allocated: {memory['allocated'] / GIB:.1f} GiB",
         f"Memory reserved: {memory['reserved'] / GIB:.1f} GiB",
@@ -491,10 +520,23 @@ def versions() -> dict:
 def environment() -> dict:
     """The variables that change what this machine does, as they are set."""
     names = (
-        "FSDP_BACKEND", "CUDA_VISIBLE_DEVICES", "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO",
-        "PYTORCH_ENABLE_MPS_FALLBACK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_ENDPOINT", "HF_HUB_OFFLINE",
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "DISABLE_COMPILE",
-    )  # fmt: skip
+        "FSDP_BACKEND",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+        "PYTORCH_MPS_LOW_WATERMARK_RATIO",
+        "PYTORCH_ENABLE_MPS_FALLBACK",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "HF_ENDPOINT",
+        "HF_HUB_OFFLINE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_PROCID",
+        "DISABLE_COMPILE",
+    )
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -620,9 +662,7 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
     failed = {pair: found["error"] for pair, found in pairs.items() if found["error"]}
     reasons |= {f"quantization {pair}": why for pair, why in failed.items()}
     passed = [pair.split("/") for pair in pairs if pair not in failed]
-    names = {name for name, _ in passed} | (
-        set(base.quantization_backends) - {p.split("/")[0] for p in failed}
-    )
+    names = {name for name, _ in passed} | (set(base.quantization_backends) - {p.split("/")[0] for p in failed})
     widths = {int(bits) for _, bits in passed}
     lost = {int(p.split("/")[1]) for p in failed} - widths
     bits = tuple(sorted((set(base.quantization_bits) - lost) | widths))
@@ -651,11 +691,7 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
 
 def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
     """A manager for `backend`, or for what FSDP_BACKEND or detection gives."""
-    return (
-        BackendManager.from_env(verbose=verbose)
-        if backend is None
-        else BackendManager(backend, verbose=verbose)
-    )
+    return BackendManager.from_env(verbose=verbose) if backend is None else BackendManager(backend, verbose=verbose)
 
 
 def detect_backend() -> Backend:

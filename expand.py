@@ -9,8 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from finetune import launch, parts
-from finetune.checkpoint import storage
+from finetune import process, safetensors_io
+from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
 
@@ -22,17 +22,13 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--output_dir", required=True, metavar="DIR", help="the new model folder; must not exist, or be empty"
     )
-    parser.add_argument(
-        "--expansion_rate", type=float, metavar="X", help="new layers for each old one (default: 0.1)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--num_new_blocks", type=int, metavar="N", help="the number of new layers, instead of the rate"
-    )
+    parser.add_argument("--expansion_rate", type=float, metavar="X", help="new layers for each old one (default: 0.1)")
+    parser.add_argument("--num_new_blocks", type=int, metavar="N", help="the number of new layers, instead of the rate")
     return parser
 
 
 def choose(args, num_layers: int) -> int:
-    from finetune import expansion
+    from finetune.model_files import llama_pro as llama_pro_files
 
     number, rate = args.num_new_blocks, args.expansion_rate
     if number is not None and rate is not None:
@@ -41,64 +37,68 @@ def choose(args, num_layers: int) -> int:
     if not 0 < rate <= 1:
         raise PlanError(f"--expansion_rate {rate}: must be above 0 and at most 1. Use 0.1.")
     if number is None:
-        number = expansion.num_new_blocks(num_layers, rate)
+        number = llama_pro_files.num_new_blocks(num_layers, rate)
     if not 1 <= number <= num_layers:
         raise PlanError(f"--num_new_blocks {number}: must be 1 to {num_layers}, the layers there are.")
     return number
 
 
 def main(argv=None) -> int:
-    launch.prepare_environment()
+    process.prepare_environment()
     args = build_parser().parse_args(argv)
     from backend_manager import BackendManager
-    from finetune import expansion, hf_files
+    from finetune.model_files import llama_pro as llama_pro_files
+    from finetune.model_files.files import find_model
+    from finetune.torch_engine import llama_pro
 
     said, target = f"--model_name {args.model_name}", Path(args.output_dir)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise PlanError(f"--output_dir {target}: exists and is not empty. Give another.")
-    files = hf_files.find(args.model_name, args.revision)
+    files = find_model(args.model_name, args.revision)
     if files.stored:
         how = f"{files.stored['quantization_backend']} at {files.stored['n_bits']} bits"
         raise PlanError(
             f"{said}: is stored quantized ({how}); new layers are copies of unquantized ones. Give the model it was made from."
         )
-    if parts.shapes_of(files.weight_files):
+    if safetensors_io.shapes_of(files.weight_files):
         raise PlanError(
             f"{said}: is a checkpoint of several ranks, in a file of each. Give the output_dir of the finished run."
         )
-    from finetune.torch_engine import blocks
 
-    config, count_key = blocks.full_config(files.folder)
+    config, count_key = llama_pro.full_config(files.folder)
     num_layers = (config if count_key in config else config["text_config"])[count_key]
-    copied = expansion.new_positions(num_layers, choose(args, num_layers))
-    order, new = expansion.order_of(num_layers, copied)
-    tensors = expansion.read_headers(files.weight_files)
-    prefix = expansion.layers_prefix([t.name for t in tensors], num_layers)
+    copied = llama_pro_files.new_positions(num_layers, choose(args, num_layers))
+    order, new = llama_pro_files.order_of(num_layers, copied)
+    tensors = llama_pro_files.read_sources(files.weight_files)
+    prefix = llama_pro_files.layers_prefix([t.name for t in tensors], num_layers)
     if prefix is None:
-        raise PlanError(
-            f"{said}: no part of its tensors' names counts its {num_layers} layers. Expand another model."
-        )
-    zeros, kinds = zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copied, said)
-    written = expansion.expanded(tensors, prefix, order, new, lambda i, pattern: pattern in zeros[i])
-    grown = expansion.resized(config, count_key, order)
+        raise PlanError(f"{said}: no part of its tensors' names counts its {num_layers} layers. Expand another model.")
+    zeros, kinds = zeros_by_layer(llama_pro, config, count_key, prefix, tensors, num_layers, copied, said)
+    written = llama_pro_files.expanded(tensors, prefix, order, new, lambda i, pattern: pattern in zeros[i])
+    grown = llama_pro_files.resized(config, count_key, order)
     with storage(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as beside:
             beside = Path(beside)
-            expansion.write(written, beside)
+            llama_pro_files.write(written, beside)
             (beside / "config.json").write_text(json.dumps(grown, indent=2) + "\n")
             for file in (*files.tokenizer_files, files.folder / "generation_config.json"):
                 if file.is_file():
                     shutil.copyfile(file, beside / file.name)
             record = {
-                "expanded_from": files.name, "digest": files.digest, "layers": prefix, "layers_before": num_layers,
-                "layers_after": len(order), "new_layers": new, "zeros": sorted(set().union(*zeros.values())),
-            }  # fmt: skip
-            (beside / expansion.RECORD).write_text(json.dumps(record, indent=1) + "\n")
+                "expanded_from": files.name,
+                "digest": files.digest,
+                "layers": prefix,
+                "layers_before": num_layers,
+                "layers_after": len(order),
+                "new_layers": new,
+                "zeros": sorted(set().union(*zeros.values())),
+            }
+            (beside / llama_pro_files.RECORD).write_text(json.dumps(record, indent=1) + "\n")
             stored = sum(t.num_bytes for t in tensors)
             whole = 3 * stored < (BackendManager("cpu", verbose=False).capabilities.memory_bytes or 0)
             last = num_layers - 1 if whole else max(kinds)
-            proved = prove(blocks, files, beside, config, grown, count_key, order, last, said)
+            proved = prove(llama_pro, files, beside, config, grown, count_key, order, last, said)
             target.mkdir(exist_ok=True)
             for file in sorted(beside.iterdir()):
                 file.replace(target / file.name)
@@ -111,15 +111,15 @@ def main(argv=None) -> int:
 
 def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copied, said):
     """({copied layer: patterns that are zeros in its copy}, the first copied layer of each kind)."""
-    from finetune import expansion
+    from finetune.model_files import llama_pro as llama_pro_files
 
     inside = {}
     for tensor in tensors:
-        at = expansion.split(tensor.name, prefix)
+        at = llama_pro_files.split(tensor.name, prefix)
         if at:
-            inside.setdefault(at[0], {})[at[1]] = (expansion.pattern_of(at[1]), tensor.shape)
+            inside.setdefault(at[0], {})[at[1]] = (llama_pro_files.pattern_of(at[1]), tensor.shape)
     kind_of = {
-        i: expansion.entries_of(config, count_key, i) + json.dumps(sorted(inside[i].items()))
+        i: llama_pro_files.entries_of(config, count_key, i) + json.dumps(sorted(inside[i].items()))
         for i in range(num_layers)
     }
     found, zeros, firsts = {}, {}, []
@@ -128,7 +128,7 @@ def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copie
         if kind not in found:
             firsts.append(i)
             first = next(j for j in range(num_layers) if kind_of[j] == kind)
-            cut = expansion.resized(config, count_key, list(range(first + 1)))
+            cut = llama_pro_files.resized(config, count_key, list(range(first + 1)))
             found[kind] = blocks.residual_writers(cut, prefix, first, inside[first], said)
         zeros[i] = found[kind]
     return zeros, firsts
@@ -136,30 +136,28 @@ def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copie
 
 def prove(blocks, files, beside, config, grown, count_key, order, last, said) -> str:
     """The sentence that says the expanded weights give the model's logits; PlanError where they do not."""
-    from finetune import expansion
+    from finetune.model_files import llama_pro as llama_pro_files
 
     upto = max(i for i, source in enumerate(order) if source <= last) + 1
     before = blocks.logits_of(
         list(files.folder.glob("model*.safetensors*")),
-        expansion.resized(config, count_key, range(last + 1)),
+        llama_pro_files.resized(config, count_key, range(last + 1)),
         said,
     )
     after = blocks.logits_of(
-        list(beside.glob("model*.safetensors*")), expansion.resized(grown, count_key, range(upto)), said
+        list(beside.glob("model*.safetensors*")), llama_pro_files.resized(grown, count_key, range(upto)), said
     )
     off = ((after - before).abs().max() / before.abs().max()).item()
     if not off <= 1e-5:
-        raise PlanError(f"{said}: with its layers copied its logits move by {off:.1e}, so what a layer does depends on where it "
-                        "stands. Expand another model.")  # fmt: skip
-    part = (
-        "its"
-        if upto == len(order)
-        else f"with its first {last + 1} layers, the rest being too large to load here,"
-    )
+        raise PlanError(
+            f"{said}: with its layers copied its logits move by {off:.1e}, so what a layer does depends on where it "
+            "stands. Expand another model."
+        )
+    part = "its" if upto == len(order) else f"with its first {last + 1} layers, the rest being too large to load here,"
     return f"the expanded model starts with {part} logits: " + (
         "equal bit for bit" if off == 0.0 else f"within {off:.1e}"
     )
 
 
 if __name__ == "__main__":
-    launch.exit_with(main)
+    process.exit_with(main)

@@ -5,8 +5,8 @@ python export.py --checkpoint outputs/my-run --output_dir merged
 
 from pathlib import Path
 
-from finetune import launch
-from finetune.checkpoint import storage
+from finetune import process
+from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
 
@@ -29,26 +29,25 @@ def build_parser() -> Parser:
 
 
 def main(argv=None) -> int:
-    launch.prepare_environment()
+    process.prepare_environment()
     args = build_parser().parse_args(argv)
-    from finetune import tokenizer, trained
+    from finetune import inference
+    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.torch_engine.save import merge_to_folder
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
-        raise PlanError(
-            f"--checkpoint {checkpoint}: holds no adapter_config.json, so there is nothing to merge."
-        )
+        raise PlanError(f"--checkpoint {checkpoint}: holds no adapter_config.json, so there is nothing to merge.")
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise PlanError(f"--output_dir {target}: exists and is not empty. Give another.")
-    files = trained.base_of(args.checkpoint)
-    from finetune.torch_engine import hf_model
+    files = inference.base_of(args.checkpoint)
 
     with storage(target):
-        off = hf_model.merge_to_folder(checkpoint, files, target, args.dtype)
-        tokenizer.load_tokenizer(trained.tokenizer_folder(checkpoint, files)).save_pretrained(target)
+        off = merge_to_folder(checkpoint, files, target, args.dtype)
+        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(target)
     print(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 
 
 if __name__ == "__main__":
-    launch.exit_with(main)
+    process.exit_with(main)

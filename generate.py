@@ -5,16 +5,16 @@ python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens
 
 import sys
 
-from finetune import launch
+from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
 
 
 def build_parser() -> Parser:
-    from finetune import trained
+    from finetune import inference
 
     parser = Parser(prog="generate.py", description=__doc__)
-    trained.add_flags(parser)
+    inference.add_flags(parser)
     parser.add_argument("--prompt", help="what to answer")
     parser.add_argument("--system", help="system message before it, for chat models")
     parser.add_argument(
@@ -23,13 +23,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--interactive", action="store_true", help="one prompt a line, until an empty one or end of input"
     )
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=100, metavar="N", help="longest answer (default: 100)"
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="longest answer (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default: 0)")
-    parser.add_argument(
-        "--top_k", type=int, default=50, metavar="N", help="sample from the N likeliest (default: 50)"
-    )
+    parser.add_argument("--top_k", type=int, default=50, metavar="N", help="sample from the N likeliest (default: 50)")
     parser.add_argument(
         "--top_p", type=float, default=0.9, metavar="X", help="and from this much probability (default: 0.9)"
     )
@@ -59,9 +55,14 @@ def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
             shown[0] = len(text)
 
     new = engine.generate(
-        [ids], args.max_new_tokens, ends, on_token=on_token if live else None,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-    )[0]  # fmt: skip
+        [ids],
+        args.max_new_tokens,
+        ends,
+        on_token=on_token if live else None,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )[0]
     text = tokenizer.decode(new, skip_special_tokens=True)
     print(text[shown[0] :], flush=True)
     return text
@@ -83,12 +84,12 @@ def check(args) -> None:
 
 
 def main(argv=None) -> int:
-    launch.prepare_environment()
+    process.prepare_environment()
     args = build_parser().parse_args(argv)
     check(args)
-    from finetune import trained
+    from finetune import inference
 
-    engine, tokenizer, ends = trained.open_engine(args)
+    engine, tokenizer, ends = inference.open_engine(args)
     engine.seed(args.seed)
     if args.prompt is not None:
         answer(engine, tokenizer, ends, args.prompt, args)
@@ -104,4 +105,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    launch.exit_with(main)
+    process.exit_with(main)

@@ -35,53 +35,73 @@ class QuantizationMethod(str, Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """A row of METHODS. `module` has its quantize and dequantize. `code_books`: the quant types of each width, the usual one
+    """A row of METHODS. `module` has its quantize and dequantize. `quant_types`: the quant types of each width, the usual one
     first; none: one scale a row. `package` must be importable; `install` is the line that makes it so. `double_quant`: widths
-    whose scales can be quantized too. `row_groups`: groups must fill a row. `whole`: widths whose result depends on the whole matrix, not on rows alone.
+    whose scales can be quantized too. `groups_fill_rows`: groups must fill a row. `whole`: widths whose result depends on the whole matrix, not on rows alone.
     """
 
     module: str
-    code_books: dict[int, tuple[str, ...]]
+    quant_types: dict[int, tuple[str, ...]]
     group_sizes: tuple[int, ...]
     summary: str
     package: str | None = None
     install: str = ""
     double_quant: tuple[int, ...] = ()
-    row_groups: bool = False
+    groups_fill_rows: bool = False
     whole: tuple[int, ...] = ()
 
     @property
     def bits(self) -> tuple[int, ...]:
         """Widths, the usual one first."""
-        return tuple(self.code_books)
+        return tuple(self.quant_types)
 
 
 POWERS = tuple(2**i for i in range(4, 13))
 METHODS = {
     "nf4": Method(
-        "finetune.quantizers.nf4", {4: ("nf4",)}, POWERS, double_quant=(4,),
+        "finetune.quantizers.nf4",
+        {4: ("nf4",)},
+        POWERS,
+        double_quant=(4,),
         summary="our NF4: plain torch, any device, blocks inside rows",
     ),
     "bnb": Method(
-        "finetune.quantizers.bnb", {4: ("nf4", "fp4"), 8: ()}, POWERS[1:], double_quant=(4,), whole=(4,),
-        package="bitsandbytes", install="pip install bitsandbytes",
+        "finetune.quantizers.bnb",
+        {4: ("nf4", "fp4"), 8: ()},
+        POWERS[1:],
+        double_quant=(4,),
+        whole=(4,),
+        package="bitsandbytes",
+        install="pip install bitsandbytes",
         summary="bitsandbytes' kernels: NF4, FP4, and INT8 with one scale a row",
     ),
     "hqq": Method(
-        "finetune.quantizers.hqq", {bits: ("affine",) for bits in (4, 8, 3, 2)}, POWERS[:7], whole=(4, 8, 3, 2),
-        package="hqq", install="pip install hqq", row_groups=True,
+        "finetune.quantizers.hqq",
+        {bits: ("affine",) for bits in (4, 8, 3, 2)},
+        POWERS[:7],
+        whole=(4, 8, 3, 2),
+        package="hqq",
+        install="pip install hqq",
+        groups_fill_rows=True,
         summary="half-quadratic quantization: scales and zeros solved for each matrix",
     ),
     "quanto": Method(
-        "finetune.quantizers.quanto", {4: ("affine",), 8: (), 2: ("affine",)}, POWERS[:7],
-        package="optimum.quanto", install="pip install optimum-quanto", row_groups=True,
+        "finetune.quantizers.quanto",
+        {4: ("affine",), 8: (), 2: ("affine",)},
+        POWERS[:7],
+        package="optimum.quanto",
+        install="pip install optimum-quanto",
+        groups_fill_rows=True,
         summary="optimum-quanto: int4 and int2 by group, int8 with one scale a row",
     ),
     "mlx": Method(
-        "finetune.quantizers.mlx", {bits: ("affine",) for bits in (4, 8, 6, 5, 3, 2)}, (32, 64, 128), row_groups=True,
+        "finetune.quantizers.mlx",
+        {bits: ("affine",) for bits in (4, 8, 6, 5, 3, 2)},
+        (32, 64, 128),
+        groups_fill_rows=True,
         summary="MLX's affine format in plain torch: the same packed bits as mx.quantize",
     ),
-}  # fmt: skip
+}
 # The enum's names in terms of METHODS: row, widths (the usual one first), quant type where the name says it.
 METHOD_OF = {
     QuantizationMethod.NF4: ("nf4", (4,), "nf4"),
@@ -99,7 +119,7 @@ METHOD_OF = {
     QuantizationMethod.QUANTO_INT8: ("quanto", (8,), None),
     QuantizationMethod.NONE: ("none", (16,), None),
 }
-GENERAL = {
+DEFAULT_METHOD = {
     "nf4": QuantizationMethod.NF4,
     "bnb": QuantizationMethod.BNB_NF4,
     "hqq": QuantizationMethod.HQQ,
@@ -137,12 +157,10 @@ class QuantizationConfig:
         self.bits = widths[0] if self.bits is None else self.bits
         if name in ("nf4", "bnb") and self.block_size != 64:
             if self.group_size not in (64, self.block_size):
-                raise ValueError(
-                    f"block_size {self.block_size}: contradicts group_size {self.group_size}. Give one."
-                )
+                raise ValueError(f"block_size {self.block_size}: contradicts group_size {self.group_size}. Give one.")
             self.group_size = self.block_size
         if name in METHODS and self.quant_type in (None, "nf4"):  # "nf4" stands by default in older programs
-            books = METHODS[name].code_books.get(self.bits) or (None,)
+            books = METHODS[name].quant_types.get(self.bits) or (None,)
             self.quant_type = book or ("nf4" if "nf4" in books else books[0])
         validate_quantization_config(self)
 
@@ -173,43 +191,45 @@ def unsupported(
         return f"--quantization_backend {backend}: there is {have}. Use one of these."
     method = METHODS[backend]
     if bits not in method.bits:
-        return (
-            f"--n_bits {bits}: {backend} has {'/'.join(map(str, sorted(method.bits)))} bits. There is {have}."
-        )
-    books = method.code_books[bits]
+        return f"--n_bits {bits}: {backend} has {'/'.join(map(str, sorted(method.bits)))} bits. There is {have}."
+    books = method.quant_types[bits]
     if quant_type is not None and quant_type not in books:
         rest = f"has {', '.join(books)}. Use one of these" if books else "has no choice. Leave it out"
         return f"--quant_type {quant_type}: {backend} at {bits} bits {rest}."
-    if group_size not in method.group_sizes and not row_scaled(backend, bits):
+    if group_size not in method.group_sizes and not per_channel(backend, bits):
         low, high = method.group_sizes[0], method.group_sizes[-1]
         return f"--group_size {group_size}: {backend} has powers of two from {low} to {high}. Use 64."
     if double_quant and bits not in method.double_quant:
         those = " and ".join(name for name, m in METHODS.items() if m.double_quant)
-        return (
-            f"--double_quant true: {backend} at {bits} bits has none; {those} at 4 bits have. Leave it out."
-        )
+        return f"--double_quant true: {backend} at {bits} bits has none; {those} at 4 bits have. Leave it out."
     return None
 
 
-def row_scaled(backend: str, bits: int) -> bool:
+def per_channel(backend: str, bits: int) -> bool:
     """Whether there is one scale a row, so that the group size does not matter."""
-    return not METHODS[backend].code_books[bits]
+    return not METHODS[backend].quant_types[bits]
 
 
-def unfilled(backend: str, bits: int, group_size: int, columns: int) -> bool:
+def group_mismatch(backend: str, bits: int, group_size: int, columns: int) -> bool:
     """Whether groups would not fill a row of that many columns, for a method that needs them to."""
-    return METHODS[backend].row_groups and not row_scaled(backend, bits) and bool(columns % group_size)
+    return METHODS[backend].groups_fill_rows and not per_channel(backend, bits) and bool(columns % group_size)
 
 
 def weight_bytes(
-    method: str, bits: int, group_size: int, double_quant: bool, rows: int, columns: int, scale_bytes: int = 4,
+    method: str,
+    bits: int,
+    group_size: int,
+    double_quant: bool,
+    rows: int,
+    columns: int,
+    scale_bytes: int = 4,
     ranks: int = 1,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps. Of
     several ranks that cut each tensor by rows, one's.
     """
     all_rows, rows = rows, -(-rows // ranks)
-    if row_scaled(method, bits):
+    if per_channel(method, bits):
         return rows * columns + 4 * rows
     if method == "nf4":
         blocks = -(-columns // group_size)
@@ -228,18 +248,12 @@ def weight_bytes(
 
 
 def config_for(
-    backend: str,
-    bits: int = 4,
-    quant_type: str | None = None,
-    group_size: int = 64,
-    double_quant: bool = False,
+    backend: str, bits: int = 4, quant_type: str | None = None, group_size: int = 64, double_quant: bool = False
 ) -> QuantizationConfig:
     """The config of a METHODS row: what the flags of train.py mean."""
-    method = GENERAL[backend]
+    method = DEFAULT_METHOD[backend]
     if backend == "bnb":
-        method = (
-            QuantizationMethod.BNB_INT8 if bits == 8 else QuantizationMethod(f"bnb_{quant_type or 'nf4'}")
-        )
+        method = QuantizationMethod.BNB_INT8 if bits == 8 else QuantizationMethod(f"bnb_{quant_type or 'nf4'}")
     return QuantizationConfig(
         method, bits=bits, group_size=group_size, double_quant=double_quant, quant_type=quant_type
     )
@@ -254,7 +268,7 @@ def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
     raise ValueError(f"bits {bits}: no method has them on {backend}.")
 
 
-def rows_apart(config: QuantizationConfig, columns: int) -> bool:
+def rows_independent(config: QuantizationConfig, columns: int) -> bool:
     """Whether a row of so many columns is stored by itself, so that some rows quantized apart are those of the whole matrix."""
     if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
         return not config.double_quant and columns % config.group_size == 0
@@ -307,11 +321,7 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     wanted = set(names) if names is not None else None
     for name, module in list(model.named_modules()):
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
-        chosen = (
-            name in wanted
-            if wanted is not None
-            else not any(s in name.split(".") for s in config.skip_modules)
-        )
+        chosen = name in wanted if wanted is not None else not any(s in name.split(".") for s in config.skip_modules)
         if not (linear and chosen):
             continue
         own = config_of_layer(config, name)
@@ -331,9 +341,7 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
 
 def replace_linear_with_quantized(model, config: QuantizationConfig, skip_modules=None):
     """The older name of quantize_model."""
-    return quantize_model(
-        model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules))
-    )
+    return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
 @dataclass(frozen=True)

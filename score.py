@@ -7,39 +7,31 @@ import json
 import math
 import time
 
-from finetune import launch
+from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
 
 
 def build_parser() -> Parser:
-    from finetune import trained
-    from finetune.settings import DATASET_FORMATS
+    from finetune import inference
+    from finetune.config import DATASET_FORMATS
 
     parser = Parser(prog="score.py", description=__doc__)
-    trained.add_flags(parser)
+    inference.add_flags(parser)
     parser.add_argument("--dataset", required=True, metavar="FILE|NAME", help="rows with answers")
     parser.add_argument(
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
     )
-    parser.add_argument(
-        "--split", default="test", metavar="NAME", help="of a folder or a hub name (default: test)"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)"
-    )
+    parser.add_argument("--split", default="test", metavar="NAME", help="of a folder or a hub name (default: test)")
+    parser.add_argument("--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)")
     parser.add_argument(
         "--context_length", type=int, default=512, metavar="N", help="longest row in tokens (default: 512)"
     )
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)"
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
     parser.add_argument(
         "--batch_size", type=int, default=32, metavar="N", help="answers generated at once (default: 32)"
     )
-    parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="print the first N answers that are wrong"
-    )
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N answers that are wrong")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser
 
@@ -57,50 +49,61 @@ def exact_match(
         part = questions[start : start + batch_size]
         wanted = [answer.strip() for _, answer, _ in part]
 
-        def hopeless(row, ids, wanted=wanted):
+        def stop_row(row, ids, wanted=wanted):
             if stop and stop():
                 return True
             text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
             return not (wanted[row].startswith(text) or text.strip() == wanted[row])
 
-        new = engine.generate([p for p, _, _ in part], max_new_tokens, ends, hopeless)
+        new = engine.generate([p for p, _, _ in part], max_new_tokens, ends, stop_row)
         answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
     right = sum(a.strip() == wanted.strip() for a, (_, wanted, _) in zip(answers, questions, strict=True))
     return right / len(questions), answers
 
 
 def main(argv=None) -> int:
-    launch.prepare_environment()
+    process.prepare_environment()
     args = build_parser().parse_args(argv)
-    from finetune import data, prompts, trained
+    from finetune import inference
+    from finetune.data.chat_template import ensure_chat_template
+    from finetune.data.collate import microbatches
+    from finetune.data.formats import detect_format
+    from finetune.data.sources import read_rows
+    from finetune.data.tokenize import generation_examples, tokenize
 
     for name in ("context_length", "max_new_tokens", "batch_size"):
         if getattr(args, name) < 1:
             raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
-    raw = data.read_rows(args.dataset, samples=args.samples, split=args.split)
-    form = prompts.detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
+    raw = read_rows(args.dataset, samples=args.samples, split=args.split)
+    form = detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
     began = time.perf_counter()
-    engine, tokenizer, ends = trained.open_engine(args)
-    prompts.ensure_chat_template(tokenizer) if form == "chat" else None
+    engine, tokenizer, ends = inference.open_engine(args)
+    ensure_chat_template(tokenizer) if form == "chat" else None
     vocab = engine.model.get_input_embeddings().weight.shape[0]
     length = min(args.context_length, engine.context_limit() or args.context_length)
-    rows = data.tokenize(raw, form, tokenizer, length, False, vocab_size=vocab)
-    batches = data.microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
+    rows = tokenize(raw, form, tokenizer, length, False, vocab_size=vocab)
+    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
-    questions = data.prompts_and_answers(raw, form, tokenizer)
+    questions = generation_examples(raw, form, tokenizer)
     match, answers = exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
     loss = nll / num_targets
     figures = {
-        "rows": len(rows), "num_targets": num_targets, "loss": loss, "perplexity": math.exp(min(loss, 700)),
-        "exact_match": match, "wall_s": round(time.perf_counter() - began, 1),
-    }  # fmt: skip
+        "rows": len(rows),
+        "num_targets": num_targets,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "exact_match": match,
+        "wall_s": round(time.perf_counter() - began, 1),
+    }
     if args.json:
         print(json.dumps(figures))
     else:
-        print(f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
-              f"of {len(questions)} | {figures['wall_s']} s")  # fmt: skip
+        print(
+            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
+            f"of {len(questions)} | {figures['wall_s']} s"
+        )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:
         print(f"{source}\n  wanted {wanted}\n  got    {got}")
@@ -108,4 +111,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    launch.exit_with(main)
+    process.exit_with(main)

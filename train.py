@@ -5,8 +5,30 @@ python train.py --dataset my.jsonl                your rows, on the demo's model
 python train.py --model_name ID --dataset FILE --train_type lora --output_dir out
 """
 
-from finetune import launch
-from finetune.cli import Parser, add_flags, convert, wishes_from, with_config
+from finetune import errors, process
+from finetune.checkpoint import output_dir
+from finetune.checkpoint.store import storage
+from finetune.cli import Parser, add_flags, convert, parse_overrides, with_config
+from finetune.config import DEFAULTS, NAMES
+from finetune.data.chat_template import ensure_chat_template
+from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.formats import detect_format
+from finetune.data.sampler import Cursor, rank_rows, split_validation, step_rows, total_steps
+from finetune.data.sources import check_local, read_rows
+from finetune.data.tokenize import TokenizedDataset, generation_examples, render_sample, tokenize
+from finetune.distributed.env import RankEnv, rank_env
+from finetune.distributed.launcher import run_ranks, write_failure, write_result
+from finetune.distributed.parallel_dims import FLAGS
+from finetune.estimate import budget, memory
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape, shape_of_files
+from finetune.model_files import llama_pro as llama_pro_files
+from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved, same_length
+from finetune.plan.run_plan import Adjustment, RunPlan, TrainState, finalize
 
 
 def build_parser() -> Parser:
@@ -16,7 +38,7 @@ def build_parser() -> Parser:
 
 
 if __name__ == "__main__":  # --help and a wrong flag are answered before numpy and the rest are imported
-    launch.answer_early(build_parser())
+    process.parse_or_exit(build_parser())
 
 import json
 import math
@@ -27,35 +49,11 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from backend_manager import (
-    CAPABILITIES,
-    Backend,
-    BackendManager,
-    environment_error,
-    package_version,
-    versions,
-)
-from finetune import (
-    checkpoint,
-    data,
-    doctor,
-    expansion,
-    fit,
-    hf_files,
-    memory,
-    parallel,
-    plan,
-    prompts,
-    ranks,
-    report,
-    rundir,
-    shape,
-)
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, RankLost
+from backend_manager import CAPABILITIES, Backend, BackendManager, environment_error, package_version, versions
+from finetune import doctor, report
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, RankLostError
 from finetune.metrics import Metrics, tracker
 from finetune.schedule import Schedule, warmup_steps
-from finetune.settings import DEFAULTS, NAMES
-from finetune.tokenizer import end_ids, load_tokenizer, pad_id
 
 ENGINES = ("torch",)
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva looks at
@@ -65,22 +63,22 @@ EVA_ROWS = 256  # rows whose activations --init_lora_weights eva looks at
 class Run:
     """What one run holds together: decided things, open things, and the clock of each phase."""
 
-    plan: plan.RunPlan
-    files: hf_files.ModelFiles
+    plan: RunPlan
+    files: ModelFiles
     engine: object = None
     tokenizer: object = None
-    directory: rundir.RunDir = None
+    directory: output_dir.OutputDir = None
     metrics: Metrics = None
-    state: plan.TrainState = None
+    state: TrainState = None
     configs: dict = field(default_factory=dict)
     identity: dict = field(default_factory=dict)
-    train_set: data.TokenizedDataset = None
-    validation: data.TokenizedDataset | None = None
+    train_set: TokenizedDataset = None
+    validation: TokenizedDataset | None = None
     questions: list = field(default_factory=list)
     seconds: dict = field(default_factory=dict)
     results: dict = field(default_factory=dict)
-    stop: launch.Stop = None
-    world: ranks.World = ranks.World()
+    stop: process.StopSignal = None
+    world: RankEnv = RankEnv()
     ranks: object = None  # this rank among those of the run, as the engine sees them
     share: object = None  # what this rank keeps of the model, where it loads no more
     ends: set = field(default_factory=set)  # ids that end an answer
@@ -95,8 +93,8 @@ class Run:
 
 
 def make_plan(
-    wishes: dict, prepare: bool = True, world: ranks.World | None = None
-) -> tuple[plan.RunPlan, hf_files.ModelFiles | None, rundir.Found | None]:
+    overrides: dict, prepare: bool = True, world: RankEnv | None = None
+) -> tuple[RunPlan, ModelFiles | None, output_dir.SavedRun | None]:
     """(plan, the model's files, the run to resume). `prepare` False neither probes nor fetches. Raises PlanError.
 
     `world`: this process among the ranks that a launcher started.
@@ -104,69 +102,77 @@ def make_plan(
     problem = environment_error()
     if problem:
         raise PlanError(problem)
-    if wishes.get("log_to") == "wandb" and package_version("wandb") is None:
+    if overrides.get("log_to") == "wandb" and package_version("wandb") is None:
         raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
-    found, given = rundir.find_run(wishes.get("resume"), wishes.get("output_dir")), wishes
+    found, given = output_dir.find_saved_run(overrides.get("resume"), overrides.get("output_dir")), overrides
     if found:
-        if wishes.get("output_dir") and Path(wishes["output_dir"]).resolve() != found.output_dir.resolve():
+        if overrides.get("output_dir") and Path(overrides["output_dir"]).resolve() != found.output_dir.resolve():
             raise PlanError(
-                f"--output_dir {wishes['output_dir']}: a resumed run goes on in {found.output_dir}. Leave it out."
+                f"--output_dir {overrides['output_dir']}: a resumed run goes on in {found.output_dir}. Leave it out."
             )
-        wishes = plan.resumed_wishes({k: v for k, v in wishes.items() if k != "output_dir"}, found.saved_plan)
-        wishes["output_dir"] = str(found.output_dir)
-        placing = ("world_size", "sharding_strategy", *parallel.FLAGS.values())
+        overrides = merge_saved({k: v for k, v in overrides.items() if k != "output_dir"}, found.saved_plan)
+        overrides["output_dir"] = str(found.output_dir)
+        placing = ("world_size", "sharding_strategy", *FLAGS.values())
         if any(name in given for name in placing) or world:  # over other ranks, degrees are said anew
-            wishes = {k: v for k, v in wishes.items() if k not in placing or k in given}
-    manager, skipped = manager_of(wishes)
+            overrides = {k: v for k, v in overrides.items() if k not in placing or k in given}
+    manager, skipped = manager_of(overrides)
     known = manager.capabilities if prepare else manager.documented_or_cached()
-    if wishes.get("llama_pro_path"):
-        files = hf_files.find(
-            wishes["llama_pro_path"], fetch=prepare, flag="--llama_pro_path", weights=prepare
-        )
+    if overrides.get("llama_pro_path"):
+        files = find_model(overrides["llama_pro_path"], fetch=prepare, flag="--llama_pro_path", weights=prepare)
     else:
-        name = wishes.get("model_name") or plan.DEMO_MODEL
-        files = hf_files.find(name, wishes.get("revision"), fetch=prepare, weights=prepare)
-    sizes = files and sizes_of(files, wishes.get("llama_pro_path"))
-    kept = plan.kept_settings(found.saved_plan, str(manager.backend), given) if found else None
+        name = overrides.get("model_name") or DEMO_MODEL
+        files = find_model(name, overrides.get("revision"), fetch=prepare, weights=prepare)
+    sizes = files and sizes_of(files, overrides.get("llama_pro_path"))
+    kept = inherited_from_checkpoint(found.saved_plan, str(manager.backend), given) if found else None
     probe = manager.probe_quantization if prepare else manager.known_quantization
-    settled = plan.resolve_plan(
-        wishes, manager.backend, known, sizes, kept=kept, probe=probe, stored=files and files.stored, world=world,
-        num_devices=manager.num_devices, environment=dict(os.environ),
-    )  # fmt: skip
+    settled = resolve_plan(
+        overrides,
+        manager.backend,
+        known,
+        sizes,
+        kept=kept,
+        probe=probe,
+        stored=files and files.stored,
+        world=world,
+        num_devices=manager.num_devices,
+        environment=dict(os.environ),
+    )
     if files and Path(settled.settings.output_dir).resolve() == files.folder.resolve():
-        raise PlanError(
-            f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another."
-        )
+        raise PlanError(f"--output_dir {settled.settings.output_dir}: is the model's own folder. Give another.")
     if skipped:
         why = f"auto found {skipped}, and this version trains through torch only"
         settled = replace(
-            settled,
-            adjustments=(plan.Adjustment("backend", "auto", settled.backend, why), *settled.adjustments),
+            settled, adjustments=(Adjustment("backend", "auto", settled.backend, why), *settled.adjustments)
         )
     if files is None:
-        settled = replace(settled, notices=(*settled.notices, f"{settled.settings.model_name} is not on this disk yet: "
-                          "limits that depend on it are not checked"))  # fmt: skip
+        settled = replace(
+            settled,
+            notices=(
+                *settled.notices,
+                f"{settled.settings.model_name} is not on this disk yet: limits that depend on it are not checked",
+            ),
+        )
     for flag in ("dataset", "validation_dataset", "score_dataset"):
-        data.check_local(getattr(settled.settings, flag), f"--{flag}")
+        check_local(getattr(settled.settings, flag), f"--{flag}")
     if found:
-        settled = plan.check_resumed(settled, found.saved_plan)
+        settled = check_resumed(settled, found.saved_plan)
     if settled.settings.verbose:
         manager.print_summary()
     return settled, files, found
 
 
-def sizes_of(files: hf_files.ModelFiles, llama_pro_path: str | None) -> shape.ModelShape:
+def sizes_of(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
     """The model's sizes, and how many of its layers are new where a run trains those."""
-    sizes = shape.of_files(files)
+    sizes = shape_of_files(files)
     if not llama_pro_path:
         return sizes
-    record = expansion.read_record(files.folder, f"--llama_pro_path {llama_pro_path}")
+    record = llama_pro_files.read_record(files.folder, f"--llama_pro_path {llama_pro_path}")
     return replace(sizes, new_layers=len(record["new_layers"]))
 
 
-def manager_of(wishes: dict) -> tuple[BackendManager, Backend | None]:
+def manager_of(overrides: dict) -> tuple[BackendManager, Backend | None]:
     """The backend that is asked for, else FSDP_BACKEND's, else detected; and one that detection passed over for its engine."""
-    named = wishes.get("backend") or os.environ.get("FSDP_BACKEND") or None
+    named = overrides.get("backend") or os.environ.get("FSDP_BACKEND") or None
     try:
         manager = BackendManager(named, verbose=False)
         if manager.requested is None and CAPABILITIES[manager.backend].engine not in ENGINES:
@@ -191,9 +197,9 @@ def read_data(run: Run) -> dict:
         if name:
             flag = "--dataset" if use == "train" else f"--{use}_dataset"
             split = {"train": "train", "validation": "validation", "score": "test"}[use]
-            raw = data.read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, split=split, flag=flag)
+            raw = read_rows(name, samples=samples, skip_bad_rows=s.skip_bad_rows, split=split, flag=flag)
             wished = s.dataset_format
-            raws[use] = (raw, prompts.detect_format(raw.columns, flag) if wished == "auto" else wished)
+            raws[use] = (raw, detect_format(raw.columns, flag) if wished == "auto" else wished)
     return raws
 
 
@@ -204,18 +210,16 @@ def prepare_data(run: Run, raws: dict) -> None:
     def tokenized(use):
         raw, form = raws[use]
         on_prompt = s.train_on_prompt and use == "train"
-        return data.tokenize(
-            raw, form, run.tokenizer, s.context_length, on_prompt, vocab_size=run.identity["vocab_size"]
-        )
+        return tokenize(raw, form, run.tokenizer, s.context_length, on_prompt, vocab_size=run.identity["vocab_size"])
 
     run.train_set = tokenized("train")
     if "validation" in raws:
         run.validation = tokenized("validation")
     elif s.validation_split:
-        train, held = data.split_validation(len(run.train_set), s.validation_split, s.seed)
+        train, held = split_validation(len(run.train_set), s.validation_split, s.seed)
         run.train_set, run.validation = run.train_set.take(train), run.train_set.take(held)
     if "score" in raws:
-        run.questions = data.prompts_and_answers(*raws["score"], run.tokenizer)
+        run.questions = generation_examples(*raws["score"], run.tokenizer)
         run.validation = run.validation or tokenized("score")
     settle_rows(run)
     settle_pipeline(run)
@@ -232,7 +236,7 @@ def prepare_data(run: Run, raws: dict) -> None:
     shown = run.questions[0][2] if run.questions else run.train_set.sources[0]
     row = raw.rows[raw.sources.index(shown)] if shown in raw.sources else {}
     run.results["command"] = report.ask_command(s.output_dir, form, row)
-    print(data.render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
+    print(render_sample(run.train_set, 0, run.tokenizer, color=sys.stdout.isatty()))
 
 
 def settle_rows(run: Run) -> None:
@@ -241,7 +245,7 @@ def settle_rows(run: Run) -> None:
     if run.plan.requested.get("batch_size") != "auto" or run.resumed:
         return
     batches = s.gradient_accumulation_steps * run.plan.data_ranks
-    rows, why = fit.rows_for_data(s.batch_size, len(run.train_set) // batches)
+    rows, why = budget.rows_for_data(s.batch_size, len(run.train_set) // batches)
     if why:
         fewer_rows(run, rows, why)
 
@@ -255,7 +259,7 @@ def settle_pipeline(run: Run) -> None:
     tokens = math.ceil(s.batch_size * run.train_set.lengths.mean() / parts)
     if tokens < s.microbatch_tokens:
         why = f"about {2 * stages} microbatches a step keep {stages} stages busy"
-        run.plan = plan.settle(run.plan, {"microbatch_tokens": (tokens, why)})
+        run.plan = finalize(run.plan, {"microbatch_tokens": (tokens, why)})
         print(f"microbatch_tokens: {tokens} ({why})")
 
 
@@ -264,7 +268,7 @@ def fewer_rows(run: Run, rows: int, why: str) -> None:
     s, proofs = run.plan.settings, {"batch_size": (rows, why)}
     if "microbatch_tokens" not in run.plan.requested:
         proofs["microbatch_tokens"] = (rows * s.context_length, "one forward takes the whole batch")
-    run.plan = plan.settle(run.plan, proofs)
+    run.plan = finalize(run.plan, proofs)
     print(f"batch_size: {rows} ({why})")
 
 
@@ -288,25 +292,21 @@ class Loading(threading.Thread):
         return self.result
 
 
-def load_model(run: Run, found: rundir.Found | None) -> Loading:
+def load_model(run: Run, found: output_dir.SavedRun | None) -> Loading:
     """Loads, quantizes and adapts the model as the plan says, in a thread: a started Loading."""
-    from finetune.torch_engine import hf_model
-    from finetune.torch_engine.mesh import Ranks
-    from finetune.torch_engine.share import Share
+    from finetune.torch_engine.load import load_model
+    from finetune.torch_engine.local_shards import LocalShards
+    from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
     s, batches = run.plan.settings, None
-    run.ranks = Ranks.of(run.world, run.plan.dims, device(run))
+    run.ranks = ProcessGroups.of(run.world, run.plan.dims, device(run))
     if run.plan.distribution == "ptd":
-        run.share = Share.of(run.ranks, s, device(run))
+        run.share = LocalShards.of(run.ranks, s, device(run))
     if s.init_lora_weights == "eva":
-        rows, _ = data.step_rows(len(run.train_set), min(len(run.train_set), EVA_ROWS), s.seed, data.Cursor())
-        batches = data.microbatches(
-            run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer)
-        )
+        rows, _ = step_rows(len(run.train_set), min(len(run.train_set), EVA_ROWS), s.seed, Cursor())
+        batches = microbatches(run.train_set, rows, "padded", 16, s.microbatch_tokens, pad_id(run.tokenizer))
     saved = run.directory.saved_start(found) if found else None
-    loading = Loading(
-        lambda: hf_model.load(run.files.folder, s, device(run), batches, saved, share=run.share)
-    )
+    loading = Loading(lambda: load_model(run.files.folder, s, device(run), batches, saved, share=run.share))
     loading.start()
     return loading
 
@@ -323,11 +323,18 @@ def build_engine(run: Run, model) -> None:
     from finetune.torch_engine.engine import TorchEngine
 
     run.engine = TorchEngine(
-        model, run.plan.settings, device(run), pad_id(run.tokenizer), run.files.config,
-        run.ranks, run.plan.reshard_after_forward, run.share, run.plan.distribution,
-    )  # fmt: skip
+        model,
+        run.plan.settings,
+        device(run),
+        pad_id(run.tokenizer),
+        run.files.config,
+        run.ranks,
+        run.plan.reshard_after_forward,
+        run.share,
+        run.plan.distribution,
+    )
     proofs = run.engine.settle_layout(run.plan.settings.batch_layout)
-    run.plan = plan.settle(run.plan, proofs)
+    run.plan = finalize(run.plan, proofs)
     run.configs = run.engine.describe_weights(run.files.name, run.files.digest)
     for setting, (used, reason) in proofs.items():
         print(f"{setting}: {used} ({reason})")
@@ -344,7 +351,7 @@ def try_rows(run: Run) -> None:
     while True:
         s = run.plan.settings
         try:
-            run.engine.try_step(largest_microbatch(run), several=s.gradient_accumulation_steps > 1)
+            run.engine.try_step(run_largest_microbatch(run), several=s.gradient_accumulation_steps > 1)
             return
         except OutOfMemoryError:
             if s.batch_size == 1:
@@ -352,13 +359,19 @@ def try_rows(run: Run) -> None:
             fewer_rows(run, s.batch_size // 2, f"memory ran out on a step of --batch_size {s.batch_size}")
 
 
-def largest_microbatch(run: Run):
+def run_largest_microbatch(run: Run):
     """The largest microbatch of the run's first epochs, as the loop will cut it."""
     s = run.plan.settings
-    return data.largest_microbatch(
-        run.train_set, run.plan.rows_per_step, s.seed, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id,
-        data.total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps),
-    )  # fmt: skip
+    return largest_microbatch(
+        run.train_set,
+        run.plan.rows_per_step,
+        s.seed,
+        s.batch_layout,
+        s.batch_size,
+        s.microbatch_tokens,
+        run.engine.pad_id,
+        total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps),
+    )
 
 
 # ---- the run
@@ -371,7 +384,7 @@ def evaluate(run: Run) -> None:
     from score import exact_match
 
     s, started = run.plan.settings, time.perf_counter()
-    batches = data.microbatches(
+    batches = microbatches(
         run.validation,
         range(len(run.validation)),
         s.batch_layout,
@@ -387,15 +400,15 @@ def evaluate(run: Run) -> None:
         raise NonFiniteError(f"step {run.state.step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
     if run.questions:
         mine, part, answers = run.engine.share_of(run.questions), 0.0, [None]
-        with run.engine.whole_weights():
+        with run.engine.full_weights():
             if mine:
                 part, answers = exact_match(
                     run.engine, run.tokenizer, mine, s.score_max_new_tokens, run.ends, stop=run.stopping
                 )
         if run.stopping():
             return
-        values["exact_match"] = round(run.engine.total(part * len(mine))) / len(run.questions)
-        run.results["first answer"] = run.engine.of_first(answers[0])
+        values["exact_match"] = round(run.engine.all_reduce_sum(part * len(mine))) / len(run.questions)
+        run.results["first answer"] = run.engine.broadcast_object(answers[0])
     run.metrics.event("eval", step=run.state.step, **values)
     shown = " | ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "num_targets")
     run.metrics.say(f"eval  step {run.state.step} | {shown}")
@@ -411,7 +424,7 @@ def evaluate(run: Run) -> None:
     run.results["evaluating"] = max(run.results.get("evaluating", 0), run.engine.reset_memory())
 
 
-def train(run: Run, stop: launch.Stop) -> None:
+def train(run: Run, stop: process.StopSignal) -> None:
     """Steps until the plan's last, a signal, or a number that is not finite. Saves and evaluates where the plan says."""
     s, state = run.plan.settings, run.state
     warmup = warmup_steps(state.total_steps, s.warmup_steps, s.warmup_ratio)
@@ -420,10 +433,10 @@ def train(run: Run, stop: launch.Stop) -> None:
     with run.engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.signal:
             started = time.perf_counter()
-            cursor = data.Cursor(state.epoch, state.index)
-            rows, after = data.step_rows(len(run.train_set), run.plan.rows_per_step, s.seed, cursor)
-            mine = data.rank_rows(rows, run.data_rank, run.plan.data_ranks)
-            batches = data.microbatches(
+            cursor = Cursor(state.epoch, state.index)
+            rows, after = step_rows(len(run.train_set), run.plan.rows_per_step, s.seed, cursor)
+            mine = rank_rows(rows, run.data_rank, run.plan.data_ranks)
+            batches = microbatches(
                 run.train_set, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, run.engine.pad_id
             )
             lr = schedule.lr_at(state.step + 1)
@@ -434,7 +447,7 @@ def train(run: Run, stop: launch.Stop) -> None:
                 raise NonFiniteError(
                     report.not_finite(error, state.step + 1, sources, run.directory.root, s.lr)
                 ) from None
-            stop.settle(run.engine.agree)
+            stop.sync(run.engine.all_reduce_max)
             state.step, state.epoch, state.index = state.step + 1, after.epoch, after.index
             state.num_tokens += result.num_tokens
             state.loss = result.nll / result.num_targets
@@ -444,9 +457,17 @@ def train(run: Run, stop: launch.Stop) -> None:
             used = asdict(run.engine.memory())
             run.results["peak"] = memory.peak_of(run.results.get("peak"), used)
             run.metrics.step(
-                state.step, state.total_steps, state.loss, lr, result.grad_norm, result.num_tokens, result.num_targets,
-                seconds, used, result.skipped,
-            )  # fmt: skip
+                state.step,
+                state.total_steps,
+                state.loss,
+                lr,
+                result.grad_norm,
+                result.num_tokens,
+                result.num_targets,
+                seconds,
+                used,
+                result.skipped,
+            )
             last = state.step == state.total_steps
             if s.eval_every and state.step % s.eval_every == 0 and not last:
                 evaluate(run)
@@ -463,11 +484,11 @@ def save(run: Run) -> None:
     run.metrics.event("save", step=run.state.step, path=str(path))
 
 
-def start(run: Run, found: rundir.Found | None) -> None:
+def start(run: Run, found: output_dir.SavedRun | None) -> None:
     """Takes up the checkpoint if there is one, then writes the plan: from here on the output_dir is this run's."""
     s = run.plan.settings
-    steps = data.total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps)
-    run.state = plan.TrainState(total_steps=steps, output_dir=s.output_dir)
+    steps = total_steps(len(run.train_set), run.plan.rows_per_step, s.num_epochs, s.max_steps)
+    run.state = TrainState(total_steps=steps, output_dir=s.output_dir)
     run.identity |= {"base model": run.files.digest, "dataset": run.train_set.digest()}
     offset = None
     saved = None
@@ -475,7 +496,7 @@ def start(run: Run, found: rundir.Found | None) -> None:
         saved, lines = run.directory.find_checkpoint(found.step_folder)
         for line in lines:
             print(f"  {line}")
-        steps_found = run.engine.of_all(saved.step if saved else None)
+        steps_found = run.engine.all_gather_object(saved.step if saved else None)
         if len(set(steps_found)) > 1:
             raise PlanError(
                 f"--resume: ranks find different checkpoints in {run.directory.root} (steps {steps_found}). Give an --output_dir "
@@ -489,9 +510,7 @@ def start(run: Run, found: rundir.Found | None) -> None:
                     "  saved by another number of ranks: each draws dropout anew from the first's random state and its own number"
                 )
             if run.state.total_steps != steps:
-                print(
-                    f"  total steps: {run.state.total_steps} -> {steps}; the schedule is that of the new total"
-                )
+                print(f"  total steps: {run.state.total_steps} -> {steps}; the schedule is that of the new total")
             if run.state.step > steps:
                 raise PlanError(
                     f"--max_steps {s.max_steps}: {saved.folder} is at step {run.state.step} already. Use a larger one."
@@ -507,67 +526,67 @@ def start(run: Run, found: rundir.Found | None) -> None:
     run.directory.save_tokenizer(run.tokenizer)
     quiet = run.world.rank > 0
     run.metrics = Metrics(
-        run.directory.root,
-        s.log_to,
-        s.log_every_n_steps,
-        offset,
-        quiet,
-        tracker=tracker(s, run.plan.to_json(), quiet),
+        run.directory.root, s.log_to, s.log_every_n_steps, offset, quiet, tracker=tracker(s, run.plan.to_json(), quiet)
     )
     if offset is not None:
         run.metrics.event("save", step=run.state.step, path=str(saved.folder))
     run.results["predicted"] = predicted_memory(run)
     run.metrics.event(
-        "start", plan=run.plan.digest(), step=run.state.step, versions=versions(), machine=BackendManager(run.plan.backend, False)
-        .describe()["cpu"], predicted_memory_bytes=run.results["predicted"], data=run.train_set.counts,
-    )  # fmt: skip
+        "start",
+        plan=run.plan.digest(),
+        step=run.state.step,
+        versions=versions(),
+        machine=BackendManager(run.plan.backend, False).describe()["cpu"],
+        predicted_memory_bytes=run.results["predicted"],
+        data=run.train_set.counts,
+    )
 
 
 def predicted_memory(run: Run) -> dict:
     """memory.estimate for the run's largest microbatch, with loading beside the total."""
     s, sizes = run.plan.settings, sizes_of(run.files, run.plan.settings.llama_pro_path)
-    batch = largest_microbatch(run)
+    batch = run_largest_microbatch(run)
     lengths = tuple(int(n) for n in run.train_set.lengths[list(batch.rows)])
     several = run.plan.rows_per_step > len(batch.rows)
-    load = memory.Load(lengths, batch.num_targets, s.batch_layout, several)
-    room = fit.Room(0, run.plan.backend, run.plan.dims.shards, run.plan.dims)
-    predicted = fit.predicted(s, sizes, room, load)
+    load = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
+    room = budget.MemoryBudget(0, run.plan.backend, run.plan.dims.shards, run.plan.dims)
+    predicted = budget.predicted(s, sizes, room, load)
     if predicted["total"]:
         predicted["items"]["loading"] = memory.loading_bytes(s, sizes, room.ranks if run.share else 1)
     return predicted
 
 
-def complete(settled: plan.RunPlan, found: rundir.Found | None) -> plan.TrainState | None:
+def complete(settled: RunPlan, found: output_dir.SavedRun | None) -> TrainState | None:
     """The end of the run that was to be resumed, where it has nothing left to do."""
-    done = rundir.finished_state(found.output_dir) if found and not found.step_folder else None
-    if done and done.step == done.total_steps and plan.same_length(settled, found.saved_plan):
+    done = output_dir.finished_state(found.output_dir) if found and not found.step_folder else None
+    if done and done.step == done.total_steps and same_length(settled, found.saved_plan):
         print(f"already complete: {settled.settings.output_dir} holds all {done.step} steps")
         return done
     return None
 
 
 def run_plan(
-    settled: plan.RunPlan, files: hf_files.ModelFiles, found: rundir.Found | None, world=None, watch=None
-) -> plan.TrainState:
+    settled: RunPlan, files: ModelFiles, found: output_dir.SavedRun | None, world=None, watch=None
+) -> TrainState:
     """The whole run in this process, one rank of it. Its TrainState says how it ended; status `stopped` names a signal in
     exit_code. `world`, `watch`: of several ranks, this one's place and the thread that watches the others.
     """
-    world = world or ranks.World()
+    world = world or RankEnv()
     run, began = Run(settled, files, resumed=found is not None, world=world), time.perf_counter()
-    owner = rundir.OnlookerDir if world.rank else rundir.RunDir
+    owner = output_dir.NonMasterOutputDir if world.rank else output_dir.OutputDir
     run.directory = owner(settled, resumed=found is not None)
-    stop = run.stop = launch.Stop(alone=world.size == 1)
+    stop = run.stop = process.StopSignal(alone=world.size == 1)
     code, status = 1, "failed"
-    with stop.listening():
+    with stop.installed():
         try:
             raws = read_data(run)
             run.tokenizer = load_tokenizer(files.folder)
-            notice = prompts.ensure_chat_template(run.tokenizer) if raws["train"][1] == "chat" else None
+            notice = ensure_chat_template(run.tokenizer) if raws["train"][1] == "chat" else None
             if notice:
                 print(f"  note: {notice}")
             run.ends = end_ids(run.tokenizer, files.folder)
             baseline = _import_framework(world.local_size)
-            run.identity["vocab_size"] = shape.ModelShape.from_config(files.config).vocab_size
+            run.identity["vocab_size"] = ModelShape.from_config(files.config).vocab_size
             starts_from_data = settled.settings.init_lora_weights == "eva"
             loading = None if starts_from_data else load_model(run, found)
             prepare_data(run, raws)
@@ -575,14 +594,14 @@ def run_plan(
             build_engine(run, loading.model())
             run.results["loading"] = run.engine.begin_memory(baseline)
             run.seconds["loading"] = time.perf_counter() - began
-            with checkpoint.storage(run.directory.root):
+            with storage(run.directory.root):
                 start(run, found)
             if watch:
-                watch.last_words = lambda code: end_event(run, "failed", code, time.perf_counter() - began)
-            stop.settle(run.engine.agree)
+                watch.on_exit = lambda code: end_event(run, "failed", code, time.perf_counter() - began)
+            stop.sync(run.engine.all_reduce_max)
             if run.state.step == 0 and not stop.signal:
                 evaluate(run)
-                stop.settle(run.engine.agree)
+                stop.sync(run.engine.all_reduce_max)
                 if not stop.signal:
                     show_sample(run, "before")
             train(run, stop)
@@ -597,12 +616,12 @@ def run_plan(
             run.state.scores = {k: run.results.get(k) for k in ("before", "after")}
             if status == "finished":
                 run.directory.finish(run.state)
-        except launch.EXPECTED as error:
+        except errors.EXPECTED as error:
             code = error.exit_code
             raise
         except RuntimeError as error:
-            if watch and watch.explains(error):
-                code = RankLost.exit_code
+            if watch and watch.caused_by_peer(error):
+                code = RankLostError.exit_code
             raise
         finally:
             if run.metrics:
@@ -619,9 +638,7 @@ def end_event(run: Run, status: str, code: int, wall_s: float) -> None:
     peak = run.results.get("peak", {"total": 0, "items": {}})
     for beside in ("loading", "evaluating"):  # beside the total, not in it
         peak["items"] |= {beside: run.results[beside]} if run.results.get(beside) else {}
-    run.metrics.event(
-        "end", status=status, exit_code=code, step=run.state.step, wall_s=wall_s, peak_memory_bytes=peak
-    )  # fmt: skip
+    run.metrics.event("end", status=status, exit_code=code, step=run.state.step, wall_s=wall_s, peak_memory_bytes=peak)
     run.metrics.end_live()
     run.metrics.close()
 
@@ -629,7 +646,7 @@ def end_event(run: Run, status: str, code: int, wall_s: float) -> None:
 def _import_framework(ranks_here: int = 1) -> int:
     """Imports what trains, and returns this process's memory after that: what memory figures are counted above."""
     from finetune.torch_engine.engine import settle_threads
-    from finetune.torch_engine.memory_count import current_resident_bytes
+    from finetune.torch_engine.memory_stats import current_resident_bytes
 
     settle_threads(ranks_here)
     return current_resident_bytes()
@@ -649,48 +666,44 @@ def show_sample(run: Run, when: str) -> None:
         run.results["sample"] = (run.tokenizer.decode(prompt), wanted, run.questions[0][2])
 
 
-def examine(wishes: dict) -> None:
+def examine(overrides: dict) -> None:
     """What --doctor and --recommend print."""
-    manager, _ = manager_of(wishes)
+    manager, _ = manager_of(overrides)
     if CAPABILITIES[manager.backend].engine not in ENGINES:
         raise PlanError(f"--backend {manager.backend}: this version has no engine for it. Use --backend cpu.")
-    advice = doctor.recommend(manager) if wishes.get("recommend") else []
-    if wishes.get("doctor", "false") == "false":
+    advice = doctor.recommend(manager) if overrides.get("recommend") else []
+    if overrides.get("doctor", "false") == "false":
         print("\n".join(advice))
         return
     found = doctor.examine(manager)
-    if wishes["doctor"] == "json":
+    if overrides["doctor"] == "json":
         print(doctor.as_json(found | ({"recommend": advice} if advice else {})))
     else:
         print("\n".join([*doctor.lines(manager, found), *advice]))
 
 
-def fine_tune(**flags) -> plan.TrainState:
+def fine_tune(**flags) -> TrainState:
     """Trains with the flags of the command line as keyword arguments; the TrainState at the end. Raises what the CLI prints."""
-    launch.prepare_environment()
+    process.prepare_environment()
     unknown = sorted(set(flags) - set(NAMES))
     if unknown:
         raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
-    wishes = with_config({NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None})
-    if wishes.get("doctor", "false") != "false" or wishes.get("recommend"):
-        examine(wishes)
-        return plan.TrainState(status="examined")
-    world = ranks.world_of(
-        os.environ, *(wishes.get(n, DEFAULTS[n]) for n in ("master_addr", "master_port"))
-    )  # fmt: skip
-    if world and world.size > 1 and not wishes.get("dry_run"):
-        return run_launched(wishes, world)
+    overrides = with_config({NAMES[k]: convert(NAMES[k], v) for k, v in flags.items() if v is not None})
+    if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
+        examine(overrides)
+        return TrainState(status="examined")
+    world = rank_env(os.environ, *(overrides.get(n, DEFAULTS[n]) for n in ("master_addr", "master_port")))
+    if world and world.size > 1 and not overrides.get("dry_run"):
+        return run_launched(overrides, world)
     if world and world.rank:
-        return plan.TrainState(status="planned")
-    settled, files, found = make_plan(wishes, prepare=not wishes.get("dry_run"), world=world)
+        return TrainState(status="planned")
+    settled, files, found = make_plan(overrides, prepare=not overrides.get("dry_run"), world=world)
     print("\n".join(report.plan_lines(settled)))
-    if wishes.get("dry_run"):
-        lines, fits = fit.report_lines(settled.settings, settled.shape, settled.room, dims=settled.dims)
+    if overrides.get("dry_run"):
+        lines, fits = budget.report_lines(settled.settings, settled.shape, settled.room, dims=settled.dims)
         print("\n".join(lines))
-        return plan.TrainState(
-            status="planned",
-            output_dir=settled.settings.output_dir,
-            exit_code=0 if fits else PlanError.exit_code,
+        return TrainState(
+            status="planned", output_dir=settled.settings.output_dir, exit_code=0 if fits else PlanError.exit_code
         )
     done = complete(settled, found)
     if done:
@@ -703,42 +716,38 @@ def fine_tune(**flags) -> plan.TrainState:
 # ---- several ranks
 
 
-def to_wire(settled: plan.RunPlan, found: rundir.Found | None) -> str:
+def to_wire(settled: RunPlan, found: output_dir.SavedRun | None) -> str:
     """What a rank needs to begin."""
     return json.dumps({"plan": settled.to_wire(), "found": found and asdict(found)}, default=str)
 
 
-def start_ranks(settled: plan.RunPlan, found: rundir.Found | None) -> plan.TrainState:
+def start_ranks(settled: RunPlan, found: output_dir.SavedRun | None) -> TrainState:
     """Starts the plan's ranks as processes of this program and waits for them."""
-    stop = launch.Stop()
+    stop = process.StopSignal()
     sys.stdout.flush()
     try:
-        result = ranks.run_ranks(
-            Path(__file__), settled.dims.world_size, to_wire(settled, found), stop.passing_on
-        )
+        result = run_ranks(Path(__file__), settled.dims.world_size, to_wire(settled, found), stop.forwarding)
     except RuntimeError as error:
-        if stop.heard is None or isinstance(error, launch.EXPECTED):
+        if stop.received is None or isinstance(error, errors.EXPECTED):
             raise
-        return plan.TrainState(
-            status="stopped", exit_code=128 + stop.heard
-        )  # left at once, by a second signal
-    return plan.TrainState(**result)
+        return TrainState(status="stopped", exit_code=128 + stop.received)  # left at once, by a second signal
+    return TrainState(**result)
 
 
-def run_launched(wishes: dict, world: ranks.World) -> plan.TrainState:
+def run_launched(overrides: dict, world: RankEnv) -> TrainState:
     """One rank that a launcher started. The first makes the plan for all."""
-    launch.silence(world.rank)
-    from finetune.torch_engine import mesh
+    process.mute_nonzero_ranks(world.rank)
+    from finetune.torch_engine.parallel import process_groups
 
-    store = mesh.meet(world)
+    store = process_groups.create_store(world)
     if world.rank:
         wire = json.loads(store.get("plan"))
         if "code" in wire:  # the first has said why
-            return plan.TrainState(status="ended", exit_code=wire["code"])
+            return TrainState(status="ended", exit_code=wire["code"])
         return run_rank(world, store, wire)
     try:
-        settled, _, found = make_plan(wishes, world=world)
-    except launch.EXPECTED as error:
+        settled, _, found = make_plan(overrides, world=world)
+    except errors.EXPECTED as error:
         store.set("plan", json.dumps({"code": error.exit_code}))
         raise
     print("\n".join(report.plan_lines(settled)), flush=True)
@@ -748,60 +757,58 @@ def run_launched(wishes: dict, world: ranks.World) -> plan.TrainState:
     return done or run_rank(world, store, json.loads(wire))
 
 
-def run_rank(world: ranks.World, store, wire: dict) -> plan.TrainState:
+def run_rank(world: RankEnv, store, wire: dict) -> TrainState:
     """The run as one of several ranks, from the plan that all have. Never leaves another waiting."""
-    from finetune.torch_engine import mesh
     from finetune.torch_engine.engine import device_of
+    from finetune.torch_engine.parallel import process_groups
 
-    settled, found = plan.RunPlan.from_wire(wire["plan"]), wire["found"]
+    settled, found = RunPlan.from_wire(wire["plan"]), wire["found"]
     if found:
         step = found["step_folder"]
-        found = rundir.Found(Path(found["output_dir"]), found["saved_plan"], Path(step) if step else None)
+        found = output_dir.SavedRun(Path(found["output_dir"]), found["saved_plan"], Path(step) if step else None)
     s = settled.settings
     flag = "--llama_pro_path" if s.llama_pro_path else "--model_name"
-    files = hf_files.find(
-        s.llama_pro_path or s.model_name, None if s.llama_pro_path else s.revision, flag=flag
-    )
+    files = find_model(s.llama_pro_path or s.model_name, None if s.llama_pro_path else s.revision, flag=flag)
     stacks = Path(s.output_dir) / "stacks"
-    watch = mesh.watch(world, store, s.rank_timeout, stacks, launch.say_error)
+    watch = process_groups.start_watchdog(world, store, s.rank_timeout, stacks, process.log_error)
     try:
-        mesh.join(world, store, device_of(settled.backend, world.local_rank), s.rank_timeout)
+        process_groups.init_process_group(world, store, device_of(settled.backend, world.local_rank), s.rank_timeout)
         state = run_plan(settled, files, found, world, watch)
-        mesh.leave()
+        process_groups.destroy_process_group()
         watch.close()
         if world.folder and world.rank == 0:
-            ranks.tell_result(world, asdict(state))
+            write_result(world, asdict(state))
         return state
-    except launch.EXPECTED as error:
-        watch.fail(error.exit_code, str(error))
+    except errors.EXPECTED as error:
+        watch.announce_failure(error.exit_code, str(error))
         if world.folder:
-            ranks.tell_failure(world, error.exit_code, str(error))
+            write_failure(world, error.exit_code, str(error))
         if world.folder or world.rank:  # told by the process that started us, or by the first rank
-            return plan.TrainState(status="failed", exit_code=error.exit_code)
+            return TrainState(status="failed", exit_code=error.exit_code)
         raise
     except RuntimeError as error:
-        if not watch.explains(error):
+        if not watch.caused_by_peer(error):
             raise
-        raise RankLost(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
+        raise RankLostError(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
 
 
 def main(argv=None) -> int:
-    launch.prepare_environment()
-    world = ranks.world_of(os.environ)
-    if world and world.launcher == "ours":
+    process.prepare_environment()
+    world = rank_env(os.environ)
+    if world and world.launcher == "spawned":
         return main_of_rank(world)
-    return fine_tune(**wishes_from(argv, build_parser())).exit_code
+    return fine_tune(**parse_overrides(argv, build_parser())).exit_code
 
 
-def main_of_rank(world: ranks.World) -> int:
+def main_of_rank(world: RankEnv) -> int:
     """A rank that start_ranks started: 0 where it handed over how the run ended, a signal included."""
-    launch.silence(world.rank)
-    from finetune.torch_engine import mesh
+    process.mute_nonzero_ranks(world.rank)
+    from finetune.torch_engine.parallel import process_groups
 
     wire = json.loads((world.folder / "plan.json").read_text())
-    state = run_rank(world, mesh.meet(world), wire)
+    state = run_rank(world, process_groups.create_store(world), wire)
     return state.exit_code if state.status == "failed" else 0
 
 
 if __name__ == "__main__":
-    launch.exit_with(main)
+    process.exit_with(main)

@@ -18,19 +18,37 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from finetune import launch  # noqa: E402
+from finetune import process  # noqa: E402
 
 GIB = 2**30
 SHAPES = {
-    "tiny": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
-                 num_key_value_heads=2, vocab_size=8000),
-    "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-               num_key_value_heads=4, vocab_size=32000),
-    "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-               num_key_value_heads=32, vocab_size=32000),
-}  # fmt: skip
-WAYS = ("ours", "ours-low-memory", "ours-bf16", "transformers")
-WAYS_OF_RANKS = ("ours-bf16", "ours", "ours-bf16-whole", "ours-whole")
+    "tiny": dict(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=8000,
+    ),
+    "1b": dict(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+    ),
+    "7b": dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+    ),
+}
+WAYS = ("spawned", "ours-low-memory", "ours-bf16", "transformers")
+WAYS_OF_RANKS = ("ours-bf16", "spawned", "ours-bf16-whole", "ours-whole")
 
 
 def make(folder: Path, shape: str, files: int = 8) -> None:
@@ -39,20 +57,18 @@ def make(folder: Path, shape: str, files: int = 8) -> None:
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16"
-    )
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=False, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     h, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     kv = h // config.num_attention_heads * config.num_key_value_heads
     shapes = {"model.embed_tokens.weight": (v, h)}
     for i in range(config.num_hidden_layers):
         at = f"model.layers.{i}."
-        shapes |= {at + f"self_attn.{n}_proj.weight": s for n, s in
-                   (("q", (h, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, h)))}  # fmt: skip
         shapes |= {
-            at + f"mlp.{n}_proj.weight": s for n, s in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
+            at + f"self_attn.{n}_proj.weight": s
+            for n, s in (("q", (h, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, h)))
         }
+        shapes |= {at + f"mlp.{n}_proj.weight": s for n, s in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))}
         shapes |= {at + n + ".weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
     shapes |= {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +115,9 @@ def one_way(way: str, folder: Path) -> dict:
     import torch
 
     import quantization_wrapper
-    from finetune.settings import Settings
-    from finetune.torch_engine import adapters, hf_model
+    from finetune.config import TrainConfig
+    from finetune.torch_engine.load import load_model
+    from finetune.torch_engine.lora.targets import linear_names
 
     config = json.loads((folder / "config.json").read_text())
     h, f = config["hidden_size"], config["intermediate_size"]
@@ -113,24 +130,22 @@ def one_way(way: str, folder: Path) -> dict:
     watch, began = Watch(), time.perf_counter()
     if way == "transformers":
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
-        quantization_wrapper.quantize_model(
-            model, quantization_wrapper.config_for("nf4"), adapters.linear_names(model)
-        )
+        quantization_wrapper.quantize_model(model, quantization_wrapper.config_for("nf4"), linear_names(model))
     else:
-        settings = Settings(
-            train_type="lora" if way == "ours-bf16" else "qlora", quantization_backend="nf4", quant_type="nf4",
-            precision=precision, cache_dequantized="false", low_memory=way == "ours-low-memory", lora_rank=1,
-        )  # fmt: skip
-        model = hf_model.load(folder, settings, torch.device("cpu"))
+        settings = TrainConfig(
+            train_type="lora" if way == "ours-bf16" else "qlora",
+            quantization_backend="nf4",
+            quant_type="nf4",
+            precision=precision,
+            cache_dequantized="false",
+            low_memory=way == "ours-low-memory",
+            lora_rank=1,
+        )
+        model = load_model(folder, settings, torch.device("cpu"))
     seconds = time.perf_counter() - began
     watch.done = True
     stored = sum(p.nbytes for p in model.parameters())
-    return {
-        "peak": watch.peak - watch.base,
-        "stored": stored,
-        "two_layers": 2 * 2 * layer,
-        "seconds": seconds,
-    }
+    return {"peak": watch.peak - watch.base, "stored": stored, "two_layers": 2 * 2 * layer, "seconds": seconds}
 
 
 def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
@@ -141,32 +156,38 @@ def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
     import torch.distributed as dist
     import transformers.models.llama.modeling_llama  # noqa: F401  part of the process, not of the model
 
-    from finetune.parallel import ParallelDims
-    from finetune.ranks import World
-    from finetune.settings import Settings
-    from finetune.torch_engine import hf_model
+    from finetune.config import TrainConfig
+    from finetune.distributed.env import RankEnv
+    from finetune.distributed.parallel_dims import ParallelDims
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.mesh import Ranks
-    from finetune.torch_engine.parallelize import local
-    from finetune.torch_engine.share import Share
+    from finetune.torch_engine.load import load_model
+    from finetune.torch_engine.local_shards import LocalShards
+    from finetune.torch_engine.parallel.fsdp import local_shard
+    from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu = torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    here = Ranks.of(World(rank, ranks), ParallelDims(dp_shard=ranks), cpu)
-    settings = Settings(
-        train_type="lora" if "bf16" in way else "qlora", quantization_backend="nf4", quant_type="nf4", lora_rank=1,
-        precision="bf16", cache_dequantized="false", use_gradient_checkpointing="false", lr=1e-4,
-    )  # fmt: skip
-    share = None if way.endswith("whole") else Share.of(here, settings, cpu)
+    here = ProcessGroups.of(RankEnv(rank, ranks), ParallelDims(dp_shard=ranks), cpu)
+    settings = TrainConfig(
+        train_type="lora" if "bf16" in way else "qlora",
+        quantization_backend="nf4",
+        quant_type="nf4",
+        lora_rank=1,
+        precision="bf16",
+        cache_dequantized="false",
+        use_gradient_checkpointing="false",
+        lr=1e-4,
+    )
+    share = None if way.endswith("whole") else LocalShards.of(here, settings, cpu)
     dist.barrier()
     watch, began = Watch(), time.perf_counter()
-    model = hf_model.load(folder, settings, cpu, share=share)
+    model = load_model(folder, settings, cpu, share=share)
     TorchEngine(model, settings, cpu, ranks=here, share=share)
     seconds = time.perf_counter() - began
     watch.done = True
-    own = sum(local(p).nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    own = sum(local_shard(p).nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     rows = max(-(-p.shape[0] // ranks) * p.shape[1:].numel() * 2 for p in model.parameters())
     dist.barrier()
     return {"peak": watch.peak - watch.base, "own": own, "slice": rows, "seconds": seconds}
@@ -178,8 +199,20 @@ def over_ranks(args, folder: Path) -> None:
     for _ in range(args.rounds):
         for way in args.ways.split(",") if args.ways else WAYS_OF_RANKS:
             with tempfile.TemporaryDirectory() as meeting:
-                command = [sys.executable, "-W", "ignore", __file__, "--way", way, "--folder", str(folder), "--ranks", str(args.ranks),
-                           "--store", f"{meeting}/store"]  # fmt: skip
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    "--way",
+                    way,
+                    "--folder",
+                    str(folder),
+                    "--ranks",
+                    str(args.ranks),
+                    "--store",
+                    f"{meeting}/store",
+                ]
                 started = [
                     subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
                     for rank in range(args.ranks)
@@ -190,14 +223,15 @@ def over_ranks(args, folder: Path) -> None:
                 continue
             r = max((json.loads(text.splitlines()[-1]) for text in said), key=lambda r: r["peak"])
             allowed = 1.05 * r["own"] + 2 * r["slice"]
-            print(f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} {allowed / GIB:17.3f} "
-                  f"{'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}", flush=True)  # fmt: skip
+            print(
+                f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} {allowed / GIB:17.3f} "
+                f"{'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}",
+                flush=True,
+            )
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--ways", default=None)
@@ -206,7 +240,7 @@ def main():
     for hidden in ("--way", "--store", "--rank"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    launch.prepare_environment()  # as train.py does
+    process.prepare_environment()  # as train.py does
     folder = args.folder or Path.home() / ".cache" / "finetune" / "benchmarks" / f"llama-{args.shape}"
     if args.way and args.rank is not None:
         print(json.dumps(one_rank(args.way, folder, int(args.rank), args.ranks, args.store)))

@@ -19,27 +19,74 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SHAPES = {
-    "A": ("llama", dict(vocab_size=16000, hidden_size=448, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=7,
-                        num_key_value_heads=7, tie_word_embeddings=True)),
-    "B": ("qwen2", dict(vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-                        num_key_value_heads=2, tie_word_embeddings=False)),
-    "C": ("qwen3", dict(vocab_size=24000, hidden_size=640, intermediate_size=1728, num_hidden_layers=12,
-                        num_attention_heads=10, num_key_value_heads=5, head_dim=64, tie_word_embeddings=True)),
-}  # fmt: skip
+    "A": (
+        "llama",
+        dict(
+            vocab_size=16000,
+            hidden_size=448,
+            intermediate_size=1024,
+            num_hidden_layers=8,
+            num_attention_heads=7,
+            num_key_value_heads=7,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "B": (
+        "qwen2",
+        dict(
+            vocab_size=32000,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "C": (
+        "qwen3",
+        dict(
+            vocab_size=24000,
+            hidden_size=640,
+            intermediate_size=1728,
+            num_hidden_layers=12,
+            num_attention_heads=10,
+            num_key_value_heads=5,
+            head_dim=64,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
 FIT_SHAPES = {
-    "D": ("llama", dict(vocab_size=8000, hidden_size=384, intermediate_size=1152, num_hidden_layers=10, num_attention_heads=6,
-                        num_key_value_heads=3, tie_word_embeddings=False)),
-    "E": ("mistral", dict(vocab_size=40000, hidden_size=768, intermediate_size=2048, num_hidden_layers=4,
-                          num_attention_heads=12, num_key_value_heads=12, tie_word_embeddings=True, sliding_window=None)),
-}  # fmt: skip
+    "D": (
+        "llama",
+        dict(
+            vocab_size=8000,
+            hidden_size=384,
+            intermediate_size=1152,
+            num_hidden_layers=10,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "E": (
+        "mistral",
+        dict(
+            vocab_size=40000,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=4,
+            num_attention_heads=12,
+            num_key_value_heads=12,
+            tie_word_embeddings=True,
+            sliding_window=None,
+        ),
+    ),
+}
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
-BF16 = [
-    ("A", "lora", 2, "false"),
-    ("A", "lora", 6, "true"),
-    ("A", "qlora", 6, "false"),
-    ("B", "qlora", 2, "true"),
-]
+BF16 = [("A", "lora", 2, "false"), ("A", "lora", 6, "true"), ("A", "qlora", 6, "false"), ("B", "qlora", 2, "true")]
 CONTEXT, STEPS, NUM_ROWS = 160, 3, 48
 COUNTED = ("base", "trainable", "gradients", "optimizer", "activations")
 MIB = 2**20
@@ -81,11 +128,38 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
     """{'predicted', 'measured'} of one cell's run."""
     shape, kind, batch, checkpointing, precision = cell
     out = folder / "out"
-    command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--model_name", str(folder / shape), "--dataset",
-               str(folder / "rows.jsonl"), "--train_type", kind, "--batch_size", str(batch), "--precision", precision,
-               "--use_gradient_checkpointing", checkpointing, "--context_length", str(CONTEXT), "--max_steps", str(STEPS),
-               "--backend", "cpu", "--log_to", "stdout", "--save_model", "false", "--output_dir", str(out), "--overwrite",
-               *extra]  # fmt: skip
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "train.py"),
+        "--model_name",
+        str(folder / shape),
+        "--dataset",
+        str(folder / "rows.jsonl"),
+        "--train_type",
+        kind,
+        "--batch_size",
+        str(batch),
+        "--precision",
+        precision,
+        "--use_gradient_checkpointing",
+        checkpointing,
+        "--context_length",
+        str(CONTEXT),
+        "--max_steps",
+        str(STEPS),
+        "--backend",
+        "cpu",
+        "--log_to",
+        "stdout",
+        "--save_model",
+        "false",
+        "--output_dir",
+        str(out),
+        "--overwrite",
+        *extra,
+    ]
     command += ["--quantization_backend", "nf4", "--cache_dequantized", "false"] if kind == "qlora" else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -106,8 +180,10 @@ def row(cell: tuple, result: dict) -> list[str]:
     pairs = [(predicted["total"], measured["total"])]
     pairs += [(predicted["items"].get(n, 0), measured["items"].get(n, 0)) for n in COUNTED]
     pairs += [(rest(predicted), rest(measured)), *((r["items"]["loading"] for r in (predicted, measured)),)]
-    return [name] + [f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
-                     for i, (p, m) in enumerate(map(tuple, pairs))]  # fmt: skip
+    return [name] + [
+        f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
+        for i, (p, m) in enumerate(map(tuple, pairs))
+    ]
 
 
 def rest(stats: dict) -> int:
@@ -137,8 +213,10 @@ def summary(results: dict) -> list[str]:
         limit = 0.10 if name == "total" else 0.05
         inside = sum(v <= limit for v in values)
         values = sorted(values)
-        lines.append(f"{name}: {inside} of {len(values)} cells within {limit:.0%}, median {values[len(values) // 2]:.1%}, "
-                     f"largest {values[-1]:.1%}")  # fmt: skip
+        lines.append(
+            f"{name}: {inside} of {len(values)} cells within {limit:.0%}, median {values[len(values) // 2]:.1%}, "
+            f"largest {values[-1]:.1%}"
+        )
     return lines
 
 
@@ -157,20 +235,13 @@ def write_page(results: dict, seconds: float) -> None:
     )
     table = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     table += ["| " + " | ".join(row(cell, result)) + " |" for cell, result in results.items()]
-    body = [
-        begin,
-        "",
-        f"{said}; {len(results)} runs in {seconds / 60:.0f} minutes. MiB, predicted/measured.",
-        "",
-    ]
+    body = [begin, "", f"{said}; {len(results)} runs in {seconds / 60:.0f} minutes. MiB, predicted/measured.", ""]
     body += [f"- {line}" for line in summary(results)] + ["", *table, ""]
     page.write_text(head + "\n".join(body) + end + tail)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(

@@ -17,10 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import quantization_wrapper  # noqa: E402
-from finetune import launch  # noqa: E402
+from finetune import process  # noqa: E402
 
-SHAPE = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
-             vocab_size=8000, max_position_embeddings=1024)  # fmt: skip
+SHAPE = dict(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=8000,
+    max_position_embeddings=1024,
+)
 TOKENS, STEPS = 1024, 4
 
 
@@ -30,61 +37,57 @@ def one(pair: str, threads: int) -> dict:
     import torch
     import transformers
 
-    from finetune import data
-    from finetune.settings import Settings
-    from finetune.torch_engine import adapters
+    from finetune.config import TrainConfig
+    from finetune.data.collate import microbatches
+    from finetune.data.tokenize import TokenizedDataset
     from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.lora.adapters import add_adapters
+    from finetune.torch_engine.lora.targets import linear_names
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     name, bits = pair.split("/")
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE)).requires_grad_(
-        False
-    )
-    names = adapters.linear_names(model)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE)).requires_grad_(False)
+    names = linear_names(model)
     began = time.process_time()
     quantization_wrapper.quantize_model(model, quantization_wrapper.config_for(name, int(bits)), names)
     quantizing = time.process_time() - began
     base = sum(p.nbytes for p in model.parameters())
     settings = replace(
-        Settings(), precision="fp32", quantization_backend=name, use_gradient_checkpointing="false", cache_dequantized="false",
-        microbatch_tokens=TOKENS, lr=1e-4,
-    )  # fmt: skip
-    adapters.add(model, names, settings)
+        TrainConfig(),
+        precision="fp32",
+        quantization_backend=name,
+        use_gradient_checkpointing="false",
+        cache_dequantized="false",
+        microbatch_tokens=TOKENS,
+        lr=1e-4,
+    )
+    add_adapters(model, names, settings)
     engine = TorchEngine(model, settings, torch.device("cpu"))
-    engine.settle_layout("flat")
+    engine.settle_layout("padding_free")
     rng = np.random.default_rng(0)
     lengths = [128] * (TOKENS // 128)
     tokens = rng.integers(3, SHAPE["vocab_size"], sum(lengths)).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    rows = data.TokenizedDataset(
-        tokens, np.ones(len(tokens), bool), offsets, tuple(map(str, range(len(lengths)))), {}
-    )
-    batches = data.microbatches(rows, range(len(rows)), "flat", len(rows), TOKENS, 0)
+    rows = TokenizedDataset(tokens, np.ones(len(tokens), bool), offsets, tuple(map(str, range(len(lengths)))), {})
+    batches = microbatches(rows, range(len(rows)), "padding_free", len(rows), TOKENS, 0)
     seconds, losses = [], []
     for _ in range(STEPS):
         began = time.process_time()
         result = engine.train_step(batches, 1e-4)
         seconds.append(time.process_time() - began)
         losses.append(result.nll / result.num_targets)
-    return {
-        "seconds": statistics.median(seconds[1:]),
-        "quantizing": quantizing,
-        "base": base,
-        "loss": losses[0],
-    }
+    return {"seconds": statistics.median(seconds[1:]), "quantizing": quantizing, "base": base, "loss": losses[0]}
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default=",".join(f"{n}/{b}" for n, b in quantization_wrapper.pairs()))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    launch.prepare_environment()
+    process.prepare_environment()
     if args.one:
         print(json.dumps(one(args.one, args.threads)))
         return

@@ -20,15 +20,11 @@ from tests import cells, ranks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = [k for k in cells.KINDS if k != "nf4 bf16"]
     parser.add_argument("--kinds", default=",".join(kinds), help="comma list of " + ", ".join(kinds))
     parser.add_argument("--architectures", default="llama", help="comma list of names in tests/tiny.py")
-    parser.add_argument(
-        "--layouts", default=",".join(cells.LAYOUTS), help="comma list of " + ", ".join(cells.LAYOUTS)
-    )
+    parser.add_argument("--layouts", default=",".join(cells.LAYOUTS), help="comma list of " + ", ".join(cells.LAYOUTS))
     args = parser.parse_args()
     rows = [("ranks", "kind", "model", "loss", "gradients", "norms", "bytes")]
     for size in sorted({dims.world_size for dims in cells.LAYOUTS.values()}):

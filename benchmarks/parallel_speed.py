@@ -24,13 +24,27 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 ROWS, LENGTH, VOCAB = 16, 128, 2048
-MODEL = dict(vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8,
-             num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0)  # fmt: skip
+MODEL = dict(
+    vocab_size=VOCAB,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=512,
+    pad_token_id=0,
+)
 METHODS = {
-    "one process": (1, {}), "DDP": (0, dict(dp_replicate=0)), "FSDP2": (0, dict(dp_shard=0)), "FSDP2 nf4": (0, dict(dp_shard=0)),
-    "tensor": (0, dict(tp=0)), "context": (0, dict(cp=0)), "pipeline": (0, dict(pp=0)), "accelerate DDP": (0, {}),
+    "one process": (1, {}),
+    "DDP": (0, dict(dp_replicate=0)),
+    "FSDP2": (0, dict(dp_shard=0)),
+    "FSDP2 nf4": (0, dict(dp_shard=0)),
+    "tensor": (0, dict(tp=0)),
+    "context": (0, dict(cp=0)),
+    "pipeline": (0, dict(pp=0)),
+    "accelerate DDP": (0, {}),
     "one process nf4": (1, {}),
-}  # fmt: skip
+}
 
 
 def build(rank: int, size: int, method: str):
@@ -46,22 +60,25 @@ def build(rank: int, size: int, method: str):
     import dataclasses
 
     import quantization_wrapper
-    from finetune.data import microbatches, rank_rows
-    from finetune.parallel import ParallelDims
-    from finetune.ranks import World
-    from finetune.settings import Settings
-    from finetune.torch_engine import adapters, mesh
+    from finetune.config import TrainConfig
+    from finetune.data.collate import microbatches
+    from finetune.data.sampler import rank_rows
+    from finetune.distributed.env import RankEnv
+    from finetune.distributed.parallel_dims import ParallelDims
     from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.lora.adapters import add_adapters
+    from finetune.torch_engine.lora.targets import linear_names, target_names
+    from finetune.torch_engine.parallel import process_groups
     from tests import tiny
 
-    settings = dataclasses.replace(Settings(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
+    settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
     model.requires_grad_(False)
     if method.endswith("nf4"):
         config = quantization_wrapper.config_for("nf4", group_size=64)
-        quantization_wrapper.quantize_model(model, config, adapters.linear_names(model))
-    adapters.add(model, adapters.target_names(model, "all"), settings)
+        quantization_wrapper.quantize_model(model, config, linear_names(model))
+    add_adapters(model, target_names(model, "all"), settings)
     dims = ParallelDims(**{axis: n or size for axis, n in METHODS[method][1].items()})
-    ranks = mesh.Ranks.of(World(rank, size), dims, torch.device("cpu"))
+    ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, torch.device("cpu"))
     engine = TorchEngine(model, settings, torch.device("cpu"), ranks=ranks)
     engine.settle_layout("auto")
     rows = rank_rows(torch.arange(ROWS).numpy(), ranks.data_rank, dims.data_ranks)
@@ -169,22 +186,35 @@ def on_paper() -> list[tuple]:
     """Bytes a rank sends a step, by the formula, of a Llama-3-70B under qlora; seconds at the links' own rates."""
     from dataclasses import replace
 
-    from finetune import hf_files, memory, shape, traffic
-    from finetune.parallel import ParallelDims
-    from finetune.settings import Settings
+    from finetune.config import TrainConfig
+    from finetune.distributed.parallel_dims import ParallelDims
+    from finetune.estimate import communication
+    from finetune.estimate.model_cost import MicrobatchShape
+    from finetune.estimate.model_shape import shape_of_files
+    from finetune.model_files.files import find_model
 
-    sizes = shape.of_files(
-        hf_files.find(str(ROOT / "examples/configs/llama-3-70b"), fetch=False, weights=False)
+    sizes = shape_of_files(find_model(str(ROOT / "examples/configs/llama-3-70b"), fetch=False, weights=False))
+    settings = replace(
+        TrainConfig(),
+        train_type="qlora",
+        precision="bf16",
+        quantization_backend="nf4",
+        batch_size=4,
+        context_length=4096,
+        microbatch_tokens=16384,
+        use_gradient_checkpointing="true",
+        no_sync=True,
     )
-    settings = replace(Settings(), train_type="qlora", precision="bf16", quantization_backend="nf4", batch_size=4, context_length=4096,
-                       microbatch_tokens=16384, use_gradient_checkpointing="true", no_sync=True)  # fmt: skip
-    load = memory.Load.full_rows(4, 4096)
+    load = MicrobatchShape.full_rows(4, 4096)
     rows = [("degrees", "ranks", "GiB sent a step", "seconds at 50 GB/s", "at 400 GB/s")]
     for dims in (
-        ParallelDims(dp_shard=8), ParallelDims(dp_replicate=8), ParallelDims(dp_shard=4, tp=2), ParallelDims(dp_shard=128),
+        ParallelDims(dp_shard=8),
+        ParallelDims(dp_replicate=8),
+        ParallelDims(dp_shard=4, tp=2),
+        ParallelDims(dp_shard=128),
         ParallelDims(dp_replicate=16, dp_shard=8),
-    ):  # fmt: skip
-        found = traffic.sent(dims, traffic.work_of(settings, sizes, dims, load))
+    ):
+        found = communication.bytes_per_step(dims, communication.traffic_of(settings, sizes, dims, load))
         # A ring passes (N - 1) times what a rank puts into a gather, (N - 1)/N of what it puts into the others, twice for sums.
         n = max(dims.shards, dims.tp, dims.dp_replicate)
         ring = {
@@ -194,21 +224,13 @@ def on_paper() -> list[tuple]:
         }
         size = sum(found.get(kind, 0) * times for kind, times in ring.items())
         rows.append(
-            (
-                str(dims),
-                str(dims.world_size),
-                f"{size / 2**30:.2f}",
-                f"{size / 50e9:.2f}",
-                f"{size / 400e9:.3f}",
-            )
+            (str(dims), str(dims.world_size), f"{size / 2**30:.2f}", f"{size / 50e9:.2f}", f"{size / 400e9:.3f}")
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--methods", default=",".join(METHODS), help="comma list")

@@ -21,9 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 W1_SHAPE = dict(
-    vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-    num_key_value_heads=12, max_position_embeddings=1024, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_hidden_layers=12,
+    num_attention_heads=12,
+    num_key_value_heads=12,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 
 
@@ -38,12 +44,14 @@ def w1_samples():
 
 
 def demo_samples(folder):
-    from finetune import data
-    from finetune.plan import DEMO_DATASET
-    from finetune.tokenizer import load_tokenizer
+    from finetune.data.sampler import epoch_order
+    from finetune.data.sources import read_rows
+    from finetune.data.tokenize import tokenize
+    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.plan.resolve import DEMO_DATASET
 
-    rows = data.tokenize(data.read_rows(DEMO_DATASET), "chat", load_tokenizer(folder), 512)
-    order = data.epoch_order(len(rows), 42, 0)
+    rows = tokenize(read_rows(DEMO_DATASET), "chat", load_tokenizer(folder), 512)
+    order = epoch_order(len(rows), 42, 0)
     return [list(map(list, part)) for part in zip(*(rows.document(i) for i in order), strict=True)]
 
 
@@ -56,9 +64,7 @@ def make_model(folder: Path):
     import transformers
 
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**W1_SHAPE)).save_pretrained(
-        folder
-    )
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**W1_SHAPE)).save_pretrained(folder)
 
 
 # ---- one competitor in its own process: prints one JSON object
@@ -70,17 +76,26 @@ def ours(args, begin):
     import numpy as np
     import torch
 
-    from finetune.data import TokenizedDataset, microbatches
-    from finetune.settings import Settings
-    from finetune.torch_engine import hf_model
+    from finetune.config import TrainConfig
+    from finetune.data.collate import microbatches
+    from finetune.data.tokenize import TokenizedDataset
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.memory_count import current_resident_bytes, peak_resident_bytes
+    from finetune.torch_engine.load import load_model
+    from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
 
     settings = dataclasses.replace(
-        Settings(), train_type="qlora" if args.quant else "lora", quantization_backend="nf4", quant_type="nf4",
-        double_quant=True, precision=args.precision, lora_rank=16, lora_alpha=32.0, lr=args.lr,
-        use_gradient_checkpointing="false", cache_dequantized="false",
-    )  # fmt: skip
+        TrainConfig(),
+        train_type="qlora" if args.quant else "lora",
+        quantization_backend="nf4",
+        quant_type="nf4",
+        double_quant=True,
+        precision=args.precision,
+        lora_rank=16,
+        lora_alpha=32.0,
+        lr=args.lr,
+        use_gradient_checkpointing="false",
+        cache_dequantized="false",
+    )
     baseline = current_resident_bytes()
     ids, targets = samples_of(args)
     offsets = np.concatenate([[0], np.cumsum([len(i) for i in ids])])
@@ -88,9 +103,7 @@ def ours(args, begin):
     rows = TokenizedDataset(
         np.concatenate(ids).astype(np.int32), np.concatenate(targets), offsets, ("",) * len(ids), {}
     )
-    engine = TorchEngine(
-        hf_model.load(args.model, settings, torch.device("cpu")), settings, torch.device("cpu")
-    )
+    engine = TorchEngine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
     engine.settle_layout("auto")
     engine.begin_memory(baseline)
     for step in range(args.steps):
@@ -109,30 +122,22 @@ def trl(args, begin):
     import transformers
     import trl as trl_package
 
-    from finetune.torch_engine.memory_count import current_resident_bytes, peak_resident_bytes, reset_peak
+    from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes, reset_peak
 
     torch.set_num_threads(args.threads)
     tuned = args.child == "trl-tuned"
     ids, targets = samples_of(args)
     dataset = datasets.Dataset.from_dict(
-        {
-            "input_ids": [list(map(int, i)) for i in ids],
-            "completion_mask": [[int(x) for x in t] for t in targets],
-        }
+        {"input_ids": [list(map(int, i)) for i in ids], "completion_mask": [[int(x) for x in t] for t in targets]}
     )
     baseline = current_resident_bytes()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
     quant = None
     if args.quant:
         quant = transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=dtype, quantization_config=quant
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, quantization_config=quant)
     reset_peak()
     records, clock = [], {}
 
@@ -153,16 +158,31 @@ def trl(args, begin):
     trainer = InOrder(
         model=model,
         args=trl_package.SFTConfig(
-            output_dir=folder, per_device_train_batch_size=args.batch, learning_rate=args.lr, max_steps=args.steps,
-            logging_steps=1, report_to="none", use_cpu=True, bf16=False, padding_free=tuned, max_length=None,
-            save_strategy="no", lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0, weight_decay=0.0,
-            completion_only_loss=True, disable_tqdm=True, gradient_checkpointing=False, dataloader_pin_memory=False,
+            output_dir=folder,
+            per_device_train_batch_size=args.batch,
+            learning_rate=args.lr,
+            max_steps=args.steps,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            padding_free=tuned,
+            max_length=None,
+            save_strategy="no",
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            max_grad_norm=1.0,
+            weight_decay=0.0,
+            completion_only_loss=True,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
         ),
         train_dataset=dataset,
         peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         processing_class=tokenizer_of(args),
         callbacks=[Steps()],
-    )  # fmt: skip
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     for entry, loss in zip(records, losses, strict=True):
@@ -183,13 +203,7 @@ def tokenizer_of(args):
 
 def record(begin, start, loss, tokens):
     cpu, wall = time.process_time() - start[0], time.perf_counter() - start[1]
-    return {
-        "loss": loss,
-        "tokens": tokens,
-        "cpu_s": cpu,
-        "wall_s": wall,
-        "since_start_s": time.time() - begin,
-    }
+    return {"loss": loss, "tokens": tokens, "cpu_s": cpu, "wall_s": wall, "since_start_s": time.time() - begin}
 
 
 # ---- the rounds
@@ -197,9 +211,7 @@ def record(begin, start, loss, tokens):
 
 def run_child(args, child: str, model: str) -> dict:
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TRANSFORMERS_VERBOSITY": "error"}
-    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | (
-        KEPT_HEAP if child == "trl-tuned" else {}
-    )
+    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | (KEPT_HEAP if child == "trl-tuned" else {})
     command = [
         sys.executable,
         "-W",
@@ -239,9 +251,7 @@ def shown(values) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("w1", "demo"), default="w1")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--quant", action="store_true", help="an NF4 base with double quantization")
@@ -256,25 +266,23 @@ def main():
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        for line in (ours if args.child == "ours" else trl)(args, args.begin):
+        for line in (ours if args.child == "spawned" else trl)(args, args.begin):
             print(json.dumps(line), flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.workload == "w1":
             make_model(Path(folder))
         else:
-            from finetune import hf_files
-            from finetune.plan import DEMO_MODEL
+            from finetune.model_files.demo_model import DEMO_MODEL
+            from finetune.model_files.files import find_model
 
-            folder = str(hf_files.find(DEMO_MODEL).folder)
+            folder = str(find_model(DEMO_MODEL).folder)
         names = args.competitors.split(",")
         results = {name: [] for name in names}
         for number in range(args.rounds):
             for name in names:
                 results[name].append(run_child(args, name, folder))
-                print(
-                    f"round {number + 1} {name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True
-                )
+                print(f"round {number + 1} {name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
     print(
         f"{args.workload} {args.precision}{' nf4' if args.quant else ''}, {args.threads} thread(s), n = {args.rounds}, median [min..max]"
     )
@@ -282,7 +290,7 @@ def main():
         print(f"  {figure:18}" + "  ".join(f"{n} {shown([r[figure] for r in results[n]])}" for n in names))
     for name in names[1:]:
         for figure in ("tokens_per_cpu_s", "peak_MiB", "first_step_s", "to_loss_s"):
-            pairs = [(a[figure], b[figure]) for a, b in zip(results["ours"], results[name], strict=True)]
+            pairs = [(a[figure], b[figure]) for a, b in zip(results["spawned"], results[name], strict=True)]
             ratios = [a / b for a, b in pairs if a and b]
             if ratios:
                 spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]"

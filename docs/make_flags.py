@@ -6,7 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from finetune.settings import FIELDS, GROUPS, OLDER_TRAIN_TYPES  # noqa: E402  the path comes first
+from finetune.config import (
+    DEPRECATED_TRAIN_TYPES,
+    FIELDS,
+    GROUPS,  # noqa: E402  the path comes first
+)
 
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of train.py
@@ -25,16 +29,14 @@ def page() -> str:
     parts = [HEAD]
     for key, title in GROUPS.items():
         rows = [row(name, f) for name, f in FIELDS.items() if f.metadata["group"] == key]
-        parts.append(
-            "\n".join([f"## {title}", "", "| flag | default | meaning |", "|---|---|---|", *rows]) + "\n"
-        )
+        parts.append("\n".join([f"## {title}", "", "| flag | default | meaning |", "|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 
 def row(name: str, field) -> str:
     meta = field.metadata
     names = ", ".join(f"`--{n}`" for n in (name, *meta["aliases"]))
-    choices = [c for c in meta["choices"] or () if c not in OLDER_TRAIN_TYPES]
+    choices = [c for c in meta["choices"] or () if c not in DEPRECATED_TRAIN_TYPES]
     text = meta["help"] + (". One of " + ", ".join(f"`{c}`" for c in choices) if choices else "")
     if name == "train_type":
         text += ". The [older product names](migration.md) are accepted"

@@ -32,7 +32,7 @@ def methods() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name, m in quantization_wrapper.METHODS.items():
-        books = sorted({book for books in m.code_books.values() for book in books})
+        books = sorted({book for books in m.quant_types.values() for book in books})
         groups = f"{m.group_sizes[0]} to {m.group_sizes[-1]}"
         double = ", ".join(map(str, m.double_quant)) + " bits" if m.double_quant else "no"
         lines.append(
@@ -44,9 +44,7 @@ def methods() -> list[str]:
 
 def probed() -> list[str]:
     """What each pair did here."""
-    manager = (
-        BackendManager(verbose=False) if len(sys.argv) < 2 else BackendManager(sys.argv[1], verbose=False)
-    )
+    manager = BackendManager(verbose=False) if len(sys.argv) < 2 else BackendManager(sys.argv[1], verbose=False)
     found = doctor.examine(manager)
     torch, cpu = found["versions"]["torch"], found["cpu"]["model"]
     where = cpu if found["backend"] == "cpu" else found["backend"]
@@ -54,11 +52,7 @@ def probed() -> list[str]:
     lines += ["| " + " | ".join(doctor.HEAD) + " |", "|" + "---|" * len(doctor.HEAD)]
     lines += ["| " + " | ".join(row) + " |" for row in doctor.rows(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
-    return (
-        lines
-        + [""] * bool(failed)
-        + [f"- `{pair}` does not work there: {why}" for pair, why in failed.items()]
-    )
+    return lines + [""] * bool(failed) + [f"- `{pair}` does not work there: {why}" for pair, why in failed.items()]
 
 
 if __name__ == "__main__":

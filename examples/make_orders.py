@@ -62,22 +62,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rows", type=int, default=144, help="training rows (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which rows (default: %(default)s)")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path(__file__).parent, help="default: beside this script"
-    )
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).parent, help="default: beside this script")
     args = parser.parse_args(argv)
     for split, rows in make_splits(args.rows, args.seed).items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (args.output_dir / f"orders_{split}.jsonl").write_text(text, encoding="utf-8")
 
 
-def make_splits(
-    num_train: int, seed: int, num_validation: int = 32, num_test: int = 96
-) -> dict[str, list[dict]]:
+def make_splits(num_train: int, seed: int, num_validation: int = 32, num_test: int = 96) -> dict[str, list[dict]]:
     """Rows of each file. Test and validation are drawn first: the number of training rows does not change them."""
     rng, seen = random.Random(seed), set()
-    test = [new_order(rng, KINDS[i % len(KINDS)], i // len(KINDS), seen) | {"kind": KINDS[i % len(KINDS)]}
-            for i in range(num_test)]  # fmt: skip
+    test = [
+        new_order(rng, KINDS[i % len(KINDS)], i // len(KINDS), seen) | {"kind": KINDS[i % len(KINDS)]}
+        for i in range(num_test)
+    ]
     validation = [new_order(rng, "known", i, seen) for i in range(num_validation)]
     train = [new_order(rng, "known", i, seen) for i in range(num_train)]
     return {"train": train, "validation": validation, "test": test}

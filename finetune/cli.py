@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
-from finetune.settings import FIELDS, GROUPS, NAMES
 
 MAX_NAME_BYTES = 255  # of one part of a path, on every file system in use
 MUST_NAME = ("model_name", "dataset", "output_dir")
@@ -27,12 +27,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             first = unknown[0].split("=")[0]
             if not first.startswith("-"):
-                raise PlanError(
-                    f"{first}: is not a flag, and this command takes no other arguments. See --help."
-                )
-            raise PlanError(
-                f"{first}: unknown flag.{_nearest(first, self._option_string_actions)} See --help."
-            )
+                raise PlanError(f"{first}: is not a flag, and this command takes no other arguments. See --help.")
+            raise PlanError(f"{first}: unknown flag.{_nearest(first, self._option_string_actions)} See --help.")
         return known
 
     def error(self, message):
@@ -74,20 +70,12 @@ def convert(name: str, value, where: str | None = None):
             number = kind(value) if not (kind is int and isinstance(value, float)) else _whole(value)
         except (TypeError, ValueError, OverflowError):
             what = "whole number" if kind is int else "number"
-            raise PlanError(
-                f"{where} {_shown(value)}: is no {what}. Give one, such as {field.default}."
-            ) from None
+            raise PlanError(f"{where} {_shown(value)}: is no {what}. Give one, such as {field.default}.") from None
         low, above = meta["minimum"], meta["above"]
         if number != number or (low is not None and number < low) or (above is not None and number <= above):
-            raise PlanError(
-                f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
-            )
+            raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
         if meta["nonzero"] and number == 0:
-            no = (
-                "ranks. Use -1, or leave it out"
-                if meta["group"] == "machine"
-                else "rows. Use -1 for all of them"
-            )
+            no = "ranks. Use -1, or leave it out" if meta["group"] == "machine" else "rows. Use -1 for all of them"
             raise PlanError(f"{where} 0: leaves no {no}.")
         if number == float("inf"):
             raise PlanError(f"{where} {_shown(value)}: is infinite. Give a number, such as {field.default}.")
@@ -129,7 +117,7 @@ def _whole(value: float) -> int:
 
 
 def add_flags(parser: Parser) -> None:
-    """Adds every field of Settings, grouped. Unset flags are absent from the parsed namespace."""
+    """Adds every field of TrainConfig, grouped. Unset flags are absent from the parsed namespace."""
     for key, title in GROUPS.items():
         group = parser.add_argument_group(title)
         for name, field in FIELDS.items():
@@ -139,9 +127,14 @@ def add_flags(parser: Parser) -> None:
             bare = field.type is bool or set(meta["choices"] or ()) >= {"true", "false"}
             options = dict(nargs="?", const="true") if bare else {}
             group.add_argument(
-                *(f"--{n}" for n in (name, *meta["aliases"])), dest=name, default=argparse.SUPPRESS,
-                action=_OneValue, metavar=_metavar(name, field), help=help_text(field), **options,
-            )  # fmt: skip
+                *(f"--{n}" for n in (name, *meta["aliases"])),
+                dest=name,
+                default=argparse.SUPPRESS,
+                action=_OneValue,
+                metavar=_metavar(name, field),
+                help=help_text(field),
+                **options,
+            )
 
 
 class _OneValue(argparse.Action):
@@ -150,9 +143,7 @@ class _OneValue(argparse.Action):
     def __call__(self, parser, namespace, value, option_string=None):
         new, old = convert(self.dest, value, option_string), getattr(namespace, self.dest, None)
         if old is not None and old != new:
-            raise PlanError(
-                f"{option_string} {value}: --{self.dest} was already given as {old}. Give it once."
-            )
+            raise PlanError(f"{option_string} {value}: --{self.dest} was already given as {old}. Give it once.")
         setattr(namespace, self.dest, new)
 
 
@@ -165,20 +156,14 @@ def _metavar(name, field) -> str:
 
 def help_text(field) -> str:
     default = field.default
-    shown = (
-        "decided by the plan"
-        if default is None
-        else str(default).lower()
-        if isinstance(default, bool)
-        else default
-    )
+    shown = "decided by the plan" if default is None else str(default).lower() if isinstance(default, bool) else default
     if default is None and "default:" in field.metadata["help"]:
         return field.metadata["help"]
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
 def read_config(path: str) -> dict:
-    """The wishes in a YAML file of flags, or those of a run_plan.json. Raises PlanError naming file and key."""
+    """The overrides in a YAML file of flags, or those of a run_plan.json. Raises PlanError naming file and key."""
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"--config {path}: no such file. Give a YAML file of flags or a run_plan.json.")
@@ -204,7 +189,7 @@ def read_config(path: str) -> dict:
 
 def checked(content: dict, path: str) -> dict:
     """{flag: value} of a file's content, each value in its flag's own type. Raises PlanError naming file and key."""
-    wishes = {}
+    overrides = {}
     for key, value in content.items():
         name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
@@ -212,10 +197,10 @@ def checked(content: dict, path: str) -> dict:
         if name == "config":
             raise PlanError(f"{path}: 'config' inside a config file is not read. Remove it.")
         new = convert(name, value, f"{path}: {key}")
-        if name in wishes and wishes[name] != new:
+        if name in overrides and overrides[name] != new:
             raise PlanError(f"{path}: '{key}' gives --{name} a second value. Give it once.")
-        wishes[name] = new
-    return {name: value for name, value in wishes.items() if value is not None}
+        overrides[name] = new
+    return {name: value for name, value in overrides.items() if value is not None}
 
 
 def _read_yaml(path: str, text: str):
@@ -226,9 +211,7 @@ def _read_yaml(path: str, text: str):
             keys = [self.construct_object(k) for k, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise PlanError(
-                        f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once."
-                    )
+                    raise PlanError(f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once.")
             return super().construct_mapping(node, deep)
 
     # YAML 1.1 reads 2e-4 as text; convert() turns it into the flag's own type.
@@ -248,11 +231,11 @@ def _fact(error) -> str:
     return "nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 
-def wishes_from(argv, parser: Parser) -> dict:
+def parse_overrides(argv, parser: Parser) -> dict:
     """{flag: value} of what the user set: the config file's, then the command line's."""
     return with_config(vars(parser.parse_args(argv)))
 
 
 def with_config(given: dict) -> dict:
-    """The wishes given, over those in the file that --config names."""
+    """The overrides given, over those in the file that --config names."""
     return {**read_config(given["config"]), **given} if given.get("config") else given

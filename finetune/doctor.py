@@ -64,10 +64,7 @@ def as_json(found: dict) -> str:
 
 def recommend(manager: BackendManager) -> list[str]:
     """Guide S1's decision tree, walked on this machine: each question with its answer here, then the flags."""
-    available, why_not = (
-        {str(b) for b in manager.available},
-        {str(b): w for b, w in manager.unavailable.items()},
-    )
+    available, why_not = ({str(b) for b in manager.available}, {str(b): w for b, w in manager.unavailable.items()})
     memory = manager.get_memory_info()["total"] / GIB
     backend, caps = str(manager.backend), manager.capabilities
 
@@ -89,9 +86,7 @@ def recommend(manager: BackendManager) -> list[str]:
     text.append(f"  --precision {precision}: {caps.reasons.get('bf16', 'bf16 works here')}")
     text.append(f"  --train_type {train_type}: {why}")
     if train_type == "qlora":
-        text.append(
-            "  --quantization_backend auto: the first that passes its probe; --doctor prints them all"
-        )
+        text.append("  --quantization_backend auto: the first that passes its probe; --doctor prints them all")
     if backend == "mps":
         text.append("  MLX is the faster of the two on Apple silicon; MPS is the one where you need torch")
     if backend == "cpu":
@@ -99,7 +94,5 @@ def recommend(manager: BackendManager) -> list[str]:
             "  to try things: the flags as they stand; to work: OMP_NUM_THREADS at the number of cores, and a small model"
         )
     text.append(f"when memory runs out on {backend}: {OOM_ADVICE[backend]}")
-    text.append(
-        f"python train.py --backend {backend} --train_type {train_type} --precision {precision} --dry_run"
-    )
+    text.append(f"python train.py --backend {backend} --train_type {train_type} --precision {precision} --dry_run")
     return text

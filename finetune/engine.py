@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from finetune.parts import Part
+from finetune.safetensors_io import TensorShard
 
 IGNORE_INDEX = -100
 
@@ -45,9 +45,7 @@ class StepResult:
     num_targets: int
     num_tokens: int
     grad_norm: float
-    skipped: bool = (
-        False  # fp16 only: the scaled gradient overflowed, the scale was lowered, weights are unchanged
-    )
+    skipped: bool = False  # fp16 only: the scaled gradient overflowed, the scale was lowered, weights are unchanged
 
 
 @dataclass(frozen=True)
@@ -67,19 +65,19 @@ class Engine(Protocol):
         """(summed nll, number of targets), without gradients and without dropout; ends early where `stop()` says so."""
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], hopeless=None
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None
     ) -> list[list[int]]: ...
 
-    def whole_weights(self):
+    def full_weights(self):
         """A context in which ranks may generate each at its own pace."""
 
-    def agree(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest of all ranks' numbers; all call it at the same point, as they do all that follows."""
 
-    def total(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         """The sum of all ranks' numbers."""
 
-    def of_all(self, value) -> list:
+    def all_gather_object(self, value) -> list:
         """Every rank's JSON value, in their order."""
 
     def trainable_state(self) -> dict[str, np.ndarray]:
@@ -88,11 +86,9 @@ class Engine(Protocol):
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """(tensors named '<parameter>.<moment>', JSON values such as the loss scale)."""
 
-    writes_parts: (
-        bool  # whether each rank can save its own parts of what trains, in the place of the two methods above
-    )
+    writes_parts: bool  # whether each rank can save its own parts of what trains, in the place of the two methods above
 
-    def parts(self) -> tuple[list[Part], list[Part]]:
+    def parts(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(weights, moments) that this rank writes."""
 
     def optimizer_values(self) -> dict:

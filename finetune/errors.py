@@ -13,7 +13,7 @@ class NonFiniteError(ArithmeticError):
     exit_code = 65
 
 
-class RankLost(RuntimeError):
+class RankLostError(RuntimeError):
     """Another rank or its host died, or fell silent. This rank is well; the job goes on from its last checkpoint."""
 
     exit_code = 69
@@ -31,13 +31,13 @@ class StorageError(OSError):
     exit_code = 74
 
 
-class OutputDirInUse(RuntimeError):
+class OutputDirInUseError(RuntimeError):
     """Another live process owns this output_dir; the text names its pid, host and start time."""
 
     exit_code = 75
 
 
-class CheckpointDamaged(RuntimeError):
+class CheckpointDamagedError(RuntimeError):
     """The checkpoint asked for does not verify, and no older one may stand in."""
 
     exit_code = 76
@@ -45,5 +45,11 @@ class CheckpointDamaged(RuntimeError):
 
 # What a run ends with by its own word: one line, and the exit code.
 EXPECTED = (
-    PlanError, NonFiniteError, RankLost, OutOfMemoryError, StorageError, OutputDirInUse, CheckpointDamaged,
-)  # fmt: skip
+    PlanError,
+    NonFiniteError,
+    RankLostError,
+    OutOfMemoryError,
+    StorageError,
+    OutputDirInUseError,
+    CheckpointDamagedError,
+)

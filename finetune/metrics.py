@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from finetune.checkpoint import storage
+from finetune.checkpoint.store import storage
 
 GIB = 2**30
 
@@ -49,16 +49,12 @@ class Metrics:
         if self.quiet:
             return
         with storage(self.file):
-            values = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-            }
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=False)
             self.handle.write(line + "\n")
             self.handle.flush()
         if self.tracker and kind in ("step", "eval"):
-            numbers = {
-                f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"
-            }
+            numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
             self.tracker.log(numbers, step=values["step"])
 
     def offset(self) -> int:
@@ -71,24 +67,22 @@ class Metrics:
         return self.handle.tell()
 
     def step(
-        self,
-        step: int,
-        total: int,
-        loss,
-        lr,
-        grad_norm,
-        num_tokens,
-        num_targets,
-        seconds,
-        memory,
-        skipped=False,
+        self, step: int, total: int, loss, lr, grad_norm, num_tokens, num_targets, seconds, memory, skipped=False
     ) -> None:
         rate = num_tokens / seconds
         self.times.append(seconds)
         self.event(
-            "step", step=step, loss=loss, lr=lr, grad_norm=grad_norm, num_tokens=num_tokens, num_targets=num_targets,
-            tokens_per_s=rate, memory_bytes=memory, **({"skipped": True} if skipped else {}),
-        )  # fmt: skip
+            "step",
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            num_tokens=num_tokens,
+            num_targets=num_targets,
+            tokens_per_s=rate,
+            memory_bytes=memory,
+            **({"skipped": True} if skipped else {}),
+        )
         if self.quiet:
             return
         line = (
@@ -139,9 +133,12 @@ def tracker(settings, plan_json, quiet=False):
     import wandb
 
     return wandb.init(
-        project=settings.project_name or "finetune", name=settings.name, group=settings.group, entity=settings.entity,
+        project=settings.project_name or "finetune",
+        name=settings.name,
+        group=settings.group,
+        entity=settings.entity,
         config=plan_json["settled"],
-    )  # fmt: skip
+    )
 
 
 def read_events(output_dir, kind: str | None = None) -> list[dict]:

@@ -2,10 +2,10 @@
 
 import shlex
 
-from finetune import checkpoint
-from finetune.accelerate_env import NAMES
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.data.formats import chat_messages
+from finetune.distributed.accelerate_config import NAMES
 from finetune.metrics import GIB, table
-from finetune.prompts import chat_messages
 
 
 def plan_lines(plan) -> list[str]:
@@ -36,7 +36,7 @@ def ranks_line(plan) -> list[str]:
 def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
     """The line that ends a diverged run: step, rows, what is left to go on from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
-    good, _ = checkpoint.newest(root)
+    good, _ = newest_checkpoint(root)
     kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
 
@@ -107,6 +107,8 @@ def closing_lines(run, code: int) -> list[str]:
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
-        return lines + [f"stopped by a signal, saved in {s.output_dir}/checkpoints/step-{state.step}; "
-                        f"go on with --resume {s.output_dir}"]  # fmt: skip
+        return lines + [
+            f"stopped by a signal, saved in {s.output_dir}/checkpoints/step-{state.step}; "
+            f"go on with --resume {s.output_dir}"
+        ]
     return lines + ([f"saved: {s.output_dir}", f"try it: {r['command']}"] if s.save_model else [])

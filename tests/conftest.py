@@ -40,8 +40,7 @@ def train_tokenizer(folder, bos=True, vocab_size=400, **settings):
         template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, template])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings,
+        tokenizer_object=tokenizer, **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings
     )
     made.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -81,9 +80,6 @@ def tiny_model(tmp_path_factory):
 def rows_file(tmp_path_factory):
     """24 prompt/completion rows of uneven length."""
     file = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [
-        {"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}" + "." * (i % 5)}
-        for i in range(24)
-    ]
+    rows = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}" + "." * (i % 5)} for i in range(24)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

@@ -76,14 +76,10 @@ class Handler(BaseHTTPRequestHandler):
         commit, files = commit_of(folder), files_of(folder)
         if len(rest) >= 2 and rest[1] not in ("main", commit):
             return self.fail(404, "RevisionNotFound")
-        listing = [
-            {"type": "file", "path": n, "size": p.stat().st_size, "oid": blob_of(p)} for n, p in files.items()
-        ]
+        listing = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": blob_of(p)} for n, p in files.items()]
         if api and (not rest or rest[0] == "revision"):
             siblings = [{"rfilename": n} for n in files]
-            return self.send(
-                {"id": repo_id, "sha": commit, "private": False, "tags": [], "siblings": siblings}
-            )
+            return self.send({"id": repo_id, "sha": commit, "private": False, "tags": [], "siblings": siblings})
         if api and rest[0] == "tree":
             under = "/".join(rest[2:])
             return self.send([f for f in listing if f["path"].startswith(under)])

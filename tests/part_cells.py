@@ -10,28 +10,30 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from finetune import checkpoint, rundir
+from finetune.checkpoint import output_dir
+from finetune.checkpoint.store import verify_checkpoint
+from finetune.config import TrainConfig
+from finetune.distributed.env import RankEnv
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import StorageError
-from finetune.parallel import ParallelDims
-from finetune.plan import RunPlan, TrainState
-from finetune.ranks import World
-from finetune.settings import Settings
-from finetune.torch_engine import memory_count, mesh
+from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.torch_engine import memory_stats
 from finetune.torch_engine.engine import TorchEngine, trim_heap
+from finetune.torch_engine.parallel import process_groups
 from tests import cells, tiny
 
 IDENTITY = {"base model": "a", "dataset": "b"}
 
 
-def ranks_of(rank: int, size: int, layout: str) -> mesh.Ranks:
+def ranks_of(rank: int, size: int, layout: str) -> process_groups.ProcessGroups:
     dims = ParallelDims() if layout == "alone" else cells.LAYOUTS[layout]
-    return mesh.Ranks.of(World(rank, size if layout != "alone" else 1), dims, cells.CPU)
+    return process_groups.ProcessGroups.of(RankEnv(rank, size if layout != "alone" else 1), dims, cells.CPU)
 
 
-def directory(engine, folder: Path) -> rundir.RunDir:
+def directory(engine, folder: Path) -> output_dir.OutputDir:
     settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
     plan = RunPlan(settings, {}, (), (), "cpu", "torch", engine.ranks.dims)
-    kind = rundir.OnlookerDir if engine.rank else rundir.RunDir
+    kind = output_dir.NonMasterOutputDir if engine.rank else output_dir.OutputDir
     return kind(plan, resumed=True)
 
 
@@ -114,10 +116,7 @@ def taken_up_as(rank: int, size: int, pairs: list, folder: str, architecture: st
 
 
 def both(rank: int, size: int, layouts: list, pairs: list, folder: str, architecture: str = "llama") -> list:
-    return [
-        saved_as(rank, size, layouts, folder, architecture),
-        taken_up_as(rank, size, pairs, folder, architecture),
-    ]
+    return [saved_as(rank, size, layouts, folder, architecture), taken_up_as(rank, size, pairs, folder, architecture)]
 
 
 def equal(one: dict, other: dict) -> bool:
@@ -144,9 +143,9 @@ def faults(rank: int, size: int, folder: str) -> dict:
     found["told"] = save(engine, elsewhere, step=1)
     whole = gathered(engine)
     if rank == 0:
-        step = checkpoint.verify(elsewhere / "checkpoints" / "step-1")
+        step = verify_checkpoint(elsewhere / "checkpoints" / "step-1")
         found["files"] = sorted(step.manifest["files"])
-        found["same"] = equal(whole, step.tensors(rundir.FULL) | step.tensors(rundir.MOMENTS))
+        found["same"] = equal(whole, step.tensors(output_dir.FULL) | step.tensors(output_dir.MOMENTS))
     return found
 
 
@@ -193,12 +192,12 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     model = tiny.build(
         vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8
     )
-    settings = dataclasses.replace(Settings(), precision="fp32", train_type="full", lr=1e-3)
+    settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="full", lr=1e-3)
     engine = TorchEngine(model, settings, cells.CPU, ranks=ranks_of(rank, size, layout))
     engine.settle_layout("auto")
     steps(engine, 1)
     # Blocks of 1 MiB and more go back to the system when they are let go.
-    memory_count.map_blocks_from(2**20)
+    memory_stats.map_blocks_from(2**20)
     trim_heap()
     whole = {n: int(np.prod(engine._whole_shape(n))) * 4 for n in engine.trained}
     run = directory(engine, Path(folder) / layout)
@@ -218,7 +217,7 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     found["published"] = peak.above
     run.in_parts = True
     run.save_step(engine, state, IDENTITY, {}, 0)
-    engine.ranks.table([0])
+    engine.ranks.all_gather_scalars([0])
     engine.optimizer.state.clear()  # as before the first step
     trim_heap()
     with Peak() as peak:

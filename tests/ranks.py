@@ -34,9 +34,7 @@ def run(size: int, function: str, arguments: dict, folder: Path, timeout_s: floa
     try:
         for rank in range(size):
             with open(folder / f"output-{rank}.txt", "w") as output:
-                started.append(
-                    start([*command, str(rank)], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-                )
+                started.append(start([*command, str(rank)], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT))
         end = time.monotonic() + timeout_s
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
             assert time.monotonic() < end, f"no end after {timeout_s:.0f} s"
@@ -52,9 +50,7 @@ def run(size: int, function: str, arguments: dict, folder: Path, timeout_s: floa
 
 def start(command, environment=None, **options) -> subprocess.Popen:
     """A process with a session of its own and one compute thread, so that it and what it starts can be ended together."""
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     env |= {"OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options)
 

@@ -10,28 +10,31 @@ import yaml
 from safetensors.numpy import load_file
 
 from backend_manager import CAPABILITIES, Backend
-from finetune import accelerate_env, checkpoint, plan, report
+from finetune import report
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.distributed import accelerate_config
 from finetune.errors import PlanError
 from finetune.metrics import read_events
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.run_plan import RunPlan
 from tests import ranks
 from tests.test_parallel import LOSS, alone, base, check, command, finish, losses  # noqa: F401  fixtures too
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "examples" / "accelerate"
 LAUNCH = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch"]
-TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]  # fmt: skip
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 ZERO2 = ZERO3 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed: requirements-deepspeed.txt",
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: requirements-deepspeed.txt"
 )
 
 
-def settled(environment=None, world_size=2, backend=Backend.CPU, **wishes):
-    requested = {"world_size": world_size, **wishes}
-    return plan.resolve_plan(requested, backend, CAPABILITIES[backend], None, environment=environment or {})
+def settled(environment=None, world_size=2, backend=Backend.CPU, **overrides):
+    requested = {"world_size": world_size, **overrides}
+    return resolve_plan(requested, backend, CAPABILITIES[backend], None, environment=environment or {})
 
 
 # ---- the plan
@@ -41,7 +44,7 @@ def test_accelerate_alone_means_replicas_and_one_process_needs_none():
     found = settled(parallel_backend="accelerate")
     assert (found.distribution, found.dims.dp_replicate, found.dims.dp_shard) == ("ddp", 2, 1)
     assert "by accelerate: DDP" in report.plan_lines(found)[1]
-    assert plan.RunPlan.from_wire(found.to_wire()).distribution == "ddp"
+    assert RunPlan.from_wire(found.to_wire()).distribution == "ddp"
     one = settled(parallel_backend="accelerate", world_size=1)
     assert one.distribution == "ptd" and any(a.setting == "parallel_backend" for a in one.adjustments)
 
@@ -60,19 +63,31 @@ REFUSED = [
     (dict(sharding_strategy="full_shard"), {}, "--sharding_strategy full_shard: accelerate's config"),
     (dict(world_size=4, dp_degree=2), {}, "--dp_degree 2: accelerate's config"),
     (dict(reentrant_checkpointing=True), {}, "--reentrant_checkpointing true:"),
-    ({}, FSDP2, "--parallel_backend accelerate: its FSDP2 is for GPUs, and on cpu it would wrap DDP without a word. Use "
-     "--parallel_backend ptd"),
+    (
+        {},
+        FSDP2,
+        "--parallel_backend accelerate: its FSDP2 is for GPUs, and on cpu it would wrap DDP without a word. Use "
+        "--parallel_backend ptd",
+    ),
     ({}, FSDP2 | {"FSDP_VERSION": "1"}, "--parallel_backend accelerate: its config file asks for fsdp1"),
-    ({}, ZERO3 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "--parallel_backend accelerate: its config file asks for zero1"),
+    (
+        {},
+        ZERO3 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+        "--parallel_backend accelerate: its config file asks for zero1",
+    ),
     ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "--parallel_backend accelerate: its config file asks for megatron"),
-    ({}, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--parallel_backend accelerate: its config file sets dynamo_backend"),
-]  # fmt: skip
+    (
+        {},
+        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+        "--parallel_backend accelerate: its config file sets dynamo_backend",
+    ),
+]
 
 
-@pytest.mark.parametrize(("wishes", "environment", "line"), REFUSED)
-def test_what_accelerate_does_not_do_is_one_line_with_the_remedy(wishes, environment, line):
+@pytest.mark.parametrize(("overrides", "environment", "line"), REFUSED)
+def test_what_accelerate_does_not_do_is_one_line_with_the_remedy(overrides, environment, line):
     with pytest.raises(PlanError) as error:
-        settled(environment, **{"parallel_backend": "accelerate", **wishes})
+        settled(environment, **{"parallel_backend": "accelerate", **overrides})
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
@@ -98,9 +113,9 @@ def test_a_config_file_for_zero_is_followed_unless_ptd_is_given():
         "parallel_backend: ptd -> accelerate (accelerate's config file asks for DeepSpeed ZeRO-3)"
     ]
     assert settled(ZERO3, parallel_backend="ptd").distribution == "ptd"
-    for wishes in (dict(optimizer="adamw_8bit"), dict(no_sync=True), dict(precision="fp16")):
+    for overrides in (dict(optimizer="adamw_8bit"), dict(no_sync=True), dict(precision="fp16")):
         with pytest.raises(PlanError, match="DeepSpeed ZeRO-2"):
-            settled(ZERO2, **wishes)
+            settled(ZERO2, **overrides)
     offload = ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}
     with pytest.raises(PlanError, match="offload_param_device cpu"):
         settled(offload)
@@ -112,7 +127,7 @@ def test_every_shipped_config_file_is_one_that_the_plan_knows():
     for file in sorted(CONFIGS.glob("*.yaml")):
         words = yaml.safe_load(file.read_text())
         ClusterConfig.from_yaml_file(file)  # accelerate refuses keys it does not know
-        assert words["mixed_precision"] == "no" and file.stem in accelerate_env.NAMES, file
+        assert words["mixed_precision"] == "no" and file.stem in accelerate_config.NAMES, file
 
 
 # ---- the step
@@ -132,7 +147,9 @@ def test_ddp_through_accelerate_trains_as_one_process_does(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_ddp_through_accelerate_trains_every_kind(architecture, tmp_path):
-    kinds = ["lora", "dora", "full recomputed", "nf4 recomputed", "bnb"] if architecture == "llama" else ["lora", "full"]  # fmt: skip
+    kinds = (
+        ["lora", "dora", "full recomputed", "nf4 recomputed", "bnb"] if architecture == "llama" else ["lora", "full"]
+    )
     against_one_process("ddp", kinds, tmp_path, architecture)
 
 
@@ -161,16 +178,14 @@ def same_run(folder, alone):  # noqa: F811
 
 
 def same_moments(one, other):
-    one, other = (load_file(checkpoint.newest(f)[0].folder / "optimizer.safetensors") for f in (one, other))
+    one, other = (load_file(newest_checkpoint(f)[0].folder / "optimizer.safetensors") for f in (one, other))
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_allclose(other[name], one[name], atol=1e-4 * np.abs(one[name]).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", [[*LAUNCH, "--cpu", "--num_processes", "2"], [sys.executable, "-W", "ignore"]]
-)
+@pytest.mark.parametrize("launcher", [[*LAUNCH, "--cpu", "--num_processes", "2"], [sys.executable, "-W", "ignore"]])
 def test_accelerate_launch_and_world_size_run_ddp(base, alone, launcher, tmp_path):  # noqa: F811
     flags = ["--batch_size", 2, "--world_size", 2, "--parallel_backend", "accelerate"]
     code, out, err = finish([*launcher, ROOT / "train.py", *base, *flags, "--output_dir", tmp_path / "out"])

@@ -33,12 +33,7 @@ class Only(BackendManager):
 
 
 def test_names_and_values_are_the_documented_ones():
-    assert [str(b) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)] == [
-        "cuda",
-        "mps",
-        "mlx",
-        "cpu",
-    ]
+    assert [str(b) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)] == ["cuda", "mps", "mlx", "cpu"]
     assert f"{Backend.MPS}" == "mps"
 
 
@@ -97,9 +92,7 @@ def test_constructing_one_is_quick_and_imports_no_framework():
     assert spent < 0.2
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("cpu", Backend.CPU), ("auto", HERE.backend), (None, HERE.backend)]
-)
+@pytest.mark.parametrize(("value", "expected"), [("cpu", Backend.CPU), ("auto", HERE.backend), (None, HERE.backend)])
 def test_the_environment_names_a_backend(monkeypatch, value, expected):
     monkeypatch.delenv("FSDP_BACKEND", raising=False)
     if value:
@@ -130,10 +123,7 @@ def test_the_baseline_has_every_documented_field_for_every_backend():
 def test_capabilities_are_probed_and_each_difference_carries_its_reason():
     caps = BackendManager("cpu", verbose=False).capabilities
     assert caps.probed and caps.bfloat16_speed > 0
-    assert (
-        caps.quantization_bits == CAPABILITIES[Backend.CPU].quantization_bits
-        or "quantization_bits" in caps.reasons
-    )
+    assert caps.quantization_bits == CAPABILITIES[Backend.CPU].quantization_bits or "quantization_bits" in caps.reasons
     assert caps.supports_bfloat16 or "bf16" in caps.reasons
     assert isinstance(caps.supports_flash_attention, bool)
 
@@ -177,8 +167,18 @@ def test_the_summary_names_everything_and_quiet_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
     BackendManager("cpu")
     shown = capsys.readouterr().out
-    for word in ("Selected backend: cpu", "Available backends", "Device", "Quantization bits", "Distributed", "FSDP", "bf16",
-                 "Flash attention", "Total memory", "GiB"):  # fmt: skip
+    for word in (
+        "Selected backend: cpu",
+        "Available backends",
+        "Device",
+        "Quantization bits",
+        "Distributed",
+        "FSDP",
+        "bf16",
+        "Flash attention",
+        "Total memory",
+        "GiB",
+    ):
         assert word in shown
 
 
@@ -212,15 +212,21 @@ def test_a_backend_is_added_in_a_few_lines(tmp_path):
     """The documented recipe: enum, CAPABILITIES, detection."""
     text = (ROOT / "backend_manager.py").read_text()
     patched = text.replace('    XPU = "xpu"\n', '    XPU = "xpu"\n    TPU = "tpu"\n')
-    patched = patched.replace("CAPABILITIES = {\n", "CAPABILITIES = {\n    Backend.TPU: BackendCapabilities((16,), (), ('fp32',), "
-                              "False, False, True, False, None, None, 'torch', 'a new one'),\n", 1)  # fmt: skip
+    patched = patched.replace(
+        "CAPABILITIES = {\n",
+        "CAPABILITIES = {\n    Backend.TPU: BackendCapabilities((16,), (), ('fp32',), "
+        "False, False, True, False, None, None, 'torch', 'a new one'),\n",
+        1,
+    )
     patched = patched.replace("AUTO_ORDER = (", "AUTO_ORDER = (Backend.TPU, ", 1)
     patched = patched.replace(
         "        found = []\n        if build", "        found = [Backend.TPU]\n        if build", 1
     )
     assert len(set(patched.splitlines()) - set(text.splitlines())) <= 20
     (tmp_path / "backend_manager.py").write_text(patched)
-    code = "from backend_manager import *; m = BackendManager(verbose=False); print(m.backend, m.backend is Backend.TPU)"
+    code = (
+        "from backend_manager import *; m = BackendManager(verbose=False); print(m.backend, m.backend is Backend.TPU)"
+    )
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
     assert out.split() == ["tpu", "True"]
 

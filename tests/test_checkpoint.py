@@ -9,20 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune import checkpoint
-from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, PlanError, StorageError
+from finetune.checkpoint.store import (
+    Lock,
+    clean_leftovers,
+    newest_checkpoint,
+    save_checkpoint,
+    steps_of,
+    verify_checkpoint,
+)
+from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInUseError, PlanError, StorageError
 
 
 def save(root, step, value=None, keep_last=2):
     value = step if value is None else value
     arrays = {"a": np.full((8, 8), value, np.float32), "b": np.arange(5, dtype=np.int64)}
     texts = {"train_state.json": json.dumps({"step": step})}
-    return checkpoint.save(root, step, {"w.safetensors": arrays}, texts, keep_last, "run")
+    return save_checkpoint(root, step, {"w.safetensors": arrays}, texts, keep_last, "run")
 
 
 def test_what_was_saved_is_read_back(tmp_path):
     folder = save(tmp_path, 3, 1.5)
-    saved = checkpoint.verify(folder)
+    saved = verify_checkpoint(folder)
     assert saved.step == 3 and saved.json("train_state.json") == {"step": 3}
     np.testing.assert_array_equal(saved.tensors("w.safetensors")["a"], np.full((8, 8), 1.5))
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-3"
@@ -31,12 +38,12 @@ def test_what_was_saved_is_read_back(tmp_path):
 def test_the_newest_are_kept_and_a_damaged_one_does_not_count(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    assert [p.name for p in checkpoint.steps_of(tmp_path)] == ["step-3", "step-2"]
+    assert [p.name for p in steps_of(tmp_path)] == ["step-3", "step-2"]
     (tmp_path / "checkpoints" / "step-3" / "w.safetensors").write_bytes(b"")
     save(tmp_path, 4)
-    assert [p.name for p in checkpoint.steps_of(tmp_path)] == ["step-4", "step-3", "step-2"]
+    assert [p.name for p in steps_of(tmp_path)] == ["step-4", "step-3", "step-2"]
     save(tmp_path, 5)
-    assert [p.name for p in checkpoint.steps_of(tmp_path)] == ["step-5", "step-4"]
+    assert [p.name for p in steps_of(tmp_path)] == ["step-5", "step-4"]
 
 
 def damage_flip(path, rng):
@@ -76,9 +83,9 @@ def test_any_damage_is_found_names_the_file_and_the_one_before_is_taken(tmp_path
         copy = tmp_path / "copy"
         shutil.copytree(whole, copy)
         damage(whole / file, rng)
-        with pytest.raises(CheckpointDamaged, match=file):
-            checkpoint.verify(whole)
-        newest, skipped = checkpoint.newest(tmp_path)
+        with pytest.raises(CheckpointDamagedError, match=file):
+            verify_checkpoint(whole)
+        newest, skipped = newest_checkpoint(tmp_path)
         assert newest.step == 1 and file in skipped[0]
         shutil.rmtree(whole)
         copy.rename(whole)
@@ -90,14 +97,14 @@ def test_a_damaged_manifest_is_found(tmp_path):
     text = (folder / "manifest.json").read_bytes()
     for cut in range(0, len(text) - 1, 7):
         (folder / "manifest.json").write_bytes(text[:cut])
-        with pytest.raises(CheckpointDamaged):
-            checkpoint.verify(folder)
+        with pytest.raises(CheckpointDamagedError):
+            verify_checkpoint(folder)
     for _ in range(50):
         (folder / "manifest.json").write_bytes(text)
         damage_flip(folder / "manifest.json", rng)
         try:
-            checkpoint.verify(folder)
-        except CheckpointDamaged:
+            verify_checkpoint(folder)
+        except CheckpointDamagedError:
             continue
         # A flip in white space, in the run's name or in a digit's unread field changes nothing that is loaded.
         changed = json.loads((folder / "manifest.json").read_text())
@@ -108,32 +115,25 @@ def test_a_checkpoint_of_another_step_or_a_newer_format_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     other = folder.with_name("step-7")
     shutil.copytree(folder, other)
-    with pytest.raises(CheckpointDamaged, match="its manifest is of step 1"):
-        checkpoint.verify(other)
+    with pytest.raises(CheckpointDamagedError, match="its manifest is of step 1"):
+        verify_checkpoint(other)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(CheckpointDamaged, match="version 99 is newer"):
-        checkpoint.verify(folder)
+    with pytest.raises(CheckpointDamagedError, match="version 99 is newer"):
+        verify_checkpoint(folder)
     manifest["files"]["../../etc/passwd"] = {"size": 1, "sha256": ""}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointDamaged):
-        checkpoint.verify(folder)
+    with pytest.raises(CheckpointDamagedError):
+        verify_checkpoint(folder)
 
 
 def test_a_tensor_that_is_not_finite_is_never_saved(tmp_path):
     with pytest.raises(NonFiniteError, match="tensor a of step 1"):
         save(tmp_path, 1, np.nan)
-    assert checkpoint.newest(tmp_path) == (None, [])
+    assert newest_checkpoint(tmp_path) == (None, [])
 
 
-CALLS = [
-    (os, "fsync"),
-    (Path, "rename"),
-    (Path, "replace"),
-    (shutil, "rmtree"),
-    (os, "open"),
-    (Path, "mkdir"),
-]
+CALLS = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"), (os, "open"), (Path, "mkdir")]
 
 
 class Faults:
@@ -181,12 +181,12 @@ def test_a_kill_at_every_system_call_of_a_save_leaves_the_old_checkpoint_or_the_
         child.start()
         child.join()
         assert child.exitcode == -9, point
-        newest, _ = checkpoint.newest(root)
+        newest, _ = newest_checkpoint(root)
         assert newest.step in (2, 3)
         seen.add(newest.step)
-        checkpoint.clean_leftovers(root)
+        clean_leftovers(root)
         save(root, 4)
-        assert checkpoint.newest(root)[0].step == 4
+        assert newest_checkpoint(root)[0].step == 4
         assert not list((root / "checkpoints").glob(".*"))
     assert seen == {2, 3}
 
@@ -205,7 +205,7 @@ def test_a_failing_disk_at_any_point_is_reported_with_path_and_free_bytes(tmp_pa
                 save(root, 3)
             except StorageError as error:
                 assert "bytes free" in str(error) and str(root) in str(error) and error.exit_code == 74
-        assert checkpoint.newest(root)[0].step in (2, 3)
+        assert newest_checkpoint(root)[0].step in (2, 3)
 
 
 def test_crashes_in_a_row_never_rotate_the_last_good_one_away(tmp_path):
@@ -215,11 +215,11 @@ def test_crashes_in_a_row_never_rotate_the_last_good_one_away(tmp_path):
         child = context.Process(target=_crash_while_saving, args=(tmp_path, 5))
         child.start()
         child.join()
-        assert checkpoint.newest(tmp_path)[0].step == 2
+        assert newest_checkpoint(tmp_path)[0].step == 2
 
 
 def _hold(root, ready, done):
-    lock = checkpoint.Lock(root)
+    lock = Lock(root)
     ready.set()
     done.wait(30)
     lock.release()
@@ -231,15 +231,15 @@ def test_a_second_owner_is_refused_by_name_and_a_killed_one_frees_the_folder_at_
     child = context.Process(target=_hold, args=(tmp_path, ready, done))
     child.start()
     assert ready.wait(30)
-    with pytest.raises(OutputDirInUse, match=f"in use by pid {child.pid} on .*started 20") as error:
-        checkpoint.Lock(tmp_path)
+    with pytest.raises(OutputDirInUseError, match=f"in use by pid {child.pid} on .*started 20") as error:
+        Lock(tmp_path)
     assert error.value.exit_code == 75
     child.kill()
     child.join()
-    checkpoint.Lock(tmp_path).release()
+    Lock(tmp_path).release()
 
 
 def test_an_output_dir_that_is_a_file_is_the_users_to_fix(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="is a file"):
-        checkpoint.Lock(tmp_path / "file")
+        Lock(tmp_path / "file")

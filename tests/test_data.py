@@ -13,20 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune import datafiles
-from finetune.data import (
-    Cursor,
-    epoch_order,
-    fit,
-    microbatches,
-    prompts_and_answers,
-    render_sample,
-    split_validation,
-    step_rows,
-    tokenize,
-    total_steps,
-)
-from finetune.datafiles import read_rows
+from finetune.data import readers
+from finetune.data.collate import microbatches
+from finetune.data.sampler import Cursor, epoch_order, split_validation, step_rows, total_steps
+from finetune.data.sources import read_rows
+from finetune.data.tokenize import generation_examples, render_sample, tokenize, truncate
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 
@@ -66,10 +57,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     write(tmp_path / "a.json", json.dumps(ROWS))
     write(tmp_path / "pretty.json", json.dumps(ROWS, indent=2))
     write(tmp_path / "data.json", json.dumps({"version": "1", "data": ROWS}))
-    write(
-        tmp_path / "a.csv",
-        "prompt,completion\n" + "".join(f'{r["prompt"]},"{r["completion"]}"\n' for r in ROWS),
-    )
+    write(tmp_path / "a.csv", "prompt,completion\n" + "".join(f'{r["prompt"]},"{r["completion"]}"\n' for r in ROWS))
     for path in sorted(tmp_path.iterdir()):
         raw = read_rows(str(path))
         assert raw.rows == ROWS, path
@@ -96,17 +84,21 @@ def test_crlf_bom_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path):
     raw = read_rows(path)
     assert [row["text"] for row in raw.rows] == ["a", "b"]
     assert raw.sources == [f"{path}:1", f"{path}:4"]
-    assert read_rows(write(tmp_path / "a.csv", b"\xef\xbb\xbftext,n\r\na,1\r\n")).rows == [
-        {"text": "a", "n": "1"}
-    ]
+    assert read_rows(write(tmp_path / "a.csv", b"\xef\xbb\xbftext,n\r\na,1\r\n")).rows == [{"text": "a", "n": "1"}]
     assert read_rows(write(tmp_path / "a.json", b'\xef\xbb\xbf[{"text": "a"}]\r\n')).rows == [{"text": "a"}]
     assert read_rows(write(tmp_path / "a.txt", b"one\r\n\r\ntwo")).rows == [{"text": "one"}, {"text": "two"}]
 
 
 GOOD = b'{"text": "a"}\n'
 BAD_LINES = {
-    "broken": (b"{'text': 1}\n", "2: is not JSON (Expecting property name enclosed in double quotes at column 2). Fix or remove"),
-    "cut off": (b'{"text": "b', "2: is cut off: the last line is not JSON (Unterminated string starting at at column 10)"),
+    "broken": (
+        b"{'text': 1}\n",
+        "2: is not JSON (Expecting property name enclosed in double quotes at column 2). Fix or remove",
+    ),
+    "cut off": (
+        b'{"text": "b',
+        "2: is cut off: the last line is not JSON (Unterminated string starting at at column 10)",
+    ),
     "two values": (b'{"text": "b"} {"text": "c"}\n', "2: is not JSON (something follows the value at column 14)"),
     "array": (b'["text"]\n', "2: is an array, must be an object"),
     "number": (b"3\n", "2: is a number, must be an object"),
@@ -119,7 +111,7 @@ BAD_LINES = {
     "escaped surrogate": (b'{"text": "\\ud83d"}\n', "2: is not Unicode text (lone surrogate \\ud83d)"),
     "deep": (b"[" * 200_000 + b"\n", "2: is nested too deep"),
     "huge number": (b'{"text": ' + b"9" * 5000 + b"}\n", "2: is not usable JSON (Exceeds the limit (4300 digits)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
@@ -131,18 +123,12 @@ def test_a_bad_line_is_named_and_can_be_skipped(tmp_path, name):
     assert str(error.value).startswith(f"{path}:{message}"), str(error.value)
     assert str(error.value).endswith("Fix or remove the row, or skip it with --skip_bad_rows 1.")
     raw = read_rows(path, skip_bad_rows=1)
-    assert (
-        raw.rows == [{"text": "a"}]
-        and len(raw.skipped) == 1
-        and raw.skipped[0].startswith(f"{path}:{message[:12]}")
-    )
+    assert raw.rows == [{"text": "a"}] and len(raw.skipped) == 1 and raw.skipped[0].startswith(f"{path}:{message[:12]}")
 
 
 def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
     path = write(tmp_path / "a.jsonl", GOOD + b"x\ny\nz\n")
-    with pytest.raises(
-        PlanError, match="a.jsonl:4: is not JSON .* It is bad row 3, and --skip_bad_rows allows 2.$"
-    ):
+    with pytest.raises(PlanError, match="a.jsonl:4: is not JSON .* It is bad row 3, and --skip_bad_rows allows 2.$"):
         read_rows(path, skip_bad_rows=2)
 
 
@@ -159,24 +145,40 @@ def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
         ("a.jsonl", "\ufeff" + '{"text": "a"}\n', None),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ":1:byte 1: is not UTF-8 but UTF-16. Convert it: iconv"),
         ("a.json", '[{"text": "a"}]'.encode("utf-16"), ":1:byte 1: is not UTF-8 but UTF-16."),
-        ("a.json", b'[{"text": "a"},\n{"text": "b\xff"}]', ":2:byte 12: is not UTF-8 (0xff). Convert the file to UTF-8."),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": "b\xff"}]',
+            ":2:byte 12: is not UTF-8 (0xff). Convert the file to UTF-8.",
+        ),
         ("a.json", b'[{"text": "a"},\n{"text": }]', ":2: is not JSON (Expecting value at column 10). Fix the file."),
-        ("a.json", b'[{"text": "a"},\n{"text": "b"}\n', ":3: is not JSON (the file ends inside the array). Fix the file."),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": "b"}\n',
+            ":3: is not JSON (the file ends inside the array). Fix the file.",
+        ),
         ("a.json", b'[{"text": "a"},]', ":1: is not JSON (']' instead of a row, ',' or ']'). Fix the file."),
         ("a.json", b'[{"text": "a"}] x', ": is not JSON (something follows the array). Fix the file."),
         ("a.json", b'[{"text": "a"}, 3]', ":1: is a number, must be an object."),
         ("a.json", b'{"data": [1]}', ":row 1: is a number, must be an object."),
-        ("a.json", b'{"data": [{"text": "a"}], "rows": []}', ": holds several lists of rows, data, rows, none named 'train'."),
+        (
+            "a.json",
+            b'{"data": [{"text": "a"}], "rows": []}',
+            ": holds several lists of rows, data, rows, none named 'train'.",
+        ),
         ("a.json", b'"text"', ":1: is text, must be an object. Fix the file."),
         ("a.csv", b"a,a\n1,2\n", ":1: column 'a' stands twice in the header. Rename one."),
         ("a.csv", b"a,b\n1,2,3\n", ":2: has 3 fields, the header has 2. Fix or remove the row"),
         ("a.csv", b'a,b\n1,"2\n', ":2: is not CSV (unexpected end of data). Fix the file."),
-        ("a.csv", b"a,b\n1,\xe9\n", ":2:byte 3: is not UTF-8 (0xe9). Fix the file: a CSV file is read whole or not at all."),
+        (
+            "a.csv",
+            b"a,b\n1,\xe9\n",
+            ":2:byte 3: is not UTF-8 (0xe9). Fix the file: a CSV file is read whole or not at all.",
+        ),
         ("a.parquet", b"PAR1 nonsense", ": is no readable parquet file ("),
         ("a.arrow", b"nonsense", ": is no readable arrow file ("),
         ("a.zip", b"PK", None),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     if name == "a.zip":
@@ -223,7 +225,7 @@ def test_a_line_over_the_cap_is_refused_without_reading_it(tmp_path):
 
 
 def test_a_long_line_can_be_skipped_and_the_longest_allowed_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(datafiles, "MAX_LINE_BYTES", 2**21)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**21)
     long = b'{"text": "' + b"x" * 2**21 + b'"}\n'
     exact = b'{"text": "' + b"x" * (2**21 - 12) + b'"}\n'
     raw = read_rows(write(tmp_path / "a.jsonl", GOOD + long + exact + GOOD), skip_bad_rows=1)
@@ -275,20 +277,18 @@ class Hub(BaseHTTPRequestHandler):
     """A hub with a data set of two configurations, one without a card, and one that asks for terms."""
 
     files = {
-        "org/cards": {
-            "README.md": b"",
-            "main/x-1.jsonl": GOOD,
-            "main/y.jsonl": GOOD * 2,
-            "socratic/x.jsonl": GOOD * 3,
-        },
+        "org/cards": {"README.md": b"", "main/x-1.jsonl": GOOD, "main/y.jsonl": GOOD * 2, "socratic/x.jsonl": GOOD * 3},
         "org/plain": {"README.md": b"", "data/train-0.csv": b"text\na\n", "data/test-0.csv": b"text\nb\n"},
     }
-    card = {"configs": [
-        {"config_name": "main", "data_files": [
-            {"split": "train", "path": "main/x-*"}, {"split": "test", "path": "main/y.jsonl"},
-        ]},
-        {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/*"}]},
-    ]}  # fmt: skip
+    card = {
+        "configs": [
+            {
+                "config_name": "main",
+                "data_files": [{"split": "train", "path": "main/x-*"}, {"split": "test", "path": "main/y.jsonl"}],
+            },
+            {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/*"}]},
+        ]
+    }
     commit = "c" * 40
 
     def do_GET(self):
@@ -329,7 +329,7 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
-        "import sys\nfrom finetune.datafiles import read_rows\nfrom finetune.errors import PlanError\n"
+        "import sys\nfrom finetune.data.sources import read_rows\nfrom finetune.errors import PlanError\n"
         "for name in sys.argv[1:]:\n  name, _, split = name.partition('@')\n"
         "  try:\n    raw = read_rows(name, split=split or 'train'); print(len(raw.rows), raw.sources[0], raw.description)\n"
         "  except PlanError as error: print(error)\n"
@@ -358,9 +358,7 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     server.shutdown()
     assert lines[0] == "1 org/cards/main/x-1.jsonl:1 org/cards:main train at cccccccccccc (x-1.jsonl)"
     assert [line.split()[0] for line in lines[:4]] == ["1", "2", "3", "1"]
-    assert (
-        lines[4] == "--dataset org/cards: has several configurations, main, socratic. Choose one: NAME:main."
-    )
+    assert lines[4] == "--dataset org/cards: has several configurations, main, socratic. Choose one: NAME:main."
     assert lines[5].startswith("--dataset org/cards:main: has no split 'dev', it has train, test.")
     assert lines[6].startswith("--dataset org/gone: neither a file nor a public data set of the hub.")
     assert lines[7].startswith("--dataset org/gated: asks for accepted terms.")
@@ -391,9 +389,7 @@ def test_padding_is_no_target_though_it_is_the_eos(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 512)
     for batch in microbatches(dataset, range(40), "padded", 8, 400, plain_tokenizer.pad_token_id):
         padding = batch.document_ids_BS < 0
-        assert (batch.labels_BS[padding] == IGNORE_INDEX).all() and (
-            batch.position_ids_BS[padding] == 0
-        ).all()
+        assert (batch.labels_BS[padding] == IGNORE_INDEX).all() and (batch.position_ids_BS[padding] == 0).all()
         assert (batch.labels_BS == plain_tokenizer.eos_token_id).sum() == len(batch.rows)
 
 
@@ -423,16 +419,13 @@ def test_chat_has_one_bos_and_plain_text_is_all_target(tmp_path, make_tokenizer,
     assert render_sample(dataset, 0, tokenizer, color=False) == "<s>[user]q[assistant]⟦a</s>⟧"
     raw = read_rows(write(tmp_path / "a.txt", "hello there\n"))
     assert (
-        render_sample(tokenize(raw, "auto", plain_tokenizer, 512), 0, plain_tokenizer, False)
-        == "<s>⟦hello there</s>⟧"
+        render_sample(tokenize(raw, "auto", plain_tokenizer, 512), 0, plain_tokenizer, False) == "<s>⟦hello there</s>⟧"
     )
 
 
 def test_train_on_prompt_makes_every_token_a_target(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 512, train_on_prompt=True)
-    assert (
-        dataset.counts["targets"] == dataset.counts["tokens"] - 40
-    )  # nothing predicts a document's first token
+    assert dataset.counts["targets"] == dataset.counts["tokens"] - 40  # nothing predicts a document's first token
 
 
 def test_a_long_prompt_loses_its_front_and_a_long_answer_its_tail(tmp_path, plain_tokenizer, chat_tokenizer):
@@ -462,7 +455,7 @@ def test_fit_keeps_the_last_answer_of_any_row(bos):
             ids[0], is_target[0] = bos, False
         if not is_target.any():
             continue
-        cut, targets, name = fit(ids, is_target, context, bos)
+        cut, targets, name = truncate(ids, is_target, context, bos)
         assert len(cut) <= context and (name is None) == (np.flatnonzero(is_target)[-1] < context)
         assert bos is None or cut[0] == bos
         if name == "prompt_truncated" or name is None:
@@ -472,11 +465,7 @@ def test_fit_keeps_the_last_answer_of_any_row(bos):
 
 
 def test_empty_answers_are_dropped_and_counted(tmp_path, plain_tokenizer):
-    rows = [
-        {"prompt": "a", "completion": ""},
-        {"prompt": "", "completion": ""},
-        {"prompt": "a", "completion": " \n"},
-    ]
+    rows = [{"prompt": "a", "completion": ""}, {"prompt": "", "completion": ""}, {"prompt": "a", "completion": " \n"}]
     raw = read_rows(jsonl(tmp_path / "a.jsonl", [*rows, {"prompt": "", "completion": "b"}]))
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
     assert (len(dataset), dataset.counts["dropped_empty"]) == (1, 3)
@@ -484,16 +473,14 @@ def test_empty_answers_are_dropped_and_counted(tmp_path, plain_tokenizer):
     raw = read_rows(jsonl(tmp_path / "b.jsonl", rows))
     for ask in (
         lambda: tokenize(raw, "auto", plain_tokenizer, 64),
-        lambda: prompts_and_answers(raw, "auto", plain_tokenizer),
+        lambda: generation_examples(raw, "auto", plain_tokenizer),
     ):
         with pytest.raises(PlanError, match="b.jsonl: none of its 3 rows has an answer to "):
             ask()
 
 
 def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_tokenizer):
-    path = write(
-        tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}\nx\n{"prompt": "a", "completion": 3}\n'
-    )
+    path = write(tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}\nx\n{"prompt": "a", "completion": 3}\n')
     with pytest.raises(PlanError, match="a.jsonl:3: field 'completion' is int"):
         tokenize(read_rows(path, skip_bad_rows=1), "auto", plain_tokenizer, 64)
     dataset = tokenize(read_rows(path, skip_bad_rows=2), "auto", plain_tokenizer, 64)
@@ -502,25 +489,22 @@ def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_
 
 def test_a_token_outside_the_embedding_is_refused(raw, plain_tokenizer):
     with pytest.raises(
-        PlanError,
-        match=r"rows.jsonl:1: token id \d+ is not among the model's 50 embedding rows. Use the tokenizer",
+        PlanError, match=r"rows.jsonl:1: token id \d+ is not among the model's 50 embedding rows. Use the tokenizer"
     ):
         tokenize(raw, "auto", plain_tokenizer, 64, vocab_size=50)
 
 
 def test_scoring_sees_the_prompt_that_training_saw(raw, plain_tokenizer, chat_tokenizer, tmp_path):
     dataset = tokenize(raw, "auto", plain_tokenizer, 512)
-    for i, (prompt, answer, source) in enumerate(prompts_and_answers(raw, "auto", plain_tokenizer)):
+    for i, (prompt, answer, source) in enumerate(generation_examples(raw, "auto", plain_tokenizer)):
         ids, is_target = dataset.document(i)
         assert prompt == ids[~is_target].tolist() and source == raw.sources[i]
         assert answer == plain_tokenizer.decode(ids[is_target][:-1])
     roles = ["user", "assistant", "user", "assistant"]
     messages = [{"role": r, "content": c} for r, c in zip(roles, "abcd", strict=True)]
     chat = read_rows(jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
-    ((prompt, answer, _),) = prompts_and_answers(chat, "auto", chat_tokenizer)
-    assert prompt == chat_tokenizer.apply_chat_template(
-        messages[:3], add_generation_prompt=True, return_dict=False
-    )
+    ((prompt, answer, _),) = generation_examples(chat, "auto", chat_tokenizer)
+    assert prompt == chat_tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=False)
     assert answer == "d"
 
 
@@ -534,10 +518,7 @@ def test_a_sample_shows_targets_and_no_escape_sequence(tmp_path, plain_tokenizer
 def test_take_and_digest(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
     part = dataset.take([5, 2])
-    assert (part.document(0)[0] == dataset.document(5)[0]).all() and part.sources == (
-        raw.sources[5],
-        raw.sources[2],
-    )
+    assert (part.document(0)[0] == dataset.document(5)[0]).all() and part.sources == (raw.sources[5], raw.sources[2])
     assert (
         part.counts["rows"] == 2
         and part.counts["tokens"] == len(part.tokens)
@@ -577,10 +558,7 @@ def test_an_epoch_visits_each_row_once_and_a_resumed_cursor_goes_on_alike(num_ro
         part = seen[epoch * steps_an_epoch : (epoch + 1) * steps_an_epoch]
         assert sorted(sum(part, [])) == list(range(num_rows))
     for i, resumed in enumerate(cursors):
-        assert (
-            step_rows(num_rows, rows_per_step, 42, Cursor(resumed.epoch, resumed.index))[0].tolist()
-            == seen[i]
-        )
+        assert step_rows(num_rows, rows_per_step, 42, Cursor(resumed.epoch, resumed.index))[0].tolist() == seen[i]
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -611,12 +589,7 @@ def pairs(batches):
         for b, s in zip(*np.nonzero(batch.document_ids_BS >= 0), strict=True):
             row = batch.rows[batch.document_ids_BS[b, s]]
             found.append(
-                (
-                    row,
-                    int(batch.position_ids_BS[b, s]),
-                    int(batch.input_ids_BS[b, s]),
-                    int(batch.labels_BS[b, s]),
-                )
+                (row, int(batch.position_ids_BS[b, s]), int(batch.input_ids_BS[b, s]), int(batch.labels_BS[b, s]))
             )
     return sorted(found)
 
@@ -625,10 +598,10 @@ def pairs(batches):
 def test_flat_padded_and_alone_hold_the_same_pairs(raw, plain_tokenizer, microbatch_tokens):
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
     rows = epoch_order(40, 1, 0)[:21]
-    alone = [batch for row in rows for batch in microbatches(dataset, [row], "flat", 1, 10**6, 0)]
+    alone = [batch for row in rows for batch in microbatches(dataset, [row], "padding_free", 1, 10**6, 0)]
     expected = pairs(alone)
     assert sum(label != IGNORE_INDEX for *_, label in expected) == dataset.take(rows).counts["targets"]
-    for layout in ("flat", "padded"):
+    for layout in ("padding_free", "padded"):
         batches = microbatches(dataset, rows, layout, 8, microbatch_tokens, 2)
         assert pairs(batches) == expected
         assert sum(batch.num_targets for batch in batches) == dataset.take(rows).counts["targets"]
@@ -642,7 +615,7 @@ def test_flat_padded_and_alone_hold_the_same_pairs(raw, plain_tokenizer, microba
 
 def test_labels_are_the_next_token_of_the_same_document(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
-    (batch,) = microbatches(dataset, [3, 4], "flat", 8, 10**6, 0)
+    (batch,) = microbatches(dataset, [3, 4], "padding_free", 8, 10**6, 0)
     ids, labels, positions = batch.input_ids_BS[0], batch.labels_BS[0], batch.position_ids_BS[0]
     starts = np.flatnonzero(positions == 0)
     assert len(starts) == 2 and (labels[np.r_[starts[1:] - 1, -1]] == IGNORE_INDEX).all()

@@ -20,26 +20,15 @@ import train
 from backend_manager import CAPABILITIES, Backend
 from finetune import errors
 from finetune.cli import read_config
-from finetune.plan import resolve_plan
-from finetune.prompts import detect_format
-from finetune.ranks import World
-from finetune.settings import DEFAULTS, FIELDS, NAMES, Settings
+from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
+from finetune.data.formats import detect_format
+from finetune.distributed.env import RankEnv
+from finetune.plan.resolve import resolve_plan
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "dev/LOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "dev/LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "runs").glob("*.sh"))
-SCRIPTS = {
-    "train.py": train,
-    "generate.py": generate,
-    "score.py": score,
-    "export.py": export,
-    "expand.py": expand,
-}
+SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "export.py": export, "expand.py": expand}
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
 # Of other programs, where a page names them in running text.
@@ -60,16 +49,14 @@ def commands(text: str) -> list[list[str]]:
     """The commands of a shell text as words: continued lines joined, comments and leading assignments taken away."""
     lines = text.replace("\\\n", " ").splitlines()
     found = [shlex.split(line, comments=True) for line in lines]
-    return [words[next(i for i, w in enumerate(words) if not re.match(r"\w+=", w)) :]
-            for words in found if any(not re.match(r"\w+=", w) for w in words)]  # fmt: skip
+    return [
+        words[next(i for i, w in enumerate(words) if not re.match(r"\w+=", w)) :]
+        for words in found
+        if any(not re.match(r"\w+=", w) for w in words)
+    ]
 
 
-SHELL = [
-    (named(p), words)
-    for p in PAGES
-    for _, text in blocks(p, "bash", "sh", "shell")
-    for words in commands(text)
-]
+SHELL = [(named(p), words) for p in PAGES for _, text in blocks(p, "bash", "sh", "shell") for words in commands(text)]
 SHELL += [(named(p), words) for p in RECIPES for words in commands(p.read_text())]
 PYTHON = [(named(p), info, text) for p in PAGES for info, text in blocks(p, "python")]
 
@@ -85,20 +72,14 @@ def code_spans(text: str) -> list[str]:
 # ---- commands
 
 
-@pytest.mark.parametrize(
-    ("where", "words"), SHELL, ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60]
-)
+@pytest.mark.parametrize(("where", "words"), SHELL, ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
 def test_every_command_parses_and_its_plan_settles(where, words):
     match words:
         case ["python", script, *rest] if script in PARSERS:
             given = vars(PARSERS[script].parse_args(rest))
             if script == "train.py":
-                assert (
-                    given.get("dataset") is None or "$" in given["dataset"] or path_or_name(given["dataset"])
-                )
-                backend = (
-                    Backend(given.get("backend") or "cpu") if given.get("backend") != "auto" else Backend.CPU
-                )
+                assert given.get("dataset") is None or "$" in given["dataset"] or path_or_name(given["dataset"])
+                backend = Backend(given.get("backend") or "cpu") if given.get("backend") != "auto" else Backend.CPU
                 resolve_plan(given, backend, CAPABILITIES[backend], None)
             if script == "generate.py":
                 generate.check(PARSERS[script].parse_args(rest))
@@ -106,19 +87,19 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             at = options.index("train.py")
             number = dict(o.lstrip("-").split("=") for o in options[:at] if "=" in o)
             size = int(number["nproc_per_node"]) * int(number.get("nnodes", 1))
-            world = World(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
+            world = RankEnv(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
             given = vars(PARSERS["train.py"].parse_args(options[at + 1 :]))
             resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["srun", "python", "train.py", *rest]:
             given = vars(PARSERS["train.py"].parse_args(rest[: rest.index("||")]))
-            world = World(size=16, local_size=8, launcher="srun")
+            world = RankEnv(size=16, local_size=8, launcher="srun")
             resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["sbatch", script, *_] | [("tests/two_hosts.sh" | "tests/slurm.sh") as script, *_]:
             assert os.access(ROOT / script, os.X_OK)
         case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
             size = yaml.safe_load((ROOT / file).read_text())["num_processes"]
             given = vars(PARSERS["train.py"].parse_args(rest))
-            world = World(size=size, local_size=size, launcher="torchrun")
+            world = RankEnv(size=size, local_size=size, launcher="torchrun")
             resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
         case ["python", "-m", "pytest", *_]:
             assert importlib.util.find_spec("pytest")
@@ -172,9 +153,7 @@ def test_yaml_of_the_pages_is_read(page, text, tmp_path):
 
 
 @pytest.mark.parametrize(("page", "info", "text"), PYTHON)
-def test_snippets_import_what_exists_and_run_where_they_are_cheap(
-    page, info, text, monkeypatch, tmp_path, capsys
-):
+def test_snippets_import_what_exists_and_run_where_they_are_cheap(page, info, text, monkeypatch, tmp_path, capsys):
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -261,7 +240,7 @@ def test_flags_are_fields_are_rows_of_the_page():
     on_page = set(re.findall(r"`--(\w+)`", (ROOT / "docs/flags.md").read_text()))
     on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help"}
     assert on_page == on_parser == set(NAMES)
-    assert set(FIELDS) == set(Settings.__dataclass_fields__) == set(NAMES.values())
+    assert set(FIELDS) == set(TrainConfig.__dataclass_fields__) == set(NAMES.values())
 
 
 def test_the_readme_has_every_exit_code():

@@ -47,9 +47,7 @@ def test_the_command_line_prints_it_as_text_and_as_json():
     text = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "mlx     6     yes" in text
     data = json.loads(
-        subprocess.run(
-            [*run, "json", "--recommend"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        subprocess.run([*run, "json", "--recommend"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     )
     assert data["recommend"][0].startswith("NVIDIA")
     assert set(data["quantization"]) == {f"{name}/{bits}" for name, bits in pairs()}

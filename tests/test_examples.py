@@ -7,7 +7,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 FIELDS = ["name", "place", "item", "count", "day", "gift"]
 
 
-def rows_of(split):
+def local_rows(split):
     return [json.loads(line) for line in (EXAMPLES / f"orders_{split}.jsonl").read_text().splitlines()]
 
 
@@ -35,15 +35,13 @@ def test_rows_and_seed_are_obeyed(tmp_path):
 
 
 def test_no_order_stands_in_two_rows():
-    orders = [
-        row["messages"][1]["content"] for split in ("train", "validation", "test") for row in rows_of(split)
-    ]
+    orders = [row["messages"][1]["content"] for split in ("train", "validation", "test") for row in local_rows(split)]
     assert len(set(orders)) == len(orders)
 
 
 def test_every_answer_is_the_compact_record_of_its_order():
     for split in ("train", "validation", "test"):
-        for row in rows_of(split):
+        for row in local_rows(split):
             assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
             order, answer = (m["content"] for m in row["messages"][1:])
             record = json.loads(answer)
@@ -54,7 +52,7 @@ def test_every_answer_is_the_compact_record_of_its_order():
 
 
 def test_test_rows_go_through_the_three_kinds_in_turn_and_the_new_is_new():
-    test, train = rows_of("test"), rows_of("train")
+    test, train = local_rows("test"), local_rows("train")
     kinds = [row["kind"] for row in test]
     assert kinds == ["known", "new_words", "new_phrasing"] * 32
     trained = {json.loads(row["messages"][2]["content"])[k] for row in train for k in FIELDS[:3]}

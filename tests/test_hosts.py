@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.ranks import GRACE_S
+from finetune.distributed.launcher import GRACE_S
 from tests import ranks
 from tests.test_parallel import (  # noqa: F401  fixtures too
     LONG,
@@ -24,7 +24,7 @@ from tests.test_parallel import (  # noqa: F401  fixtures too
     losses,
     rank_processes,
     wait_for_steps,
-)  # fmt: skip
+)
 
 ROOT = Path(__file__).parent.parent
 TWO_HOSTS = ROOT / "tests" / "two_hosts.sh"
@@ -69,7 +69,11 @@ def flags_of(base, *more):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "train_type"), [("static", "full"), ("c10d", "lora"), ("hand", "lora")])
 def test_two_hosts_train_as_one_process_does(hosts, base, tmp_path, how, train_type):  # noqa: F811
-    flags = [*base, "--lora_rank", 4] if train_type == "lora" else base[: base.index("--lora_rank")] + base[base.index("--lora_rank") + 2 :]  # fmt: skip
+    flags = (
+        [*base, "--lora_rank", 4]
+        if train_type == "lora"
+        else base[: base.index("--lora_rank")] + base[base.index("--lora_rank") + 2 :]
+    )
     flags = [*flags, "--train_type", train_type, "--lr", "1e-3"]
     code, _, err = finish(command(flags, "--batch_size", 4, "--output_dir", tmp_path / "one"))
     assert code == 0, err
@@ -86,9 +90,7 @@ def test_two_hosts_train_as_one_process_does(hosts, base, tmp_path, how, train_t
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_on_one_host_ends_the_other(hosts, base, tmp_path, victim):  # noqa: F811
     words = flags_of(base, *LONG, "--batch_size", 2, "--output_dir", tmp_path / "out")
-    process = ranks.start(
-        [TWO_HOSTS, "hand", tmp_path, *words], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = ranks.start([TWO_HOSTS, "hand", tmp_path, *words], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         wait_for_steps(tmp_path / "out", 25, process)
         mine = rank_processes(process.pid)
@@ -110,9 +112,7 @@ def test_a_rank_killed_on_one_host_ends_the_other(hosts, base, tmp_path, victim)
 def test_a_cable_pulled_between_hosts_ends_both_after_rank_timeout(hosts, base, tmp_path):  # noqa: F811
     more = ["--batch_size", 2, "--rank_timeout", 5, "--output_dir", tmp_path / "out"]
     words = flags_of(base, *LONG, *more)
-    process = ranks.start(
-        [TWO_HOSTS, "hand", tmp_path, *words], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = ranks.start([TWO_HOSTS, "hand", tmp_path, *words], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         wait_for_steps(tmp_path / "out", 25, process)
         cut = ["ip", "-n", f"ft{process.pid}-1", "link", "set", f"ft{process.pid}a", "down"]
@@ -149,9 +149,7 @@ def test_torchrun_restarts_both_hosts_when_one_loses_its_rank(hosts, base, alone
 def rank_on(namespace: str) -> int:
     """The process id of the rank in a network namespace."""
     found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    return next(
-        p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes()
-    )
+    return next(p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
 
 
 def errors_in(log) -> list[str]:
@@ -186,21 +184,17 @@ def slurm(hosts, tiny_model, tmp_path):
     def start(rows, *options):
         job = [ROOT / "runs" / "slurm.sh", tiny_model, rows, tmp_path / "out"]
         environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        argv = [
-            ROOT / "tests" / "slurm.sh",
-            tmp_path,
-            "--gpus-per-node=0",
-            "--cpus-per-task=1",
-            *options,
-            *job,
-        ]
+        argv = [ROOT / "tests" / "slurm.sh", tmp_path, "--gpus-per-node=0", "--cpus-per-task=1", *options, *job]
         started.append(ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT))
         return started[0]
 
     yield start
     end(started[0])
-    left = [file.parent.name for file in Path("/proc").glob("[0-9]*/cmdline")
-            if str(tmp_path).encode() in read_or_nothing(file)]  # fmt: skip
+    left = [
+        file.parent.name
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if str(tmp_path).encode() in read_or_nothing(file)
+    ]
     assert not left, "processes of the cluster are left"
 
 
@@ -213,8 +207,24 @@ def read_or_nothing(file) -> bytes:
 
 def one_process(tiny_model, rows, folder):
     """The job of runs/slurm.sh over two ranks, as one process."""
-    flags = ["--model_name", tiny_model, "--train_type", "lora", "--dataset", rows, "--num_epochs", 3, "--batch_size", 8,
-             "--lr", "2e-4", "--backend", "cpu", "--output_dir", folder]  # fmt: skip
+    flags = [
+        "--model_name",
+        tiny_model,
+        "--train_type",
+        "lora",
+        "--dataset",
+        rows,
+        "--num_epochs",
+        3,
+        "--batch_size",
+        8,
+        "--lr",
+        "2e-4",
+        "--backend",
+        "cpu",
+        "--output_dir",
+        folder,
+    ]
     code, _, err = finish(command(flags))
     assert code == 0, err
     return losses(folder)
@@ -245,9 +255,7 @@ def test_a_slurm_job_that_is_told_to_stop_saves_and_comes_back(slurm, tiny_model
     assert process.returncode == 0, err
     said = (tmp_path / "job.log").read_text()
     assert "go on with --resume" in said and "resumed from" in said
-    assert losses(tmp_path / "out") == pytest.approx(
-        one_process(tiny_model, many, tmp_path / "one"), rel=LOSS
-    )
+    assert losses(tmp_path / "out") == pytest.approx(one_process(tiny_model, many, tmp_path / "one"), rel=LOSS)
 
 
 # ---- accelerate's launcher
@@ -268,14 +276,15 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     flags = [] if started_by == "config file" else ["--world_size", 2]
     flags = [*base, *flags, "--batch_size", 2, "--output_dir", tmp_path / "out"]
     process = ranks.start(
-        [*ACCELERATE, *options, ROOT / "train.py", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=ROOT,
-    )  # fmt: skip
+        [*ACCELERATE, *options, ROOT / "train.py", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     try:
         wait_for_steps(tmp_path / "out", 2, process)
-        found = [
-            p for p in descendants(process.pid) if b"\0RANK=" in read_or_nothing(Path(f"/proc/{p}/environ"))
-        ]
+        found = [p for p in descendants(process.pid) if b"\0RANK=" in read_or_nothing(Path(f"/proc/{p}/environ"))]
         out, err = process.communicate(timeout=120)
     finally:
         ranks.finish(process)
@@ -286,9 +295,5 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
 
 def descendants(pid: int) -> list[int]:
     """The process ids that came from a process, however far down."""
-    below = [
-        int(child)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in file.read_text().split()
-    ]
+    below = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
     return [*below, *(further for child in below for further in descendants(child))]

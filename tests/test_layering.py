@@ -10,31 +10,31 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train", "generate", "score", "export", "expand")
-FRAMEWORKS = {
-    "torch",
-    "transformers",
-    "mlx",
-    "mlx_lm",
-    "peft",
-    "bitsandbytes",
-    "hqq",
-    "datasets",
-    "accelerate",
-}
+FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
 # Room -> (rooms or modules of ours it may import at module level, packages it may import at module level).
 ARROWS = {
     "script": ({"part", "quantization_wrapper", "backend_manager"}, set()),
     "part": ({"part", "quantization_wrapper", "backend_manager"}, {"numpy"}),
     "torch_engine": (
-        {"torch_engine", "quantizers", "quantization_wrapper", "backend_manager",
-         "finetune.settings", "finetune.errors", "finetune.engine", "finetune.expansion",
-         "finetune.parallel", "finetune.ranks", "finetune.parts"},
+        {
+            "torch_engine",
+            "quantizers",
+            "quantization_wrapper",
+            "backend_manager",
+            "finetune.settings",
+            "finetune.errors",
+            "finetune.engine",
+            "finetune.expansion",
+            "finetune.parallel",
+            "finetune.ranks",
+            "finetune.parts",
+        },
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch", "triton"}),
     "quantization_wrapper": ({"backend_manager"}, set()),
     "backend_manager": (set(), set()),
-}  # fmt: skip
+}
 # Rooms whose functions may import torch or transformers too, and which of them.
 INSIDE_FUNCTIONS = {
     "backend_manager": {"torch", "mlx"},
@@ -45,11 +45,7 @@ INSIDE_FUNCTIONS = {
 # Rooms whose functions may reach above themselves, and to what: how much fits is the memory plan's to say.
 UPWARDS_INSIDE_FUNCTIONS = {
     "backend_manager": {"finetune.fit"},
-    "quantization_wrapper": {
-        "finetune.quantizers.nf4",
-        "finetune.quantizers.bnb",
-        "finetune.quantizers.linear",
-    },
+    "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"},
 }
 # launch prints the one line of a failure, trained a note for the scripts beside train.py, profiling where its traces are.
 MAY_PRINT = {"finetune.metrics", "finetune.launch", "finetune.trained", "finetune.torch_engine.profiling"}
@@ -94,9 +90,7 @@ def imported(nodes) -> set[str]:
 
 def at_module_level(tree) -> set[str]:
     """Imports that run when the module is imported: those in no function."""
-    inside = {
-        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)
-    }
+    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)}
     return imported(n for n in ast.walk(tree) if id(n) not in inside)
 
 
@@ -156,18 +150,16 @@ def test_every_module_is_reached_from_a_script():
         if module in seen:
             continue
         seen.add(module)
-        words = {
-            n.value
-            for n in ast.walk(TREES[module])
-            if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        }
+        words = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         left += [n for n in everywhere(TREES[module]) | words if n in SHIPPED]
     assert set(MODULES) - seen == set()
 
 
 def test_importing_scripts_and_parts_loads_no_framework():
     modules = [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")]
-    code = f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"
+    code = (
+        f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -186,25 +178,20 @@ def test_nothing_is_caught_that_was_not_expected():
 def test_only_metrics_prints_while_a_run_lasts():
     def prints(node) -> bool:
         return any(
-            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"
-            for n in ast.walk(node)
+            isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print" for n in ast.walk(node)
         )
 
     parts = {m for m in MODULES if m.startswith("finetune.") and prints(TREES[m])}
     assert parts <= MAY_PRINT
     loop = [
-        n
-        for n in TREES["train"].body
-        if isinstance(n, ast.FunctionDef) and n.name in ("train", "evaluate", "save")
+        n for n in TREES["train"].body if isinstance(n, ast.FunctionDef) and n.name in ("train", "evaluate", "save")
     ]
     assert len(loop) == 3 and not any(map(prints, loop))
 
 
 def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
     for module in MODULES:
-        assert "pickle" not in {
-            a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names
-        }
+        assert "pickle" not in {a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names}
         for call in (n for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)):
             assert ast.unparse(call.func) != "torch.load", f"{module}:{call.lineno}"
             for keyword in call.keywords:
@@ -214,9 +201,7 @@ def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
 
 def test_tests_mock_nothing():
     for name, tree in TEST_TREES.items():
-        words = {
-            a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
-        }
+        words = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
         words |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         words |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args}
         assert not words & {"mock", "unittest.mock", "MagicMock", "pytest_mock", "mocker"}, name

@@ -9,17 +9,23 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import quantization_wrapper
+from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.settings import Settings
-from finetune.torch_engine import adapters, hf_model, loading
+from finetune.torch_engine.load import load_model, load_trained
+from finetune.torch_engine.lora.targets import linear_names
+from finetune.torch_engine.weights import empty_model, load_dense, load_weights
 from tests import tiny
 
 CPU = torch.device("cpu")
-QLORA = Settings(
-    train_type="qlora", precision="fp32", quantization_backend="nf4", quant_type="nf4", group_size=32,
+QLORA = TrainConfig(
+    train_type="qlora",
+    precision="fp32",
+    quantization_backend="nf4",
+    quant_type="nf4",
+    group_size=32,
     cache_dequantized="false",
-)  # fmt: skip
+)
 
 
 def theirs_of(folder, dtype, **options):
@@ -44,7 +50,7 @@ def same_tensors(one, other):
 def test_a_streamed_model_is_transformers_own_bit_for_bit(architecture, dtype, tmp_path):
     """save_pretrained writes the experts of MoE models one by one, as published checkpoints have them."""
     tiny.build(architecture).save_pretrained(tmp_path, max_shard_size="50KB")
-    ours, theirs = loading.load_dense(tmp_path, dtype), theirs_of(tmp_path, dtype)
+    ours, theirs = load_dense(tmp_path, dtype), theirs_of(tmp_path, dtype)
     same_tensors(ours, theirs)
     assert ours.config._attn_implementation == theirs.config._attn_implementation
     ids = torch.arange(3, 20)[None]
@@ -55,9 +61,9 @@ def test_a_streamed_model_is_transformers_own_bit_for_bit(architecture, dtype, t
 @pytest.mark.parametrize("architecture", ["llama_tied", "gpt2", "qwen2"])
 def test_a_base_streamed_to_4_bits_is_one_quantized_after_loading(architecture, source, tmp_path):
     tiny.build(architecture).to(source).save_pretrained(tmp_path)
-    ours = hf_model.load(tmp_path, QLORA, CPU)
+    ours = load_model(tmp_path, QLORA, CPU)
     dense = theirs_of(tmp_path, torch.float32).requires_grad_(False)
-    names = adapters.linear_names(dense)
+    names = linear_names(dense)
     quantization_wrapper.quantize_model(dense, quantization_wrapper.config_for("nf4", group_size=32), names)
     for name in names:
         mine, theirs = ours.get_submodule(name).base, dense.get_submodule(name)
@@ -72,10 +78,10 @@ def test_any_number_of_workers_loads_the_same(tmp_path):
     tiny.build("qwen2").save_pretrained(tmp_path)
     states = []
     for workers in (1, 2, 7):
-        model = loading.empty_model(tmp_path, torch.float32)
+        model = empty_model(tmp_path, torch.float32)
         config = quantization_wrapper.config_for("hqq", group_size=32)
-        quantized = {f"{n}.weight": config for n in adapters.linear_names(model)}
-        loading.fill(model, tmp_path, torch.float32, CPU, quantized, workers)
+        quantized = {f"{n}.weight": config for n in linear_names(model)}
+        load_weights(model, tmp_path, torch.float32, CPU, quantized, workers)
         states.append(model.state_dict())
     assert all(torch.equal(states[0][k], s[k]) for s in states[1:] for k in states[0])
 
@@ -85,10 +91,7 @@ def test_models_built_in_several_threads_at_once_leave_torch_as_it_was(tmp_path)
 
     tiny.build("llama").save_pretrained(tmp_path)
     register, built = torch.nn.Module.register_parameter, []
-    threads = [
-        threading.Thread(target=lambda: built.append(loading.load_dense(tmp_path, torch.float32)))
-        for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: built.append(load_dense(tmp_path, torch.float32))) for _ in range(4)]
     for thread in threads:
         thread.start()
     beside = [torch.nn.Linear(2, 2) for _ in range(200)]  # made meanwhile, by another thread
@@ -110,7 +113,7 @@ def test_tied_weights_load_from_either_name(tied, tmp_path):
     model = tiny.build("llama_tied")
     model.save_pretrained(tmp_path)
     edited(tmp_path, lambda t: t.update({tied: t.pop("model.embed_tokens.weight")}))
-    ours = loading.load_dense(tmp_path, torch.float32)
+    ours = load_dense(tmp_path, torch.float32)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     assert torch.equal(ours.lm_head.weight, model.lm_head.weight)
 
@@ -120,16 +123,16 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     edited(tmp_path, lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}))
     lines = []
-    hf_model.load(tmp_path, QLORA, CPU, say=lines.append)
+    load_model(tmp_path, QLORA, CPU, say=lines.append)
     assert lines == [
         "  note: 1 tensors of its files are no part of the model, such as model.layers.9.mlp.up_proj.weight: left out"
     ]
     edited(tmp_path, lambda t: t.update({name: t[name][:5].clone()}))
     with pytest.raises(PlanError, match=rf"{name} is \[5, 64\] in its files, \[96, 64\] by its config"):
-        loading.load_dense(tmp_path, torch.float32)
+        load_dense(tmp_path, torch.float32)
     edited(tmp_path, lambda t: t.pop(name))
     with pytest.raises(PlanError, match=f"lacks 1 weights of its config, such as {name}"):
-        loading.load_dense(tmp_path, torch.float32)
+        load_dense(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.int8, torch.float8_e4m3fn])
@@ -138,14 +141,14 @@ def test_a_tensor_that_is_no_weight_is_refused_by_its_type(dtype, tmp_path):
     name = "model.layers.0.self_attn.q_proj.weight"
     edited(tmp_path, lambda t: t.update({name: t[name].to(dtype)}))
     with pytest.raises(PlanError, match=f"{name} is of type .* and has no scales beside it"):
-        loading.load_dense(tmp_path, torch.float32)
+        load_dense(tmp_path, torch.float32)
 
 
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path):
     tiny.build("llama_tied").save_pretrained(tmp_path)
     edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     lines = []
-    hf_model.load(tmp_path, QLORA, CPU, say=lines.append)
+    load_model(tmp_path, QLORA, CPU, say=lines.append)
     assert lines == [
         "  note: lm_head.weight is another weight in its files than the one config.json ties it to: both are kept"
     ]
@@ -158,7 +161,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     one, other = load_file(tmp_path / first), load_file(tmp_path / last)
     save_file(other | {next(iter(one)): torch.zeros(1)}, tmp_path / last)
     with pytest.raises(PlanError, match=f"is in {first} and in {last}"):
-        loading.load_dense(tmp_path, torch.float32)
+        load_dense(tmp_path, torch.float32)
 
 
 def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):
@@ -169,7 +172,7 @@ def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):
     with pytest.raises(
         PlanError, match="--quantization_backend mlx: .*down_proj.weight: group_size 64: does not divide"
     ):
-        hf_model.load(tmp_path, settings, CPU)
+        load_model(tmp_path, settings, CPU)
 
 
 # ---- folders stored quantized
@@ -211,14 +214,14 @@ def stored_folder(kind, dense_folder, folder):
 
 @pytest.mark.parametrize("kind", [*BNB, "mlx 4", "mlx 3", "mlx 8"])
 def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, rows_file, tmp_path):
-    from finetune import hf_files
+    from finetune.model_files.files import find_model
     from train import fine_tune
 
     folder = stored_folder(kind, dense_folder, tmp_path / "stored")
-    files = hf_files.find(str(folder))
+    files = find_model(str(folder))
     assert files.stored["quantization_backend"] == kind.split()[0]
-    model = hf_model.load(
-        folder, Settings(train_type="qlora", precision="fp32", cache_dequantized="false", **files.stored), CPU
+    model = load_model(
+        folder, TrainConfig(train_type="qlora", precision="fp32", cache_dequantized="false", **files.stored), CPU
     )
     layer = model.model.layers[0].self_attn.q_proj.base
     assert isinstance(layer, QuantizedLinear)
@@ -237,9 +240,7 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
 
         state = getattr(q.weight, "quant_state", None)
         theirs = (
-            F.dequantize_4bit(q.weight.data, state)
-            if state
-            else F.int8_vectorwise_dequant(q.weight.data, q.weight.SCB)
+            F.dequantize_4bit(q.weight.data, state) if state else F.int8_vectorwise_dequant(q.weight.data, q.weight.SCB)
         )
         theirs = theirs.float()
     # bitsandbytes dequantizes to the type it was quantized from, bf16 here; ours to the type asked for
@@ -261,7 +262,7 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
 
     export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
     merged = theirs_of(tmp_path / "merged", torch.float32)
-    used = hf_model.load_trained(tmp_path / "out", files, CPU, torch.float32)
+    used = load_trained(tmp_path / "out", files, CPU, torch.float32)
     ids = torch.arange(3, 20)[None]
     # merged into weights of the config's type, bf16
     torch.testing.assert_close(merged(input_ids=ids).logits, used(input_ids=ids).logits, rtol=0, atol=0.02)
@@ -284,24 +285,22 @@ DAMAGED = {  # what is done to a tensor of a stored folder, and what is said
 
 @pytest.mark.parametrize("case", DAMAGED, ids=[f"{k}-{p}-{n}" for k, p, n in DAMAGED])
 def test_a_stored_folder_with_a_part_missing_or_cut_is_one_line(case, dense_folder, tmp_path):
-    from finetune import hf_files
+    from finetune.model_files.files import find_model
 
     kind, part, rows = case
     folder, name = stored_folder(kind, dense_folder, tmp_path / "stored"), f"{ATTENTION}.{part}"
     edited(folder, lambda t: t.pop(name) if rows is None else t.update({name: t[name][:rows].clone()}))
-    how = hf_files.find(str(folder)).stored
-    settings = Settings(train_type="qlora", precision="fp32", cache_dequantized="false", **how)
+    how = find_model(str(folder)).stored
+    settings = TrainConfig(train_type="qlora", precision="fp32", cache_dequantized="false", **how)
     with pytest.raises(PlanError, match=DAMAGED[case]) as error:
-        hf_model.load(folder, settings, CPU)
-    assert "\n" not in str(error.value) and str(error.value).endswith(
-        ("save the model again.", "its config.json.")
-    )
+        load_model(folder, settings, CPU)
+    assert "\n" not in str(error.value) and str(error.value).endswith(("save the model again.", "its config.json."))
 
 
 def test_a_config_that_claims_what_the_files_are_not_is_refused(dense_folder, tmp_path):
     import shutil
 
-    from finetune import hf_files
+    from finetune.model_files.files import find_model
 
     folder = tmp_path / "claimed"
     shutil.copytree(dense_folder, folder)
@@ -313,7 +312,7 @@ def test_a_config_that_claims_what_the_files_are_not_is_refused(dense_folder, tm
     ):
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": claim}))
         with pytest.raises(PlanError, match=said):
-            hf_files.find(str(folder))
+            find_model(str(folder))
 
 
 def test_blocks_of_another_size_than_stored_are_refused(dense_folder, rows_file, tmp_path):
@@ -331,9 +330,7 @@ def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):
     with pytest.raises(
         PlanError, match="is stored quantized .bnb at 4 bits.; new layers are copies of unquantized ones"
     ):
-        expand.main(
-            ["--model_name", str(folder), "--output_dir", str(tmp_path / "out"), "--num_new_blocks", "1"]
-        )
+        expand.main(["--model_name", str(folder), "--output_dir", str(tmp_path / "out"), "--num_new_blocks", "1"])
 
 
 def test_what_cannot_be_done_with_a_stored_base_is_told(dense_folder, rows_file, tmp_path):

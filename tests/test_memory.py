@@ -11,15 +11,23 @@ import pytest
 import torch
 
 from backend_manager import Backend, BackendManager
-from finetune import data, fit, memory, plan
 from finetune.cli import convert
+from finetune.config import TrainConfig
+from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.sampler import Cursor, step_rows
+from finetune.distributed.parallel_dims import ParallelDims, check_settings
 from finetune.errors import PlanError
+from finetune.estimate import activations, budget, memory
+from finetune.estimate.model_cost import DEFAULT_TARGETS, GROUP_WASTE, MicrobatchShape
+from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.metrics import read_events
-from finetune.parallel import ParallelDims, check_settings
-from finetune.settings import Settings
-from finetune.shape import ModelShape, read_headers
-from finetune.torch_engine import adapters, attention, hf_model, loss
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import inherited_from_checkpoint, merge_saved
+from finetune.torch_engine import attention, loss
 from finetune.torch_engine.engine import TorchEngine
+from finetune.torch_engine.load import load_model
+from finetune.torch_engine.lora.layers import features
+from finetune.torch_engine.lora.targets import DEFAULT_TARGETS, linear_names
 from tests import tiny
 from tests.test_plan import NOW, capabilities, plan_of
 
@@ -32,19 +40,15 @@ MIXED = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=3)
 
 def settings_of(kind, precision="fp32", **changes):
     quantized = (
-        dict(quantization_backend="nf4", quant_type="nf4")
-        if kind == "qlora"
-        else dict(quantization_backend="none")
+        dict(quantization_backend="nf4", quant_type="nf4") if kind == "qlora" else dict(quantization_backend="none")
     )
-    values = dict(
-        use_gradient_checkpointing="false", cache_dequantized="false", lr=1e-4, microbatch_tokens=4096
-    )
-    return replace(Settings(), train_type=kind, precision=precision, **{**quantized, **values, **changes})
+    values = dict(use_gradient_checkpointing="false", cache_dequantized="false", lr=1e-4, microbatch_tokens=4096)
+    return replace(TrainConfig(), train_type=kind, precision=precision, **{**quantized, **values, **changes})
 
 
 def engine_of(architecture, settings, folder, **sizes):
     tiny.build(architecture, **sizes).save_pretrained(folder)
-    engine = TorchEngine(hf_model.load(folder, settings, CPU), settings, CPU)
+    engine = TorchEngine(load_model(folder, settings, CPU), settings, CPU)
     layout = engine.settle_layout(settings.batch_layout)["batch_layout"][0]
     return engine, layout
 
@@ -53,14 +57,14 @@ def counted(architecture, settings, folder, lengths=LENGTHS, **sizes):
     """(predicted, measured) items of one real step."""
     engine, layout = engine_of(architecture, settings, folder, **sizes)
     rows = tiny.dataset(lengths)
-    batch = data.microbatches(rows, range(len(lengths)), layout, len(lengths), 4096, 0)[0]
+    batch = microbatches(rows, range(len(lengths)), layout, len(lengths), 4096, 0)[0]
     engine.begin_memory(0)
     engine.train_step([batch], 1e-4)
     measured = engine.memory().items
     shape = ModelShape.from_config(
         json.loads((folder / "config.json").read_text()), read_headers(folder.glob("*.safetensors"))
     )
-    load = memory.Load(tuple(int(rows.lengths[r]) for r in batch.rows), batch.num_targets, layout)
+    load = MicrobatchShape(tuple(int(rows.lengths[r]) for r in batch.rows), batch.num_targets, layout)
     return memory.estimate(settings, shape, load)["items"], measured
 
 
@@ -115,7 +119,7 @@ def test_a_config_alone_gives_the_sizes_of_the_real_model(architecture, tmp_path
     model = tiny.build(architecture)
     shape = ModelShape.from_config(model.config.to_dict())
     assert shape.num_weights == sum(p.numel() for p in model.parameters())
-    assert sorted(name for name, _, _ in shape.linears) == sorted(adapters.linear_names(model))
+    assert sorted(name for name, _, _ in shape.linears) == sorted(linear_names(model))
     assert shape.expert_weights == sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
 
 
@@ -128,28 +132,28 @@ def test_headers_give_the_sizes_of_any_model(architecture, tmp_path):
     assert shape.exact and shape.num_weights == sum(p.numel() for p in model.parameters())
     modules = dict(model.named_modules())
     for name, rows, columns in shape.linears:
-        assert adapters.features(modules[name]) == (columns, rows)
-    assert {n for n, _, _ in shape.linears} == set(adapters.linear_names(model))
+        assert features(modules[name]) == (columns, rows)
+    assert {n for n, _, _ in shape.linears} == set(linear_names(model))
 
 
 def test_constants_that_the_plan_repeats_are_the_engines():
-    assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES and memory.GROUP_WASTE == attention.GROUP_WASTE
-    assert memory.DEFAULT_TARGETS == adapters.DEFAULT_TARGETS
+    assert memory.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES and GROUP_WASTE == attention.GROUP_WASTE
+    assert DEFAULT_TARGETS == DEFAULT_TARGETS
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
-        assert attention.DENSE_UP_TO["cpu", dtype] == memory.DENSE_UP_TO[size]
+        assert attention.DENSE_UP_TO["cpu", dtype] == activations.DENSE_UP_TO[size]
 
 
 def test_documents_are_grouped_as_attention_groups_them():
     lengths = (96, 60, 33, 90, 20, 90)
     positions = torch.cat([torch.arange(n) for n in lengths])
     real = [(g.num_documents, g.length) for g in attention.documents_of(positions, CPU).groups]
-    assert memory.Load(lengths, 10).groups() == real
+    assert MicrobatchShape(lengths, 10).groups() == real
 
 
 def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
     engine, layout = engine_of("llama", settings_of("lora"), tmp_path)
     rows = tiny.dataset()
-    batches = data.microbatches(rows, range(4), layout, 4, 4096, 0)
+    batches = microbatches(rows, range(4), layout, 4, 4096, 0)
     engine.train_step(batches, 1e-4)
     first, standing = engine.memory().items, engine.counter.standing
     engine.train_step(batches, 1e-4)
@@ -159,13 +163,13 @@ def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
     assert [first[n] for n in names] == [second[n] for n in names]
 
 
-@pytest.mark.parametrize("layout", ["flat", "padded"])
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
 def test_the_largest_microbatch_is_the_largest_that_the_loop_will_make(layout):
-    rows, cursor, sizes = tiny.dataset(tuple(range(3, 60))), data.Cursor(), []
+    rows, cursor, sizes = tiny.dataset(tuple(range(3, 60))), Cursor(), []
     for _ in range(12):
-        chosen, cursor = data.step_rows(len(rows), 10, 7, cursor)
-        sizes += [b.input_ids_BS.size for b in data.microbatches(rows, chosen, layout, 5, 120, 0)]
-    found = data.largest_microbatch(rows, 10, 7, layout, 5, 120, 0, 12)
+        chosen, cursor = step_rows(len(rows), 10, 7, cursor)
+        sizes += [b.input_ids_BS.size for b in microbatches(rows, chosen, layout, 5, 120, 0)]
+    found = largest_microbatch(rows, 10, 7, layout, 5, 120, 0, 12)
     assert found.input_ids_BS.size == max(sizes)
 
 
@@ -181,11 +185,11 @@ def test_a_tried_step_leaves_no_trace(tmp_path):
         if tried:
             before = {n: p.clone() for n, p in engine.named.items()}
             state = engine.rng_state()["host"].copy()
-            engine.try_step(data.microbatches(rows, range(8), layout, 8, 4096, 0)[0], several=True)
+            engine.try_step(microbatches(rows, range(8), layout, 8, 4096, 0)[0], several=True)
             assert all(torch.equal(p, before[n]) for n, p in engine.named.items())
             assert not engine.optimizer.state and (engine.rng_state()["host"] == state).all()
             assert all(p.grad is None for p in engine.named.values())
-        steps = [data.microbatches(rows, range(i, i + 4), layout, 4, 4096, 0) for i in (0, 4, 2)]
+        steps = [microbatches(rows, range(i, i + 4), layout, 4, 4096, 0) for i in (0, 4, 2)]
         losses.append([engine.train_step(b, 1e-3).nll for b in steps])
     assert losses[0] == losses[1]
 
@@ -204,7 +208,7 @@ from tests.test_memory import engine_of, settings_of
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
-s = settings_of("lora", batch_size=64, microbatch_tokens=64 * 100, batch_layout="flat", context_length=100, low_memory=True)
+s = settings_of("lora", batch_size=64, microbatch_tokens=64 * 100, batch_layout="padding_free", context_length=100, low_memory=True)
 engine, layout = engine_of("llama", s, folder, hidden_size=256, intermediate_size=768)
 engine.begin_memory(0)
 rows = tiny.dataset((100,) * 64)
@@ -222,10 +226,7 @@ print(run.plan.adjustments[0])
 def test_rows_are_halved_where_memory_really_runs_out(tmp_path):
     """A limit on the process's address space is the failing allocation: 64 rows take some 190 MiB, 96 are left."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRY_ROWS, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "ignore", "-c", TRY_ROWS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     *told, settled, adjustment = done.stdout.splitlines()
@@ -243,14 +244,22 @@ def shape_of(name) -> ModelShape:
 
 
 SMALL = ModelShape.from_config(
-    dict(model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
-         num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=4096)
-)  # fmt: skip
+    dict(
+        model_type="llama",
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )
+)
 
 
-def planned(gib, **wishes):
+def planned(gib, **overrides):
     caps = capabilities(memory_bytes=int(gib * GIB))
-    return plan.resolve_plan({"output_dir": "o", **wishes}, Backend.CPU, caps, SMALL, NOW)
+    return resolve_plan({"output_dir": "o", **overrides}, Backend.CPU, caps, SMALL, NOW)
 
 
 def why(settled, setting) -> str:
@@ -267,9 +276,7 @@ def test_checkpointing_is_off_where_the_plan_fits_and_on_where_it_does_not_with_
 
 def test_smaller_microbatches_come_before_recomputation():
     settled = planned(8)
-    assert (
-        settled.settings.microbatch_tokens < 2048 and settled.settings.use_gradient_checkpointing == "false"
-    )
+    assert settled.settings.microbatch_tokens < 2048 and settled.settings.use_gradient_checkpointing == "false"
     assert "2048 tokens a forward would take" in why(settled, "microbatch_tokens")
 
 
@@ -277,48 +284,44 @@ def test_batch_size_auto_stays_a_wish_and_is_settled_as_a_number():
     assert convert("batch_size", "AUTO") == "auto" and convert("batch_size", "4") == 4
     settled = planned(24, batch_size="auto")
     rows = settled.settings.batch_size
-    assert 1 < rows <= fit.MOST_AUTO_ROWS and rows & (rows - 1) == 0
+    assert 1 < rows <= budget.MOST_AUTO_ROWS and rows & (rows - 1) == 0
     assert settled.settings.microbatch_tokens == rows * settled.settings.context_length
     saved = settled.to_json()
     assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == rows
-    again = plan.resolve_plan(
-        plan.resumed_wishes({}, saved), Backend.CPU, capabilities(memory_bytes=500 * GIB), SMALL, NOW,
-        kept=plan.kept_settings(saved, "cpu"),
-    )  # fmt: skip
-    assert (
-        again.settings.batch_size == rows
-        and again.settings.microbatch_tokens == settled.settings.microbatch_tokens
+    again = resolve_plan(
+        merge_saved({}, saved),
+        Backend.CPU,
+        capabilities(memory_bytes=500 * GIB),
+        SMALL,
+        NOW,
+        kept=inherited_from_checkpoint(saved, "cpu"),
     )
+    assert again.settings.batch_size == rows and again.settings.microbatch_tokens == settled.settings.microbatch_tokens
     assert planned(500, batch_size="auto").settings.batch_size == 64
     with pytest.raises(PlanError, match="--batch_size many: is no whole number"):
         convert("batch_size", "many")
 
 
 def test_rows_left_to_the_plan_leave_an_epoch_its_steps():
-    assert fit.rows_for_data(64, 10_000) == (64, None)
-    rows, reason = fit.rows_for_data(64, 100)
+    assert budget.rows_for_data(64, 10_000) == (64, None)
+    rows, reason = budget.rows_for_data(64, 100)
     assert rows == 8 and "100 rows of data" in reason
-    assert fit.rows_for_data(64, 3)[0] == 1
+    assert budget.rows_for_data(64, 3)[0] == 1
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not():
-    room, settings = fit.Room(24 * GIB), settings_of("qlora")
-    rows = fit.largest_rows(settings, SMALL, room)
-    assert fit.fits(settings, SMALL, room, fit.load_of(settings, rows))
-    assert not fit.fits(settings, SMALL, room, fit.load_of(settings, rows + 1))
+    room, settings = budget.MemoryBudget(24 * GIB), settings_of("qlora")
+    rows = budget.largest_rows(settings, SMALL, room)
+    assert budget.fits(settings, SMALL, room, budget.full_microbatch(settings, rows))
+    assert not budget.fits(settings, SMALL, room, budget.full_microbatch(settings, rows + 1))
 
 
 def test_each_thing_that_takes_less_is_predicted_to():
     def total(**changes):
         settings = settings_of(changes.pop("train_type", "lora"), changes.pop("precision", "bf16"), **changes)
-        return fit.needs(settings, SMALL, fit.Room(24 * GIB, "cuda"))
+        return budget.predicted_bytes(settings, SMALL, budget.MemoryBudget(24 * GIB, "cuda"))
 
-    assert (
-        total(precision="fp32")
-        > total()
-        > total(train_type="qlora")
-        > total(train_type="qlora", double_quant=True)
-    )
+    assert total(precision="fp32") > total() > total(train_type="qlora") > total(train_type="qlora", double_quant=True)
     assert total() > total(use_gradient_checkpointing="true") and total() > total(optimizer="adamw_8bit")
     assert total(lora_rank=64) > total() > total(lora_target_modules="default")
     assert total(train_type="qlora", cache_dequantized="true") > total(train_type="qlora")
@@ -327,7 +330,7 @@ def test_each_thing_that_takes_less_is_predicted_to():
 
 def test_a_sharded_rank_holds_its_part_and_two_layers_and_the_root_gathered():
     one, four = (
-        memory.estimate(settings_of("full"), SMALL, memory.Load.full_rows(4, 512), "cuda", n)["items"]
+        memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "cuda", n)["items"]
         for n in (1, 4)
     )
     for name in ("trainable", "gradients", "optimizer"):
@@ -342,15 +345,13 @@ def test_a_sharded_rank_holds_its_part_and_two_layers_and_the_root_gathered():
     [("24GiB", 24 * GIB), ("24", 24 * GIB), ("80GB", 80 * 10**9), ("512 MiB", GIB // 2), ("1.5g", 1.5e9)],
 )
 def test_sizes_are_read(text, size):
-    assert fit.parse_size(text) == size
+    assert budget.parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["banana", "", "-1GiB", "0", "24XB", "1e9GiB", "9999999999GiB", "GiB", "24GiB!"]
-)
+@pytest.mark.parametrize("text", ["banana", "", "-1GiB", "0", "24XB", "1e9GiB", "9999999999GiB", "GiB", "24GiB!"])
 def test_what_is_no_size_is_one_line(text):
     with pytest.raises(PlanError, match="--assume_memory") as error:
-        fit.parse_size(text)
+        budget.parse_size(text)
     assert "\n" not in str(error.value)
 
 
@@ -365,9 +366,7 @@ def test_assuming_another_machine_is_for_a_dry_run():
 
 
 def dry_run(*argv):
-    done = subprocess.run(
-        [sys.executable, "train.py", "--dry_run", *argv], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "train.py", "--dry_run", *argv], cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -381,9 +380,7 @@ def test_two_devices_of_24_gib_and_the_shipped_configs(name, weights, code):
     found, out, err = dry_run(
         "--model_name", f"examples/configs/{name}", "--assume_memory", "24GiB", "--assume_world_size", "2"
     )
-    assert (
-        time.perf_counter() - began < 20
-    )  # a third of a second where nothing else runs; no framework is imported
+    assert time.perf_counter() - began < 20  # a third of a second where nothing else runs; no framework is imported
     assert found == code, err
     assert "total" in out and ("fits" if code == 0 else "does not fit, by") in out
     if code:
@@ -398,67 +395,56 @@ def test_a_70b_base_in_nf4_is_what_arithmetic_says():
     linear = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
     rest = 2 * 128256 * 8192 + (2 * 80 + 1) * 8192
     assert (shape.linear_weights, shape.num_weights) == (linear, linear + rest)
-    items = memory.estimate(settings, shape, memory.Load.full_rows(1, 512), "cuda", 2)["items"]
+    items = memory.estimate(settings, shape, MicrobatchShape.full_rows(1, 512), "cuda", 2)["items"]
     assert items["base"] == pytest.approx((linear * 4.5 / 8 + rest * 2) / 2, abs=1)
     adapters_of_a_layer = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     assert items["trainable"] == 4 * 80 * adapters_of_a_layer / 2
 
 
 def test_a_70b_that_two_devices_do_not_hold_is_told_of_host_memory():
-    flags = (
-        "--model_name",
-        "examples/configs/llama-3-70b",
-        "--assume_memory",
-        "24GiB",
-        "--assume_world_size",
-        "2",
-    )
+    flags = ("--model_name", "examples/configs/llama-3-70b", "--assume_memory", "24GiB", "--assume_world_size", "2")
     code, out, _ = dry_run(*flags)
     assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory a rank" in out
     code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
     assert code == 0 and "of host memory a rank, while it trains" in out and "  base " not in out
     settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")
     kept, moved = (
-        memory.estimate(replace(settings, use_cpu_offload=o), shape, fit.load_of(settings), "cuda", 2)
+        memory.estimate(replace(settings, use_cpu_offload=o), shape, budget.full_microbatch(settings), "cuda", 2)
         for o in (False, True)
     )
     assert kept["total"] - moved["total"] == moved["host"] and "host" not in kept
-    alone = memory.estimate(replace(settings, use_cpu_offload=True), shape, fit.load_of(settings), "cuda", 1)
+    alone = memory.estimate(replace(settings, use_cpu_offload=True), shape, budget.full_microbatch(settings), "cuda", 1)
     assert "host" not in alone  # one process shards nothing
 
 
 def test_what_would_make_it_fit_fits():
-    room, shape = fit.Room(24 * GIB, "cuda"), shape_of("qwen3-32b")
+    room, shape = budget.MemoryBudget(24 * GIB, "cuda"), shape_of("qwen3-32b")
     settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
-    assert not fit.fits(settings, shape, room)
-    enough = [c for c in fit.changes(settings, shape, room) if c.fits]
-    assert all(fit.fits(c.settings, shape, room) and c.price for c in enough)
-    steps = fit.together(settings, shape, room)
+    assert not budget.fits(settings, shape, room)
+    enough = [c for c in budget.options(settings, shape, room) if c.fits]
+    assert all(budget.fits(c.settings, shape, room) and c.price for c in enough)
+    steps = budget.cheapest_combination(settings, shape, room)
     assert enough or steps[-1].fits
-    ranks = fit.fewest_devices(settings, shape, room)
-    assert fit.fits(settings, shape, replace(room, ranks=ranks)) and not fit.fits(
+    ranks = budget.fewest_devices(settings, shape, room)
+    assert budget.fits(settings, shape, replace(room, ranks=ranks)) and not budget.fits(
         settings, shape, replace(room, ranks=ranks - 1)
     )
 
 
 @pytest.mark.parametrize(
-    "dims",
-    [dict(pp=2), dict(tp=2), dict(tp=2, pp=2), dict(cp=2), dict(dp_replicate=2, dp_shard=2)],
-    ids=str,
+    "dims", [dict(pp=2), dict(tp=2), dict(tp=2, pp=2), dict(cp=2), dict(dp_replicate=2, dp_shard=2)], ids=str
 )
 def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_refused_there(dims):
     dims, shape = ParallelDims(**dims), shape_of("qwen3-32b")
     settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
-    room = fit.Room(12 * GIB, "cuda", dims.shards, dims)
-    assert not fit.fits(settings, shape, room)
-    devices = fit.fewest_devices(settings, shape, room)
-    other = ParallelDims(
-        dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp
-    )
+    room = budget.MemoryBudget(12 * GIB, "cuda", dims.shards, dims)
+    assert not budget.fits(settings, shape, room)
+    devices = budget.fewest_devices(settings, shape, room)
+    other = ParallelDims(dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp)
     assert other.world_size == devices > dims.world_size
-    assert fit.fits(settings, shape, fit.Room(12 * GIB, "cuda", other.shards, other))
-    assert f"unchanged, {devices} devices of this size are enough" in fit.remedy_lines(settings, shape, room)
-    for change in fit.changes(settings, shape, room):
+    assert budget.fits(settings, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
+    assert f"unchanged, {devices} devices of this size are enough" in budget.remedy_lines(settings, shape, room)
+    for change in budget.options(settings, shape, room):
         check_settings(dims, asdict(change.settings))
 
 
@@ -469,11 +455,7 @@ def test_weights_are_needed_for_a_run_and_not_for_a_dry_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "train.py", "--model_name", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
-    assert (
-        done.returncode == 2
-        and "has no model.safetensors" in done.stderr
-        and len(done.stderr.splitlines()) == 1
-    )
+    assert done.returncode == 2 and "has no model.safetensors" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_config_that_says_too_little_is_told_and_fits(tmp_path):
@@ -492,21 +474,26 @@ def test_batch_and_model_sizes_answer_from_the_same_plan():
     assert all(type(n) is int and n >= 1 for n in rows) and rows == sorted(rows, reverse=True)
     assert manager.validate_model_size(0.1) is True and manager.validate_model_size(1000) is False
     for size in (0.01, 0.1, 1, 7, 70, 1000):
-        assert fit.llama_of(size * 1e9).num_weights == pytest.approx(size * 1e9, rel=0.2)
+        assert budget.llama_like(size * 1e9).num_weights == pytest.approx(size * 1e9, rel=0.2)
 
 
 # ---- a run prints both
 
 
-def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(
-    tiny_model, rows_file, tmp_path, capsys
-):
+def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(tiny_model, rows_file, tmp_path, capsys):
     from train import fine_tune
 
     fine_tune(
-        model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"), train_type="lora", backend="cpu",
-        batch_size="auto", context_length=64, max_steps=2, log_to="stdout",
-    )  # fmt: skip
+        model_name=str(tiny_model),
+        dataset=str(rows_file),
+        output_dir=str(tmp_path / "out"),
+        train_type="lora",
+        backend="cpu",
+        batch_size="auto",
+        context_length=64,
+        max_steps=2,
+        log_to="stdout",
+    )
     start, *_, end = read_events(tmp_path / "out")
     predicted, measured = start["predicted_memory_bytes"], end["peak_memory_bytes"]
     for name in ("base", "trainable", "gradients", "optimizer", "activations"):
@@ -527,9 +514,7 @@ def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(
 # ---- named targets, dense copies, small figures
 
 
-@pytest.mark.parametrize(
-    "wish", ["down_proj", "embed_tokens,lm_head", "all", r".*q_proj|.*experts\.gate_up_proj"]
-)
+@pytest.mark.parametrize("wish", ["down_proj", "embed_tokens,lm_head", "all", r".*q_proj|.*experts\.gate_up_proj"])
 def test_adapters_on_named_experts_embeddings_and_heads_are_counted(wish, tmp_path):
     settings = settings_of("qlora", lora_target_modules=wish)
     predicted, measured = counted("mixtral", settings, tmp_path)
@@ -542,19 +527,22 @@ def test_dense_copies_of_experts_are_counted(tmp_path):
 
 
 def test_dense_copies_are_given_up_where_the_run_does_not_fit_with_them(tmp_path):
-    tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(
-        tmp_path
-    )
+    tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
     shape = ModelShape.from_config(
         json.loads((tmp_path / "config.json").read_text()), read_headers(tmp_path.glob("*.safetensors"))
     )
     dense = plan_of(shape=shape, caps=capabilities(memory_bytes=64 * GIB))
     assert dense.settings.cache_dequantized == "true"
-    least = fit.needs(replace(dense.settings, cache_dequantized="false"), shape, fit.Room(64 * GIB, "cpu"))
+    least = budget.predicted_bytes(
+        replace(dense.settings, cache_dequantized="false"), shape, budget.MemoryBudget(64 * GIB, "cpu")
+    )
     short = (
         int(
-            (least + 0.3 * (fit.needs(dense.settings, shape, fit.Room(64 * GIB, "cpu")) - least))
-            / fit.USABLE_PART
+            (
+                least
+                + 0.3 * (budget.predicted_bytes(dense.settings, shape, budget.MemoryBudget(64 * GIB, "cpu")) - least)
+            )
+            / budget.USABLE_PART
         )
         + GIB // 2
     )
@@ -563,4 +551,4 @@ def test_dense_copies_are_given_up_where_the_run_does_not_fit_with_them(tmp_path
 
 
 def test_small_sizes_are_told_in_mib():
-    assert (fit.gib(3 * 2**20), fit.gib(GIB)) == ("3.0 MiB", "1.00 GiB")
+    assert (budget.gib(3 * 2**20), budget.gib(GIB)) == ("3.0 MiB", "1.00 GiB")

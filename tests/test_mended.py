@@ -13,25 +13,24 @@ import transformers
 
 import generate
 import score
-from finetune import checkpoint
+from finetune.checkpoint.store import steps_of
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import Metrics, read_events
-from finetune.torch_engine import adapters, hf_model
+from finetune.torch_engine.checks import check_padding_free, no_autocast
+from finetune.torch_engine.lora.layers import layers
 from tests import tiny
 from tests.test_torch_engine import batches, engine
 from train import fine_tune
 
 ROOT = Path(__file__).parent.parent
-RUN = dict(
-    train_type="lora", lora_rank=4, batch_size=4, context_length=64, backend="cpu", log_to="stdout", lr=1e-3
-)
+RUN = dict(train_type="lora", lora_rank=4, batch_size=4, context_length=64, backend="cpu", log_to="stdout", lr=1e-3)
 
 
 @pytest.fixture
 def run(tiny_model, rows_file, tmp_path):
     def call(**flags):
-        wishes = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"))
-        return fine_tune(**{**RUN, **wishes, **flags})
+        overrides = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"))
+        return fine_tune(**{**RUN, **overrides, **flags})
 
     return call
 
@@ -66,9 +65,7 @@ def test_a_full_run_of_a_bf16_model_evaluates_twice_and_publishes_bf16(run, tiny
 @pytest.mark.parametrize("precision", ["bf16_autocast", "fp16_autocast", "bf16"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_runs_under_every_precision(run, precision, dora):
-    assert (
-        run(precision=precision, lora_dropout=0.1, use_dora=dora, max_steps=2, train_type="qlora").step == 2
-    )
+    assert run(precision=precision, lora_dropout=0.1, use_dora=dora, max_steps=2, train_type="qlora").step == 2
 
 
 def test_a_run_resumed_at_an_older_step_drops_the_newer_ones(run, tmp_path, capsys):
@@ -77,7 +74,7 @@ def test_a_run_resumed_at_an_older_step_drops_the_newer_ones(run, tmp_path, caps
     (out / "train_state.json").unlink()
     fine_tune(resume=str(out / "checkpoints" / "step-2"), keep_last=2)
     assert "dropped step-6, step-5, step-4, step-3" in capsys.readouterr().out
-    assert [p.name for p in checkpoint.steps_of(out)] == ["step-6", "step-5"]
+    assert [p.name for p in steps_of(out)] == ["step-6", "step-5"]
     assert [e["step"] for e in read_events(out, "step")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -114,11 +111,7 @@ def test_an_encoder_is_no_causal_model(run, make_tokenizer, tmp_path):
     folder = tmp_path / "bert"
     tokenizer = make_tokenizer(folder, bos=False)
     config = transformers.BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with pytest.raises(PlanError, match="lets a token see those after it"):
@@ -126,19 +119,30 @@ def test_an_encoder_is_no_causal_model(run, make_tokenizer, tmp_path):
 
 
 def test_a_closed_pipe_is_no_success(tiny_model, rows_file, tmp_path):
-    command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--model_name", tiny_model, "--dataset", rows_file,
-               "--output_dir", tmp_path / "out", "--backend", "cpu", "--batch_size", 4, "--train_type", "lora"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "train.py"),
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        rows_file,
+        "--output_dir",
+        tmp_path / "out",
+        "--backend",
+        "cpu",
+        "--batch_size",
+        4,
+        "--train_type",
+        "lora",
+    ]
     read, write = os.pipe()
     os.close(read)
-    assert (
-        subprocess.run(list(map(str, command)), stdout=write, stderr=subprocess.DEVNULL, cwd=ROOT).returncode
-        == 141
-    )
+    assert subprocess.run(list(map(str, command)), stdout=write, stderr=subprocess.DEVNULL, cwd=ROOT).returncode == 141
     os.close(write)
     with open("/dev/full", "w") as full:
-        out = subprocess.run(
-            list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        out = subprocess.run(list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert out.returncode == 74 and out.stderr.startswith("error: ")
 
 
@@ -156,16 +160,11 @@ def test_prompts_and_answers_stay_inside_the_models_positions(make_tokenizer, tm
     tiny.build("gpt2", vocab_size=len(tokenizer), n_positions=24).save_pretrained(folder)
     prompt = "What is 1 plus 1? " * 9
     assert (
-        generate.main(
-            ["--checkpoint", str(folder), "--prompt", prompt, "--device", "cpu", "--max-new-tokens", "90"]
-        )
+        generate.main(["--checkpoint", str(folder), "--prompt", prompt, "--device", "cpu", "--max-new-tokens", "90"])
         == 0
     )
     assert (
-        score.main(
-            ["--checkpoint", str(folder), "--dataset", str(rows_file), "--device", "cpu", "--samples", "3"]
-        )
-        == 0
+        score.main(["--checkpoint", str(folder), "--dataset", str(rows_file), "--device", "cpu", "--samples", "3"]) == 0
     )
 
 
@@ -186,7 +185,7 @@ def test_python_reads_config_and_dry_run_as_the_command_line_does(run, tmp_path)
 
 def test_dora_norms_come_from_what_is_stored_not_from_rounded_copies():
     built = engine(train_type="qlora", use_dora=True)
-    layer = next(iter(adapters.layers(built.model).values()))
+    layer = next(iter(layers(built.model).values()))
     before = layer.weight_norm()
     layer.base.cache(torch.bfloat16)
     layer.row_square_O = None
@@ -227,11 +226,7 @@ def test_a_users_hidden_files_stay_and_ours_go(run, tmp_path):
     (out / ".writing-1-x").write_text("")
     (out / ".tmp-abc").mkdir()
     run(max_steps=1)
-    assert (
-        (out / ".notes.2024").exists()
-        and not (out / ".writing-1-x").exists()
-        and not (out / ".tmp-abc").exists()
-    )
+    assert (out / ".notes.2024").exists() and not (out / ".writing-1-x").exists() and not (out / ".tmp-abc").exists()
 
 
 def test_evaluation_makes_no_gradient_of_the_head():
@@ -246,15 +241,9 @@ def test_evaluation_makes_no_gradient_of_the_head():
 
 def test_a_window_that_only_the_models_own_mask_knows_is_seen():
     config = transformers.PhimoeConfig(
-        **{
-            **tiny.COMMON,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 2,
-            "sliding_window": 16,
-            "hidden_size": 32,
-        }
+        **{**tiny.COMMON, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16, "hidden_size": 32}
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    proof = hf_model.prove_flat(model, hf_model._no_autocast, context_length=64)
+    proof = check_padding_free(model, no_autocast, context_length=64)
     assert not proof.holds and "not the same two alone" in proof.reason

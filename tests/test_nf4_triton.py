@@ -34,7 +34,5 @@ print("equal")
 )
 def test_the_kernel_gives_the_torch_paths_numbers_bit_for_bit():
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, **interpret}, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", CODE], env={**os.environ, **interpret}, capture_output=True, text=True)
     assert done.stdout.strip() == "equal", done.stderr[-2000:]

@@ -6,18 +6,26 @@ import shutil
 import pytest
 
 import train
+from finetune.checkpoint.output_dir import find_saved_run
 from finetune.cli import convert
 from finetune.errors import PlanError
-from finetune.rundir import find_run
-from finetune.shape import ModelShape
-from finetune.tokenizer import generation_ends
+from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.tokenizer import generation_ends
 
 
 @pytest.fixture
 def flags(tiny_model, rows_file, tmp_path):
     """Flags of a tiny run, as fine_tune takes them."""
-    return {"model_name": str(tiny_model), "dataset": str(rows_file), "output_dir": str(tmp_path / "out"), "backend": "cpu",
-            "train_type": "lora", "lora_rank": 4, "batch_size": 4, "context_length": 64}  # fmt: skip
+    return {
+        "model_name": str(tiny_model),
+        "dataset": str(rows_file),
+        "output_dir": str(tmp_path / "out"),
+        "backend": "cpu",
+        "train_type": "lora",
+        "lora_rank": 4,
+        "batch_size": 4,
+        "context_length": 64,
+    }
 
 
 def refused(flags: dict, **changes) -> str:
@@ -146,7 +154,7 @@ PLAN = {
         (PLAN | {"requested": {"dataset": 5}}, ": dataset: is int 5, must be text."),
         (PLAN | {"requested": {"optimizer": "adamm"}}, ": optimizer adamm: is none of "),
     ],
-)  # fmt: skip
+)
 def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan, fact):
     file = tmp_path / "run_plan.json"
     file.write_text(json.dumps(plan))
@@ -156,7 +164,7 @@ def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan,
 def test_wishes_of_a_saved_plan_are_converted_as_those_of_a_config_file_are(tmp_path):
     saved = PLAN | {"requested": {"learning-rate": "1e-3", "lora_rank": 8.0, "use_dora": "yes"}}
     (tmp_path / "run_plan.json").write_text(json.dumps(saved))
-    found = find_run(str(tmp_path), None)
+    found = find_saved_run(str(tmp_path), None)
     assert found.saved_plan["requested"] == {"lr": 0.001, "lora_rank": 8, "use_dora": True}
     assert type(found.saved_plan["requested"]["lora_rank"]) is int
 
@@ -167,10 +175,10 @@ def test_only_a_step_folder_under_checkpoints_is_a_checkpoint(tmp_path, name, mo
     step = root / "checkpoints" / "step-3"
     step.mkdir(parents=True)
     (root / "run_plan.json").write_text(json.dumps(PLAN))
-    assert (find_run(str(root), None).output_dir, find_run(str(root), None).step_folder) == (root, None)
-    assert (find_run(str(step), None).output_dir, find_run(str(step), None).step_folder) == (root, step)
+    assert (find_saved_run(str(root), None).output_dir, find_saved_run(str(root), None).step_folder) == (root, None)
+    assert (find_saved_run(str(step), None).output_dir, find_saved_run(str(step), None).step_folder) == (root, step)
     monkeypatch.chdir(step)
-    assert find_run(".", None).step_folder == step
+    assert find_saved_run(".", None).step_folder == step
 
 
 def test_a_file_is_no_run(rows_file):
@@ -195,11 +203,21 @@ def test_a_file_is_no_run(rows_file):
         ("model_name", "", " '': names nothing. Leave it out"),
         ("dataset", "", " '': names nothing. Leave it out"),
         ("output_dir", " ", " ' ': names nothing. Leave it out"),
-        *((flag, "a" * 300, f" {'a' * 80}...: a name in it has 300 bytes, the most is 255.")
-          for flag in ("model_name", "dataset", "output_dir", "resume", "validation_dataset", "score_dataset", "config")),
+        *(
+            (flag, "a" * 300, f" {'a' * 80}...: a name in it has 300 bytes, the most is 255.")
+            for flag in (
+                "model_name",
+                "dataset",
+                "output_dir",
+                "resume",
+                "validation_dataset",
+                "score_dataset",
+                "config",
+            )
+        ),
         ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a name in it has 306 bytes"),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
     assert refused(flags, **{flag: value}).startswith(f"--{flag}{fact}")
 
@@ -211,9 +229,7 @@ def test_the_largest_seed_is_taken():
 @pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "a/" * 2500])
 def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
-    assert refused(flags, **{flag: name}).startswith(
-        f"--{flag} {name}: is no path that can be looked up here ("
-    )
+    assert refused(flags, **{flag: name}).startswith(f"--{flag} {name}: is no path that can be looked up here (")
 
 
 @pytest.mark.parametrize(

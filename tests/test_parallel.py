@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finetune import checkpoint
+from finetune.checkpoint.store import newest_checkpoint, steps_of
+from finetune.config import DEFAULTS, TrainConfig
+from finetune.distributed.env import rank_env
+from finetune.distributed.launcher import GRACE_S
+from finetune.distributed.parallel_dims import ParallelDims, dims_of
 from finetune.errors import PlanError
 from finetune.metrics import read_events
-from finetune.parallel import ParallelDims, dims_of
-from finetune.ranks import GRACE_S, world_of
-from finetune.settings import DEFAULTS, Settings
-from finetune.torch_engine import hf_model
+from finetune.torch_engine.load import load_model
 from tests import cells, ranks
 
 ROOT = Path(__file__).parent.parent
@@ -68,15 +69,9 @@ def test_flags_and_older_words_mean_degrees(world, local, flags, degrees):
 
 
 def test_every_launcher_says_where_a_process_stands():
-    assert world_of({}) is None and world_of({"WORLD_SIZE": "1"}) is None
-    by_hand = world_of({"RANK": "1", "WORLD_SIZE": "2"})
-    assert (by_hand.rank, by_hand.size, by_hand.local_rank, by_hand.host, by_hand.port) == (
-        1,
-        2,
-        1,
-        "localhost",
-        12355,
-    )
+    assert rank_env({}) is None and rank_env({"WORLD_SIZE": "1"}) is None
+    by_hand = rank_env({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (by_hand.rank, by_hand.size, by_hand.local_rank, by_hand.host, by_hand.port) == (1, 2, 1, "localhost", 12355)
     torchrun = {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -85,19 +80,20 @@ def test_every_launcher_says_where_a_process_stands():
         "MASTER_ADDR": "a",
         "MASTER_PORT": "9",
     }
-    found = world_of(torchrun)
+    found = rank_env(torchrun)
     assert (found.rank, found.local_rank, found.local_size, found.host, found.port) == (5, 1, 4, "a", 9)
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)",
-             "SLURM_JOB_NODELIST": "node[03-04,07]"}  # fmt: skip
-    found = world_of(slurm)
+    slurm = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_NODELIST": "node[03-04,07]",
+    }
+    found = rank_env(slurm)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.host) == (3, 4, 1, 2, "node03")
-    for environment in (
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"WORLD_SIZE": "2"},
-        {"RANK": "x", "WORLD_SIZE": "2"},
-    ):
+    for environment in ({"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}):
         with pytest.raises(PlanError):
-            world_of(environment)
+            rank_env(environment)
 
 
 # ---- the matrix
@@ -151,9 +147,7 @@ def test_ranks_train_as_one_process_does(size, tmp_path):
 def test_the_whole_matrix(layout, tmp_path):
     size = cells.LAYOUTS[layout].world_size
     kinds = [k for k in cells.KINDS if k != "nf4 bf16"]
-    wanted = [(layout, k, "llama") for k in kinds] + [
-        (layout, "nf4", a) for a in ("qwen3", "gemma3", "mixtral")
-    ]
+    wanted = [(layout, k, "llama") for k in kinds] + [(layout, "nf4", a) for a in ("qwen3", "gemma3", "mixtral")]
     found = ranks.run(size, "tests.cells:matrix", {"cells": wanted}, tmp_path)
     for i, figures in enumerate(found[0]):
         check(figures, figures["kind"])
@@ -162,11 +156,7 @@ def test_the_whole_matrix(layout, tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "nf4 bf16",
-        pytest.param("nf4 as bf16", marks=pytest.mark.slow),
-        pytest.param("mlx", marks=pytest.mark.slow),
-    ],
+    ["nf4 bf16", pytest.param("nf4 as bf16", marks=pytest.mark.slow), pytest.param("mlx", marks=pytest.mark.slow)],
 )
 def test_a_forward_over_ranks_sees_the_whole_models_codes_and_scales_bit_for_bit(kind, tmp_path):
     for found in ranks.run(2, "tests.cells:packed_in_forward", {"kind": kind}, tmp_path):
@@ -174,14 +164,35 @@ def test_a_forward_over_ranks_sees_the_whole_models_codes_and_scales_bit_for_bit
 
 
 TRAFFIC = [
-    ("FSDP2 2", "nf4"), ("TP 2", "lora recomputed"),
-    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
-        ("FSDP2 2", "full"), ("FSDP2 2", "full kept"), ("FSDP2 2", "lora no_sync"), ("FSDP2 2", "nf4 recomputed"), ("FSDP2 3", "full"),
-        ("FSDP2 3", "nf4"), ("DDP 2", "full"), ("DDP 2", "nf4"), ("HSDP 2x2", "nf4"), ("TP 2", "full"), ("TP 2", "nf4"), ("CP 2", "full"),
-        ("CP 2", "nf4 recomputed"), ("CP 4", "lora"), ("PP 2", "full"), ("PP 2", "nf4"), ("PP 4", "lora"), ("FSDP2 2 x TP 2", "full"),
-        ("FSDP2 2 x TP 2", "nf4 recomputed"), ("FSDP2 2 x CP 2", "nf4"), ("PP 2 x TP 2", "lora"),
-    )),
-]  # fmt: skip
+    ("FSDP2 2", "nf4"),
+    ("TP 2", "lora recomputed"),
+    *(
+        pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in (
+            ("FSDP2 2", "full"),
+            ("FSDP2 2", "full kept"),
+            ("FSDP2 2", "lora no_sync"),
+            ("FSDP2 2", "nf4 recomputed"),
+            ("FSDP2 3", "full"),
+            ("FSDP2 3", "nf4"),
+            ("DDP 2", "full"),
+            ("DDP 2", "nf4"),
+            ("HSDP 2x2", "nf4"),
+            ("TP 2", "full"),
+            ("TP 2", "nf4"),
+            ("CP 2", "full"),
+            ("CP 2", "nf4 recomputed"),
+            ("CP 4", "lora"),
+            ("PP 2", "full"),
+            ("PP 2", "nf4"),
+            ("PP 4", "lora"),
+            ("FSDP2 2 x TP 2", "full"),
+            ("FSDP2 2 x TP 2", "nf4 recomputed"),
+            ("FSDP2 2 x CP 2", "nf4"),
+            ("PP 2 x TP 2", "lora"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("layout", "kind"), TRAFFIC)
@@ -197,28 +208,38 @@ def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
 @pytest.fixture
 def base(tiny_model, rows_file):
     """Flags of a run of 12 steps of 4 rows, without dropout."""
-    return ["--model_name", tiny_model, "--dataset", rows_file, "--backend", "cpu", "--train_type", "lora", "--lora_rank", 4,
-            "--context_length", 64, "--num_epochs", 2, "--lr", "5e-3", "--log_to", "stdout"]  # fmt: skip
+    return [
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        rows_file,
+        "--backend",
+        "cpu",
+        "--train_type",
+        "lora",
+        "--lora_rank",
+        4,
+        "--context_length",
+        64,
+        "--num_epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--log_to",
+        "stdout",
+    ]
 
 
 def command(base, *more):
     """The program's command line; of a flag given twice the later value."""
     words = [*base, *more]
     flags = dict(zip(words[::2], words[1::2], strict=True))
-    return [
-        sys.executable,
-        "-W",
-        "ignore",
-        ROOT / "train.py",
-        *(word for pair in flags.items() for word in pair),
-    ]
+    return [sys.executable, "-W", "ignore", ROOT / "train.py", *(word for pair in flags.items() for word in pair)]
 
 
 def finish(argv, timeout_s=120, **environment):
     """(exit code, stdout, stderr) of a command; nothing of its session is left."""
-    process = ranks.start(
-        argv, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = ranks.start(argv, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
@@ -240,8 +261,26 @@ def free_port():
 def alone(tiny_model, rows_file, tmp_path_factory):
     """The run in one process, every step kept."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    flags = ["--model_name", tiny_model, "--dataset", rows_file, "--backend", "cpu", "--train_type", "lora", "--lora_rank", 4,
-             "--context_length", 64, "--num_epochs", 2, "--lr", "5e-3", "--log_to", "stdout"]  # fmt: skip
+    flags = [
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        rows_file,
+        "--backend",
+        "cpu",
+        "--train_type",
+        "lora",
+        "--lora_rank",
+        4,
+        "--context_length",
+        64,
+        "--num_epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--log_to",
+        "stdout",
+    ]
     code, _, err = finish(
         command(flags, "--batch_size", 4, "--save_every", 4, "--keep_last", 9, "--output_dir", folder)
     )
@@ -262,14 +301,10 @@ def predicted_loading(folder):
 
 
 def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, tmp_path):
-    code, out, err = finish(
-        command(base, "--batch_size", 2, "--world_size", 2, "--output_dir", tmp_path / "out")
-    )
+    code, out, err = finish(command(base, "--batch_size", 2, "--world_size", 2, "--output_dir", tmp_path / "out"))
     assert code == 0, err
     assert (
-        "ranks: 2 (dp_shards 2)" in out
-        and out.count("trainable parameters:") == 1
-        and out.count("step    12/12") == 1
+        "ranks: 2 (dp_shards 2)" in out and out.count("trainable parameters:") == 1 and out.count("step    12/12") == 1
     )
     assert_same_run(tmp_path / "out", alone)
     # Each rank reads its own rows, and the run's table says so.
@@ -280,9 +315,7 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")
 
 
-@pytest.mark.parametrize(
-    "flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES]
-)
+@pytest.mark.parametrize("flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES])
 def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tmp_path, flag):
     flags = [*base, "--batch_size", 4, "--world_size", 2, f"--{flag}", 2, "--output_dir", tmp_path / "out"]
     code, out, err = finish(command(flags))
@@ -296,14 +329,8 @@ def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tm
     [
         (dict(tp_degree=4, world_size=4), "2 key/value heads are no multiple of it. Use one of 1, 2."),
         (dict(pp_degree=3, world_size=3), "2 layers are no multiple of it. Use one of 1, 2."),
-        (
-            dict(cp_degree=2, world_size=2, batch_layout="padded"),
-            "contradicts --cp_degree 2, which cuts flat rows",
-        ),
-        (
-            dict(tp_degree=2, world_size=3),
-            "--tp_degree 2: the product of the degrees is 2, and the world size is 3",
-        ),
+        (dict(cp_degree=2, world_size=2, batch_layout="padded"), "contradicts --cp_degree 2, which cuts flat rows"),
+        (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, and the world size is 3"),
     ],
 )
 def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flags, message):
@@ -321,39 +348,17 @@ def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
         batch = 4 // degrees.get("dp_shards", 1)
         words = [word for name, value in degrees.items() for word in (f"--{name}", value)]
         more = ["--resume", "auto"] if i else []
-        flags = [
-            *base,
-            *more,
-            *words,
-            "--batch_size",
-            batch,
-            "--world_size",
-            world,
-            "--max_steps",
-            2 * (i + 1),
-        ]
-        code, out, err = finish(
-            command(flags, "--lr_scheduler", "constant", "--output_dir", tmp_path / "out")
-        )
+        flags = [*base, *more, *words, "--batch_size", batch, "--world_size", world, "--max_steps", 2 * (i + 1)]
+        code, out, err = finish(command(flags, "--lr_scheduler", "constant", "--output_dir", tmp_path / "out"))
         assert code == 0, err
     code, _, err = finish(
         command(
-            base,
-            "--batch_size",
-            4,
-            "--lr_scheduler",
-            "constant",
-            "--max_steps",
-            12,
-            "--output_dir",
-            tmp_path / "one",
+            base, "--batch_size", 4, "--lr_scheduler", "constant", "--max_steps", 12, "--output_dir", tmp_path / "one"
         )
     )
     assert code == 0, err
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
-    one, many = (
-        load_file(checkpoint.newest(tmp_path / n)[0].folder / "optimizer.safetensors") for n in ("one", "out")
-    )
+    one, many = (load_file(newest_checkpoint(tmp_path / n)[0].folder / "optimizer.safetensors") for n in ("one", "out"))
     assert one.keys() == many.keys()
     for name in one:
         np.testing.assert_allclose(many[name], one[name], atol=1e-4 * np.abs(one[name]).max())
@@ -361,15 +366,7 @@ def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-    ]
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     argv = [
         *torchrun,
         ROOT / "train.py",
@@ -393,11 +390,7 @@ def by_hand(base, folder, *more, size=2):
     argv = command(base, "--batch_size", 4 // size, "--output_dir", folder, "--master_port", port, *more)
     return [
         ranks.start(
-            argv,
-            {"RANK": str(r), "WORLD_SIZE": str(size)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            argv, {"RANK": str(r), "WORLD_SIZE": str(size)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for r in range(size)
     ]
@@ -417,9 +410,7 @@ def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tm
 
 @pytest.mark.slow
 def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_path):
-    code, out, err = finish(
-        command(base, "--batch_size", 99, "--world_size", 2, "--output_dir", tmp_path / "out")
-    )
+    code, out, err = finish(command(base, "--batch_size", 99, "--world_size", 2, "--output_dir", tmp_path / "out"))
     assert code == 2 and err.count("error:") == 1 and "24 rows are fewer than the 198 of one step" in err
     processes = by_hand(base, tmp_path / "out", "--lora_target_modules", "nope")
     try:
@@ -445,8 +436,7 @@ def test_a_run_goes_on_over_other_numbers_of_ranks(base, tmp_path):
             assert ("saved by another number of ranks" in out) == (name == "many" and epochs > 1)
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
     one, many = (
-        load_file(checkpoint.newest(tmp_path / n)[0].folder / "optimizer.safetensors")
-        for n in ("one", "many")
+        load_file(newest_checkpoint(tmp_path / n)[0].folder / "optimizer.safetensors") for n in ("one", "many")
     )
     assert one.keys() == many.keys()
     for name in one:
@@ -455,30 +445,18 @@ def test_a_run_goes_on_over_other_numbers_of_ranks(base, tmp_path):
 
 @pytest.mark.slow
 def test_the_same_number_of_ranks_resumes_bitwise(base, tmp_path):
-    flags = [
-        *base,
-        "--lora_dropout",
-        "0.1",
-        "--world_size",
-        2,
-        "--batch_size",
-        2,
-        "--save_every",
-        5,
-        "--keep_last",
-        9,
-    ]
+    flags = [*base, "--lora_dropout", "0.1", "--world_size", 2, "--batch_size", 2, "--save_every", 5, "--keep_last", 9]
     code, _, err = finish(command(flags, "--output_dir", tmp_path / "whole"))
     assert code == 0, err
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
-    for later in checkpoint.steps_of(tmp_path / "part")[:-1]:
+    for later in steps_of(tmp_path / "part")[:-1]:
         shutil.rmtree(later)
     (tmp_path / "part" / "train_state.json").unlink()
     code, out, err = finish(command(flags, "--output_dir", tmp_path / "part", "--resume", "auto"))
     assert code == 0 and "at step 5 of 12" in out, err
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
     for name in ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors"):
-        one, two = (checkpoint.newest(tmp_path / n)[0].folder / name for n in ("whole", "part"))
+        one, two = (newest_checkpoint(tmp_path / n)[0].folder / name for n in ("whole", "part"))
         assert one.read_bytes() == two.read_bytes(), name
 
 
@@ -491,7 +469,7 @@ def test_a_run_with_its_weights_in_host_memory_is_bitwise_the_other_and_resumes_
         )
         assert code == 0, err
     assert losses(tmp_path / "host") == losses(tmp_path / "device")
-    for later in checkpoint.steps_of(tmp_path / "host")[:-1]:
+    for later in steps_of(tmp_path / "host")[:-1]:
         shutil.rmtree(later)
     (tmp_path / "host" / "train_state.json").unlink()
     code, out, err = finish(
@@ -500,7 +478,7 @@ def test_a_run_with_its_weights_in_host_memory_is_bitwise_the_other_and_resumes_
     )
     assert code == 0 and "at step 5 of 12" in out, err
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        one, two = (checkpoint.newest(tmp_path / n)[0].folder / name for n in ("device", "host"))
+        one, two = (newest_checkpoint(tmp_path / n)[0].folder / name for n in ("device", "host"))
         assert one.read_bytes() == two.read_bytes(), name
 
 
@@ -524,9 +502,7 @@ def rank_processes(parent: int) -> list[int]:
     for pid in ranks.members(parent):
         with contextlib.suppress(OSError):
             environment = dict(
-                item.split(b"=", 1)
-                for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"=" in item
+                item.split(b"=", 1) for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in item
             )
             if pid != parent and b"RANK" in environment:
                 found[int(environment[b"RANK"])] = pid
@@ -547,25 +523,11 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(
         _, err = process.communicate(timeout=40)
         assert time.monotonic() - began < 30
         assert process.returncode == 69
-        assert (
-            err.strip()
-            == f"error: rank {victim} of 2 was killed by SIGKILL; the others were ended. Start it again."
-        )
+        assert err.strip() == f"error: rank {victim} of 2 was killed by SIGKILL; the others were ended. Start it again."
         assert len(mine) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in mine)
     finally:
         ranks.finish(process)
-    resumed = [
-        *base,
-        *LONG,
-        "--world_size",
-        2,
-        "--batch_size",
-        2,
-        "--output_dir",
-        tmp_path / "out",
-        "--max_steps",
-        45,
-    ]
+    resumed = [*base, *LONG, "--world_size", 2, "--batch_size", 2, "--output_dir", tmp_path / "out", "--max_steps", 45]
     code, out, err = finish(command(resumed, "--resume", "auto"))
     assert code == 0 and "resumed from" in out, err
 
@@ -574,18 +536,7 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_stacks(base, tmp_path, victim):
-    flags = [
-        *base,
-        *LONG,
-        "--world_size",
-        2,
-        "--batch_size",
-        2,
-        "--rank_timeout",
-        5,
-        "--output_dir",
-        tmp_path / "out",
-    ]
+    flags = [*base, *LONG, "--world_size", 2, "--batch_size", 2, "--rank_timeout", 5, "--output_dir", tmp_path / "out"]
     process = ranks.start(command(flags), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_steps(tmp_path / "out", 5, process)
@@ -637,17 +588,7 @@ def test_after_a_kill_the_same_port_is_free_at_once(base, tmp_path, victim):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
-    flags = [
-        *base,
-        "--num_epochs",
-        400,
-        "--world_size",
-        2,
-        "--batch_size",
-        2,
-        "--output_dir",
-        tmp_path / "out",
-    ]
+    flags = [*base, "--num_epochs", 400, "--world_size", 2, "--batch_size", 2, "--output_dir", tmp_path / "out"]
     process = ranks.start(command(flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_steps(tmp_path / "out", 5, process)
@@ -656,8 +597,8 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
     finally:
         ranks.finish(process)
     assert process.returncode == code and "go on with --resume" in out, err
-    saved, events = checkpoint.newest(tmp_path / "out")[0], read_events(tmp_path / "out")
-    assert len(checkpoint.steps_of(tmp_path / "out")) == 1
+    saved, events = newest_checkpoint(tmp_path / "out")[0], read_events(tmp_path / "out")
+    assert len(steps_of(tmp_path / "out")) == 1
     assert saved.step == events[-1]["step"] and events[-1]["exit_code"] == code
 
 
@@ -666,15 +607,7 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
 def test_kills_at_random_moments_under_restarts_change_no_loss(base, tmp_path, kills):
     """kill -9 of a random rank under torchrun --max-restarts: the losses of an undisturbed run, bitwise."""
     rng = random.Random(kills)
-    torchrun = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-    ]
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     flags = [
         ROOT / "train.py",
         *base,
@@ -689,15 +622,7 @@ def test_kills_at_random_moments_under_restarts_change_no_loss(base, tmp_path, k
     ]
     code, _, err = finish([*torchrun, *flags, "--output_dir", tmp_path / "whole"], timeout_s=300)
     assert code == 0, err
-    argv = [
-        *torchrun,
-        f"--max-restarts={kills}",
-        *flags,
-        "--resume",
-        "auto",
-        "--output_dir",
-        tmp_path / "out",
-    ]
+    argv = [*torchrun, f"--max-restarts={kills}", *flags, "--resume", "auto", "--output_dir", tmp_path / "out"]
     process = ranks.start(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     done, seen = 0, 0
     try:
@@ -727,6 +652,6 @@ def test_the_saved_plan_holds_the_degrees(alone):
 def test_a_model_that_transformers_has_no_plan_for_is_refused_before_its_weights_are_read(tmp_path, flag):
     cells.tiny.build("gpt2").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    settings = dataclasses.replace(Settings(), precision="fp32", train_type="lora", **{flag: 2})
+    settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", **{flag: 2})
     with pytest.raises(PlanError, match=f"--{flag} 2: transformers has no .* Use --dp_shards instead.$"):
-        hf_model.load(tmp_path, settings, cells.CPU)
+        load_model(tmp_path, settings, cells.CPU)

@@ -6,11 +6,13 @@ import pytest
 
 import quantization_wrapper
 from backend_manager import CAPABILITIES, Backend
-from finetune.cli import convert, read_config, wishes_from
+from finetune.cli import convert, parse_overrides, read_config
+from finetune.config import DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
 from finetune.errors import PlanError
-from finetune.plan import check_resumed, resolve_plan, resumed_wishes, settle
-from finetune.settings import FIELDS, OLDER_TRAIN_TYPES, Settings
-from finetune.shape import ModelShape
+from finetune.estimate.model_shape import ModelShape
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import check_resumed, merge_saved
+from finetune.plan.run_plan import finalize
 from train import build_parser
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -21,17 +23,12 @@ PASSED = {f"{name}/{bits}": {"error": None} for name, bits in quantization_wrapp
 
 def capabilities(backend=Backend.CPU, **changes):
     """A machine's probed facts as data: the plan reads nothing else of it."""
-    probed = dict(
-        probed=True,
-        quantizers=PASSED,
-        bfloat16_speed=0.3,
-        reasons={"bf16": "no bf16 products"},
-    )
+    probed = dict(probed=True, quantizers=PASSED, bfloat16_speed=0.3, reasons={"bf16": "no bf16 products"})
     return dataclasses.replace(CAPABILITIES[backend], **{**probed, **changes})
 
 
-def plan_of(backend=Backend.CPU, shape=None, caps=None, **wishes):
-    return resolve_plan(wishes, backend, caps or capabilities(backend), shape, NOW)
+def plan_of(backend=Backend.CPU, shape=None, caps=None, **overrides):
+    return resolve_plan(overrides, backend, caps or capabilities(backend), shape, NOW)
 
 
 def adjustment(plan, setting):
@@ -51,9 +48,7 @@ def test_auto_precision_follows_the_probe():
 
 
 def test_bf16_asked_for_on_a_cpu_without_it_is_kept_and_told_with_the_measured_ratio():
-    caps = capabilities(
-        reasons={"bf16": "this processor has no bf16 products: 0.30 x the speed of fp32, measured"}
-    )
+    caps = capabilities(reasons={"bf16": "this processor has no bf16 products: 0.30 x the speed of fp32, measured"})
     plan = plan_of(caps=caps, precision="bf16")
     assert plan.settings.precision == "bf16" and any("0.30 x" in n for n in plan.notices)
 
@@ -67,9 +62,7 @@ def test_mps_without_bf16_gets_fp16_with_the_documented_text(word, used):
 
 def test_mps_with_working_bf16_keeps_it():
     plan = plan_of(
-        Backend.MPS,
-        caps=capabilities(Backend.MPS, supports_bfloat16=True, bfloat16_speed=1.0),
-        precision="bf16",
+        Backend.MPS, caps=capabilities(Backend.MPS, supports_bfloat16=True, bfloat16_speed=1.0), precision="bf16"
     )
     assert plan.settings.precision == "bf16"
 
@@ -79,9 +72,7 @@ def test_full_fine_tuning_keeps_its_weights_in_fp32():
     assert plan.settings.precision == "bf16_autocast"
 
 
-@pytest.mark.parametrize(
-    "word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"]
-)
+@pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"])
 def test_every_precision_word_settles(word):
     assert plan_of(train_type="lora", precision=word).settings.precision == word
 
@@ -103,7 +94,7 @@ def test_quantizer_auto_is_the_first_that_passed():
     assert "not probed" in adjustment(unknown, "quantization_backend").reason
 
 
-@pytest.mark.parametrize("word", sorted(OLDER_TRAIN_TYPES))
+@pytest.mark.parametrize("word", sorted(DEPRECATED_TRAIN_TYPES))
 def test_older_product_names_map_or_say_what_is_missing(word):
     if word.endswith("pro"):
         with pytest.raises(PlanError):
@@ -117,67 +108,37 @@ def test_older_product_names_map_or_say_what_is_missing(word):
 
 REFUSED = [
     (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, and the world size is 1"),
-    (
-        dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"),
-        "--optimizer adamw_8bit: contradicts --tp_degree 2",
-    ),
+    (dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: contradicts --tp_degree 2"),
     (
         dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
         "--score_dataset a.jsonl: a pipeline generates no answers",
     ),
     (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, and the world size is 1"),
-    (
-        dict(world_size=3, dp_shards=2),
-        "--dp_shards 2: the product of the degrees is 2, and the world size is 3",
-    ),
-    (
-        dict(world_size=4, dp_degree=2, dp_shards=3),
-        "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6",
-    ),
-    (
-        dict(world_size=2, optimizer="adamw_8bit"),
-        "--optimizer adamw_8bit: its scales are of blocks of one rank's rows",
-    ),
+    (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, and the world size is 3"),
+    (dict(world_size=4, dp_degree=2, dp_shards=3), "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6"),
+    (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its scales are of blocks of one rank's rows"),
     (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
     (
         dict(world_size=4, sharding_strategy="hybrid_full_shard"),
         "--sharding_strategy hybrid_full_shard: replicates over",
     ),
-    (
-        dict(world_size=4, sharding_strategy="full_shard", dp_degree=2),
-        "--dp_degree 2: contradicts --sharding_strategy",
-    ),
+    (dict(world_size=4, sharding_strategy="full_shard", dp_degree=2), "--dp_degree 2: contradicts --sharding_strategy"),
     (
         dict(world_size=2, dp_degree=2, use_cpu_offload=True),
         "--use_cpu_offload true: keeps sharded weights in host memory",
     ),
-    (
-        dict(n_bits=7),
-        "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits",
-    ),
+    (dict(n_bits=7), "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits"),
     (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb has 4/8 bits"),
     (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
-    (
-        dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"),
-        "--quant_type nf4: bnb at 8 bits has no choice",
-    ),
+    (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
     (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. There is affine, fp4, nf4"),
     (dict(loading_workers=0), "--loading_workers 0: reads nothing"),
     (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
     (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
-    (
-        dict(quantization_backend="mlx", group_size=16),
-        "--group_size 16: mlx has powers of two from 32 to 128",
-    ),
-    (
-        dict(quantization_backend="hqq", double_quant=True),
-        "--double_quant true: hqq at 4 bits has none; nf4 and bnb",
-    ),
+    (dict(quantization_backend="mlx", group_size=16), "--group_size 16: mlx has powers of two from 32 to 128"),
+    (dict(quantization_backend="hqq", double_quant=True), "--double_quant true: hqq at 4 bits has none; nf4 and bnb"),
     (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
-    (
-        dict(train_type="full", quantization_backend="nf4"),
-        "--quantization_backend nf4: --train_type full keeps",
-    ),
+    (dict(train_type="full", quantization_backend="nf4"), "--quantization_backend nf4: --train_type full keeps"),
     (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
     (dict(train_type="full", use_dora=True), "--use_dora true: full fine-tuning has no adapter"),
     (dict(warmup_steps=5, warmup_ratio=0.1), "--warmup_steps 5: contradicts --warmup_ratio 0.1"),
@@ -188,10 +149,7 @@ REFUSED = [
     ),
     (dict(validation_split=1.5), "--validation_split 1.5: must be below 1"),
     (dict(max_steps=0), "--max_steps 0: trains nothing"),
-    (
-        dict(init_lora_weights="loftq", train_type="lora"),
-        "--init_lora_weights loftq: starts from what quantization",
-    ),
+    (dict(init_lora_weights="loftq", train_type="lora"), "--init_lora_weights loftq: starts from what quantization"),
     (dict(llama_pro_path="x", train_type="full"), "--llama_pro_path x:"),
     (dict(cache_dequantized="true", train_type="lora"), "--cache_dequantized true:"),
     (dict(save_model=False, save_every=5), "--save_model false: contradicts --save_every 5"),
@@ -202,10 +160,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("wishes", "text"), REFUSED, ids=[t.split(":")[0][2:] for _, t in REFUSED])
-def test_what_cannot_be_done_is_one_line_that_names_the_flag(wishes, text):
+@pytest.mark.parametrize(("overrides", "text"), REFUSED, ids=[t.split(":")[0][2:] for _, t in REFUSED])
+def test_what_cannot_be_done_is_one_line_that_names_the_flag(overrides, text):
     with pytest.raises(PlanError) as error:
-        plan_of(**wishes)
+        plan_of(**overrides)
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
 
 
@@ -214,9 +172,7 @@ def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed(
     with pytest.raises(PlanError, match="bitsandbytes is not installed. On cpu these work: nf4 at 4 bits"):
         plan_of(caps=capabilities(quantizers=results), quantization_backend="bnb")
     with pytest.raises(PlanError, match="no quantizer passed its probe on cpu .hqq broken; mlx broken"):
-        plan_of(
-            caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3
-        )
+        plan_of(caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3)
 
 
 def test_mlx_with_two_processes_gives_the_documented_text():
@@ -239,21 +195,17 @@ def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_wh
 
 def test_shapes_are_read_from_gpt2_and_nested_configs():
     assert ModelShape.from_config({"n_positions": 64, "n_embd": 8, "n_layer": 2}).context_limit == 64
-    nested = ModelShape.from_config(
-        {"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 3}}
-    )
+    nested = ModelShape.from_config({"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 3}})
     assert (nested.hidden_size, nested.num_layers) == (8, 3)
 
 
 def test_what_becomes_of_experts_is_told_in_the_plan():
     shape = ModelShape.from_config({"num_local_experts": 8})
 
-    def told(**wishes):
-        return next(n for n in plan_of(shape=shape, **wishes).notices if "experts" in n)
+    def told(**overrides):
+        return next(n for n in plan_of(shape=shape, **overrides).notices if "experts" in n)
 
-    assert (
-        told() == "8 experts a layer are quantized, and dequantized one at a time; get adapters of their own"
-    )
+    assert told() == "8 experts a layer are quantized, and dequantized one at a time; get adapters of their own"
     assert "get no adapter: PEFT has no DoRA" in told(use_dora=True)
     assert "without dropout" in told(lora_dropout=0.1)
     assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts a layer stay frozen"
@@ -268,18 +220,18 @@ def test_a_saved_plan_settles_to_itself(tmp_path):
 
 
 def test_settle_records_what_was_proved():
-    plan = settle(plan_of(), {"batch_layout": ("padded", "a document flat sees the one before it")})
+    plan = finalize(plan_of(), {"batch_layout": ("padded", "a document flat sees the one before it")})
     assert plan.settings.batch_layout == "padded"
     assert adjustment(plan, "batch_layout").reason == "a document flat sees the one before it"
 
 
-def saved(**wishes):
-    return plan_of(dataset="x", output_dir="o", **wishes).to_json()
+def saved(**overrides):
+    return plan_of(dataset="x", output_dir="o", **overrides).to_json()
 
 
 def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer():
     old = saved(lr=1e-3, max_steps=10)
-    plan = plan_of(**resumed_wishes({"max_steps": 20}, old))
+    plan = plan_of(**merge_saved({"max_steps": 20}, old))
     assert plan.settings.lr == 1e-3
     assert check_resumed(plan, old).notices[-1] == "max_steps: 10 -> 20 since the saved run"
 
@@ -287,23 +239,23 @@ def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer()
 def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
     old = saved(lr=1e-3)
     with pytest.raises(PlanError, match="--lr: 0.001 -> 0.01"):
-        check_resumed(plan_of(**resumed_wishes({"lr": 1e-2}, old)), old)
+        check_resumed(plan_of(**merge_saved({"lr": 1e-2}, old)), old)
 
 
 def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
     old = saved(batch_size=4, gradient_accumulation_steps=2)
-    same = resumed_wishes({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
+    same = merge_saved({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
     plan = plan_of(**same)
     assert check_resumed(plan, old).notices == plan.notices
     with pytest.raises(PlanError, match="8 -> 16 rows a step"):
-        check_resumed(plan_of(**resumed_wishes({"batch_size": 8}, old)), old)
+        check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
 
 
 # ---- command lines
 
 
 def parse(*argv):
-    return wishes_from(list(argv), build_parser())
+    return parse_overrides(list(argv), build_parser())
 
 
 def test_only_what_the_user_set_is_a_wish():
@@ -316,14 +268,7 @@ def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
         assert parse("--dry-run")["dry_run"] is True
     dashed = flag.replace("_", "-")
     assert parse(f"--{flag}")[flag] is True
-    for word, value in (
-        ("true", True),
-        ("1", True),
-        ("yes", True),
-        ("False", False),
-        ("0", False),
-        ("no", False),
-    ):
+    for word, value in (("true", True), ("1", True), ("yes", True), ("False", False), ("0", False), ("no", False)):
         assert parse(f"--{dashed}", word)[flag] is value
         assert parse(f"--{flag}={word}")[flag] is value
 
@@ -336,9 +281,7 @@ def test_checkpointing_is_bare_valued_or_auto():
 
 def test_every_field_parses_its_default_and_all_its_choices():
     for name, field in FIELDS.items():
-        values = list(field.metadata["choices"] or ()) or (
-            [field.default] if field.default is not None else []
-        )
+        values = list(field.metadata["choices"] or ()) or ([field.default] if field.default is not None else [])
         for value in values:
             assert parse(f"--{name}={value}")[name] == convert(name, str(value))
 
@@ -359,7 +302,7 @@ def test_every_field_parses_its_default_and_all_its_choices():
         (["extra"], "extra: is not a flag"),
         (["--lr"], "Argument --lr"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
     with pytest.raises(PlanError) as error:
         parse(*argv)
@@ -375,8 +318,11 @@ def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lr: 2e-4\nuse-dora: yes\nbatch_size: 4\n")
     assert parse("--config", str(file), "--batch_size", "2") == {
-        "lr": 2e-4, "use_dora": True, "batch_size": 2, "config": str(file),
-    }  # fmt: skip
+        "lr": 2e-4,
+        "use_dora": True,
+        "batch_size": 2,
+        "config": str(file),
+    }
 
 
 @pytest.mark.parametrize(
@@ -404,4 +350,4 @@ def test_defaults_are_valid_values_of_their_own_flags():
     for name, field in FIELDS.items():
         if field.default is not None:
             assert convert(name, str(field.default)) == field.default
-    assert Settings().train_type == "qlora"
+    assert TrainConfig().train_type == "qlora"

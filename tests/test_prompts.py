@@ -5,15 +5,9 @@ import time
 
 import pytest
 
+from finetune.data.chat_template import CHATML_TEMPLATE, check_chat_template, ensure_chat_template, special_texts
+from finetune.data.formats import detect_format, render
 from finetune.errors import PlanError
-from finetune.prompts import (
-    CHATML_TEMPLATE,
-    check_chat_template,
-    detect_format,
-    ensure_chat_template,
-    render,
-    special_texts,
-)  # fmt: skip
 
 
 def targets(documents):
@@ -37,12 +31,17 @@ def with_template(tokenizer, template):
 @pytest.mark.parametrize(
     ("columns", "fmt"),
     [
-        (["messages", "prompt", "completion"], "chat"), (["id", "conversations"], "chat"),
-        (["instruction", "input", "output", "text"], "alpaca"), (["instruction", "context", "response"], "alpaca"),
-        (["prompt", "completion"], "prompt_completion"), (["prompt", "response"], "prompt_completion"),
-        (["context", "question", "answer"], "qna"), (["question", "answer"], "qna"), (["text", "meta"], "text"),
+        (["messages", "prompt", "completion"], "chat"),
+        (["id", "conversations"], "chat"),
+        (["instruction", "input", "output", "text"], "alpaca"),
+        (["instruction", "context", "response"], "alpaca"),
+        (["prompt", "completion"], "prompt_completion"),
+        (["prompt", "response"], "prompt_completion"),
+        (["context", "question", "answer"], "qna"),
+        (["question", "answer"], "qna"),
+        (["text", "meta"], "text"),
     ],
-)  # fmt: skip
+)
 def test_format_is_recognised_from_columns(columns, fmt):
     assert detect_format(columns) == fmt
 
@@ -63,9 +62,7 @@ def test_prompt_and_completion_are_joined_exactly_as_given(chat_tokenizer):
 
 
 def test_alpaca_and_qna_use_the_classic_prompts_without_a_template(plain_tokenizer):
-    (document,) = rendered(
-        {"instruction": "Add {1}", "input": "2 {x}", "output": "3"}, "alpaca", plain_tokenizer
-    )
+    (document,) = rendered({"instruction": "Add {1}", "input": "2 {x}", "output": "3"}, "alpaca", plain_tokenizer)
     assert text(document).endswith("### Instruction:\nAdd {1}\n\n### Input:\n2 {x}\n\n### Response:\n3")
     (document,) = rendered({"instruction": "Add", "input": None, "output": "3"}, "alpaca", plain_tokenizer)
     assert text(document).endswith("request.\n\n### Instruction:\nAdd\n\n### Response:\n3")
@@ -82,10 +79,16 @@ def test_alpaca_is_one_turn_of_the_chat_template_where_there_is_one(chat_tokeniz
 
 
 def test_every_assistant_turn_and_its_end_is_a_target(chat_tokenizer):
-    row = {"conversations": [
-        {"from": "system", "value": "s"}, {"from": "human", "value": "u1"}, {"from": "gpt", "value": "a1"},
-        {"from": "human", "value": "u2"}, {"from": "gpt", "value": "a2"}, {"from": "human", "value": "u3"},
-    ]}  # fmt: skip
+    row = {
+        "conversations": [
+            {"from": "system", "value": "s"},
+            {"from": "human", "value": "u1"},
+            {"from": "gpt", "value": "a1"},
+            {"from": "human", "value": "u2"},
+            {"from": "gpt", "value": "a2"},
+            {"from": "human", "value": "u3"},
+        ]
+    }
     (document,) = rendered(row, "chat", chat_tokenizer)
     assert targets([document]) == [["a1", "<|im_end|>", "a2", "<|im_end|>"]]
     roles = {"system": "system", "human": "user", "gpt": "assistant"}
@@ -112,22 +115,16 @@ FORGETFUL = (  # like templates that drop earlier thinking: all but the last ans
 def test_a_template_that_rewrites_earlier_turns_gives_a_document_an_answer(chat_tokenizer):
     tokenizer = with_template(chat_tokenizer, FORGETFUL)
     roles = ["user", "assistant", "user", "assistant"]
-    row = {
-        "messages": [{"role": r, "content": c} for r, c in zip(roles, ["q", "t|a", "r", "t|b"], strict=True)]
-    }
+    row = {"messages": [{"role": r, "content": c} for r, c in zip(roles, ["q", "t|a", "r", "t|b"], strict=True)]}
     documents = rendered(row, "chat", tokenizer)
     assert targets(documents) == [["t|a", "<|im_end|>"], ["t|b", "<|im_end|>"]]
     assert text(documents[1]).startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>")
 
 
 def test_a_template_whose_answers_do_not_follow_its_generation_prompt_is_refused(chat_tokenizer):
-    template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
-    )
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(
-        PlanError, match=r"^rows.jsonl:1: the chat template's text with messages\[1\] does not begin"
-    ):
+    with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template's text with messages\[1\] does not begin"):
         rendered(row, "chat", with_template(chat_tokenizer, template))
 
 
@@ -164,14 +161,30 @@ def test_a_tokenizer_without_template_gets_chatml(plain_tokenizer):
         ("chat", {"messages": []}, "field 'messages' is empty, must be a list of messages."),
         ("chat", {"messages": "hello"}, "field 'messages' is str, must be a list of messages."),
         ("chat", {"messages": ["x"]}, "field 'messages[0]' is str, must be an object with role and content."),
-        ("chat", {"messages": [{"role": "wizard", "content": "x"}]}, "field 'messages[0].role' is 'wizard', must be one of"),
+        (
+            "chat",
+            {"messages": [{"role": "wizard", "content": "x"}]},
+            "field 'messages[0].role' is 'wizard', must be one of",
+        ),
         ("chat", {"messages": [{"role": ["a"], "content": "x"}]}, "field 'messages[0].role' is ['a'], must be one of"),
-        ("chat", {"messages": [{"role": "user", "content": None}]}, "field 'messages[0].content' is missing, must be text."),
-        ("chat", {"messages": [{"role": "user", "content": [1]}]}, "field 'messages[0].content' is list, must be text."),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": None}]},
+            "field 'messages[0].content' is missing, must be text.",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [1]}]},
+            "field 'messages[0].content' is list, must be text.",
+        ),
         ("chat", {"conversations": [{"from": "cat", "value": "x"}]}, "field 'conversations[0].from' is 'cat', must be"),
-        ("chat", {"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "field 'tools' is str, must be a list of"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "a"}], "tools": "x"},
+            "field 'tools' is str, must be a list of",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_fields_are_named(fmt, row, message, plain_tokenizer, chat_tokenizer):
     with pytest.raises(PlanError) as error:
         rendered(row, fmt, chat_tokenizer if fmt == "chat" else plain_tokenizer)
@@ -194,16 +207,17 @@ def test_a_conversation_without_answer_has_no_target(row, chat_tokenizer):
 def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
     tokenizer = with_template(chat_tokenizer, "{{ raise_exception('roles must alternate') }}")
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(
-        PlanError, match=r"^rows.jsonl:1: the chat template refuses this row \(roles must alternate\)"
-    ):
+    with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template refuses this row \(roles must alternate\)"):
         rendered(row, "chat", tokenizer)
 
 
 @pytest.mark.parametrize(
     ("template", "fact"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not render two messages within"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "does not render two messages within",
+        ),
         ("{{ 'a' * 10**10 }}", "needs over 256 MiB"),
         ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders two messages as over 1 MiB of text"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "reaches for what a template may not touch"),
@@ -215,7 +229,7 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         ("{% if %}", "is no template"),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_template_is_refused_in_time(template, fact, chat_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     start = time.monotonic()
@@ -230,9 +244,7 @@ def test_usual_templates_pass_the_trial(chat_tokenizer):
     check_chat_template(chat_tokenizer)
     check_chat_template(with_template(chat_tokenizer, CHATML_TEMPLATE))
     check_chat_template(with_template(chat_tokenizer, FORGETFUL))
-    check_chat_template(
-        with_template(chat_tokenizer, "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}")
-    )
+    check_chat_template(with_template(chat_tokenizer, "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}"))
     check_chat_template(
         with_template(chat_tokenizer, "{% for m in messages %}{% break %}{% endfor %}{{ messages | tojson }}")
     )

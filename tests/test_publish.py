@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.torch_engine import hf_model
+from finetune.torch_engine import save
+from finetune.torch_engine.save import write_model_folder
 from tests import tiny
 
 FEW = ("llama_tied", "mixtral", "gpt2")
@@ -18,15 +19,14 @@ def tensors_of(folder):
 
 @pytest.mark.parametrize("size", ["50GB", "40KB"])
 @pytest.mark.parametrize(
-    "architecture",
-    [a if a in FEW else pytest.param(a, marks=pytest.mark.slow) for a in tiny.ARCHITECTURES],
+    "architecture", [a if a in FEW else pytest.param(a, marks=pytest.mark.slow) for a in tiny.ARCHITECTURES]
 )
 def test_a_folder_written_by_tensors_is_save_pretrained_s(architecture, size, tmp_path, monkeypatch):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
-    monkeypatch.setattr(hf_model, "SHARD_SIZE", size)
+    monkeypatch.setattr(save, "SHARD_SIZE", size)
     model = tiny.build(architecture)
-    hf_model.write_folder(model, ours, torch.bfloat16)
+    write_model_folder(model, ours, torch.bfloat16)
     model.to(torch.bfloat16).save_pretrained(theirs, max_shard_size=size)
     mine, wanted = tensors_of(ours), tensors_of(theirs)
     assert mine.keys() == wanted.keys()
@@ -46,11 +46,11 @@ def test_a_folder_written_by_tensors_is_save_pretrained_s(architecture, size, tm
 
 
 def test_a_folder_of_shards_is_read_as_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_model, "SHARD_SIZE", "40KB")
+    monkeypatch.setattr(save, "SHARD_SIZE", "40KB")
     model = tiny.build("mixtral")
-    hf_model.write_folder(model, tmp_path, torch.float32)
-    from finetune.torch_engine import loading
+    write_model_folder(model, tmp_path, torch.float32)
+    from finetune.torch_engine.weights import load_dense
 
-    again = loading.load_dense(tmp_path, torch.float32)
+    again = load_dense(tmp_path, torch.float32)
     for (name, wanted), (_, found) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(wanted, found), name

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import quantization_wrapper
+from finetune.config import TrainConfig
 from finetune.engine import Batch
 from finetune.quantizers import bnb, mlx, nf4, packing
 from finetune.quantizers.linear import Format, QuantizedLinear
-from finetune.settings import Settings
-from finetune.torch_engine import adapters
 from finetune.torch_engine.engine import TorchEngine
+from finetune.torch_engine.lora.adapters import add_adapters
+from finetune.torch_engine.lora.targets import linear_names
 from quantization_wrapper import (
     METHODS,
     QuantizationConfig,
@@ -31,7 +32,7 @@ from tests import tiny
 CASES = [
     (name, bits, book, double)
     for name, bits in pairs()
-    for book in METHODS[name].code_books[bits] or (None,)
+    for book in METHODS[name].quant_types[bits] or (None,)
     for double in ((False, True) if bits in METHODS[name].double_quant else (False,))
 ]
 NAMES = [f"{n}-{b}-{book}{'-double' * d}" for n, b, book, d in CASES]
@@ -96,10 +97,7 @@ def test_any_width_keeps_its_shape(columns):
 def test_double_quantization_costs_little_more_error_and_fewer_bytes():
     weight = torch.randn(64, 1024)
     single, double = (nf4.quantize(weight, nf4_format(64, d)) for d in (False, True))
-    error = [
-        (nf4.dequantize(q, torch.float32, weight.shape, nf4_format()) - weight).norm()
-        for q in (single, double)
-    ]
+    error = [(nf4.dequantize(q, torch.float32, weight.shape, nf4_format()) - weight).norm() for q in (single, double)]
     assert error[1] < 1.02 * error[0]
     assert sum(t.nbytes for t in double.values()) < 0.95 * sum(t.nbytes for t in single.values())
 
@@ -119,8 +117,9 @@ def reference(name, bits, book, double, weight_OI):
     if name == "hqq":
         from hqq.core.quantize import Quantizer
 
-        packed, meta = Quantizer.quantize(weight_OI, nbits=bits, group_size=32, axis=1, compute_dtype=torch.float32,
-                                          device=str(weight_OI.device))  # fmt: skip
+        packed, meta = Quantizer.quantize(
+            weight_OI, nbits=bits, group_size=32, axis=1, compute_dtype=torch.float32, device=str(weight_OI.device)
+        )
         return Quantizer.dequantize(packed, meta | {"compute_dtype": torch.float32})
     if name == "quanto":
         from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint2, qint4, qint8, quantize_weight
@@ -144,9 +143,7 @@ def reference(name, bits, book, double, weight_OI):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "bits", "book", "double"), CASES, ids=NAMES)
-def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(
-    name, bits, book, double, device, tmp_path
-):
+def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name, bits, book, double, device, tmp_path):
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
@@ -156,9 +153,7 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(
     dense = layer.weight_of(layer.stored(), torch.float32)
 
     wanted = reference(name, bits, book, double, weight)
-    if (
-        wanted is not None
-    ):  # the same codes and scales, and one multiplication and one addition in the same order
+    if wanted is not None:  # the same codes and scales, and one multiplication and one addition in the same order
         assert torch.equal(dense, wanted)
     assert (dense - weight).norm() <= quantization_wrapper.WEIGHT_ERROR[bits] * weight.norm()
     assert sum(p.nbytes for p in layer.parameters()) - layer.bias.nbytes == weight_bytes(
@@ -187,20 +182,24 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(
 def twenty_steps(config, device):
     """Losses of a tiny Llama with adapters on a base stored as `config` says, one batch again and again."""
     model = tiny.build("llama").requires_grad_(False)
-    names = adapters.linear_names(model)
+    names = linear_names(model)
     quantize_model(model, config, names, device)
     model.to(device)
-    settings = Settings(
-        precision="fp32", quantization_backend=config.backend, use_gradient_checkpointing="false", lr=1e-2,
-        cache_dequantized="false", microbatch_tokens=512,
-    )  # fmt: skip
-    adapters.add(model, names, settings)
+    settings = TrainConfig(
+        precision="fp32",
+        quantization_backend=config.backend,
+        use_gradient_checkpointing="false",
+        lr=1e-2,
+        cache_dequantized="false",
+        microbatch_tokens=512,
+    )
+    add_adapters(model, names, settings)
     engine = TorchEngine(model, settings, torch.device(device))
     engine.settle_layout("auto")
-    from finetune import data
+    from finetune.data.collate import microbatches
 
     rows = tiny.dataset()
-    batches = data.microbatches(rows, range(len(rows)), engine.layout, len(rows), 512, 0)
+    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 512, 0)
     assert isinstance(batches[0], Batch)
     return [(r := engine.train_step(batches, 1e-2)).nll / r.num_targets for _ in range(20)]
 
@@ -239,9 +238,7 @@ def test_codes_come_back_from_their_bits(bits):
 
 @pytest.mark.parametrize("case", ["hqq", "quanto", "mlx"])
 def test_a_row_that_groups_do_not_fill_is_refused_with_the_layers_name(case):
-    with pytest.raises(
-        ValueError, match=f"q: group_size 64: does not divide a row of 100 columns, as {case} needs"
-    ):
+    with pytest.raises(ValueError, match=f"q: group_size 64: does not divide a row of 100 columns, as {case} needs"):
         quantize_model(torch.nn.ModuleDict({"q": torch.nn.Linear(100, 8)}), config_for(case))
 
 
@@ -285,20 +282,14 @@ def test_a_layer_may_have_another_method_or_none():
 def test_products_run_in_the_configs_compute_dtype():
     weight, x = torch.randn(32, 64), torch.randn(4, 64)
     plain, low = (
-        quantized_linear(weight, None, QuantizationConfig(compute_dtype=dtype))
-        for dtype in (None, torch.bfloat16)
+        quantized_linear(weight, None, QuantizationConfig(compute_dtype=dtype)) for dtype in (None, torch.bfloat16)
     )
     assert plain(x).dtype == torch.float32
-    assert torch.equal(
-        low(x), torch.nn.functional.linear(x.bfloat16(), low.weight_of(low.stored(), torch.bfloat16))
-    )
+    assert torch.equal(low(x), torch.nn.functional.linear(x.bfloat16(), low.weight_of(low.stored(), torch.bfloat16)))
 
 
 def test_configs_say_what_a_method_has():
-    assert (
-        QuantizationConfig(method=QuantizationMethod.HQQ_4BIT, bits=4, compute_dtype=torch.float16).backend
-        == "hqq"
-    )
+    assert QuantizationConfig(method=QuantizationMethod.HQQ_4BIT, bits=4, compute_dtype=torch.float16).backend == "hqq"
     assert QuantizationConfig(method="bnb_nf4").method is QuantizationMethod.BNB_NF4
     assert [QuantizationConfig(method=m).bits for m in ("bnb_int8", "mlx_int8", "quanto_int2")] == [8, 8, 2]
     assert QuantizationConfig(method="bnb_nf4", block_size=128).group_size == 128
@@ -317,9 +308,7 @@ def test_configs_say_what_a_method_has():
 def test_the_older_adapter_object_applies_its_config():
     adapter = create_quantization_adapter(QuantizationConfig(method="quanto_int8"))
     assert adapter.quantize_linear(torch.nn.Linear(64, 8)).packed.dtype == torch.int8
-    assert isinstance(
-        adapter.quantize_model(torch.nn.ModuleDict({"a": torch.nn.Linear(64, 8)}))["a"], QuantizedLinear
-    )
+    assert isinstance(adapter.quantize_model(torch.nn.ModuleDict({"a": torch.nn.Linear(64, 8)}))["a"], QuantizedLinear)
 
 
 def test_pairs_nobody_has_are_told_with_those_that_are():

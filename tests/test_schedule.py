@@ -1,7 +1,7 @@
 import pytest
 
+from finetune.config import SCHEDULES
 from finetune.schedule import Schedule, warmup_steps
-from finetune.settings import SCHEDULES
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -24,11 +24,7 @@ def test_the_ends_are_where_they_are_said_to_be():
 
 def test_a_schedule_is_a_function_of_the_step_alone():
     schedule = Schedule("cosine", 1e-3, 50, 5)
-    assert [schedule.lr_at(s) for s in (30, 3, 30)] == [
-        schedule.lr_at(30),
-        schedule.lr_at(3),
-        schedule.lr_at(30),
-    ]
+    assert [schedule.lr_at(s) for s in (30, 3, 30)] == [schedule.lr_at(30), schedule.lr_at(3), schedule.lr_at(30)]
 
 
 def test_warm_up_is_given_in_steps_or_as_a_part():

@@ -50,9 +50,7 @@ def test_weights_kept_in_host_memory_train_bitwise_as_those_on_the_device(layout
 @pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 3", "HSDP 2x2"])
 def test_every_kind_of_training_loads_its_rows(layout, folders, tmp_path):
     wanted = [(layout, kind, folders["llama"]) for kind in share_cells.KINDS]
-    check(
-        ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path)
-    )
+    check(ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
 
 
 @pytest.mark.slow
@@ -61,9 +59,7 @@ def test_every_architecture_loads_its_rows(layout, folders, tmp_path):
     """Experts of one parameter, made by conversions; Conv1D; weights tied; biases; more ranks than rows of some tensors."""
     wanted = [(layout, kind, f) for f in folders.values() for kind in ("full", "nf4", "hqq", "dora")]
     wanted = [w for w in wanted if not (w[1] == "dora" and "falcon" in w[2])]
-    check(
-        ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path)
-    )
+    check(ranks.run(cells.LAYOUTS[layout].world_size, "tests.share_cells:loading", {"wanted": wanted}, tmp_path))
 
 
 @pytest.mark.slow

@@ -6,12 +6,16 @@ import pytest
 import torch
 
 import quantization_wrapper
-from finetune.data import microbatches
+from finetune.config import OPTIMIZERS, TrainConfig
+from finetune.data.collate import microbatches
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
-from finetune.settings import OPTIMIZERS, Settings
-from finetune.torch_engine import adapters, attention, hf_model, loss
+from finetune.torch_engine import attention, loss
 from finetune.torch_engine.engine import TorchEngine, dense_weights
+from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.lora.adapters import add_adapters
+from finetune.torch_engine.lora.layers import layers
+from finetune.torch_engine.lora.targets import linear_names, target_names
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -19,7 +23,7 @@ ROWS = tiny.dataset()
 
 
 def engine(architecture="llama", layout="auto", train_type="lora", model=None, **changes):
-    settings = dataclasses.replace(Settings(), precision="fp32", lr=1e-2, train_type=train_type, **changes)
+    settings = dataclasses.replace(TrainConfig(), precision="fp32", lr=1e-2, train_type=train_type, **changes)
     model = model or tiny.build(architecture)
     if train_type == "full":
         model.requires_grad_(True)
@@ -27,18 +31,18 @@ def engine(architecture="llama", layout="auto", train_type="lora", model=None, *
         model.requires_grad_(False)
         if train_type == "qlora":
             config = quantization_wrapper.config_for("nf4")
-            quantization_wrapper.quantize_model(model, config, adapters.linear_names(model))
-        adapters.add(model, adapters.target_names(model, "all"), settings)
+            quantization_wrapper.quantize_model(model, config, linear_names(model))
+        add_adapters(model, target_names(model, "all"), settings)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for layer in adapters.layers(model).values():
+            for layer in layers(model).values():
                 layer.lora_B.normal_(std=0.05, generator=generator)
     built = TorchEngine(model, settings, CPU)
     built.settle_layout(layout)
     return built
 
 
-def batches(layout="flat", batch_size=8, tokens=10**6, rows=range(8)):
+def batches(layout="padding_free", batch_size=8, tokens=10**6, rows=range(8)):
     return microbatches(ROWS, rows, layout, batch_size, tokens, pad_id=0)
 
 
@@ -62,20 +66,20 @@ def assert_same(mine, theirs, tolerance=1e-6):
 @pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a not in tiny.PADDED])
 def test_flat_is_padded_is_each_document_alone(architecture):
     flat = engine(architecture)
-    assert flat.layout == "flat"
+    assert flat.layout == "padding_free"
     padded = engine(architecture, layout="padded")
     results = {
-        "flat": (flat, batches("flat")),
+        "padding_free": (flat, batches("padding_free")),
         "padded": (padded, batches("padded")),
         "alone": (padded, batches("padded", batch_size=1)),
     }
     losses = {k: e.evaluate(b) for k, (e, b) in results.items()}
-    assert losses["flat"][1] == losses["padded"][1] == losses["alone"][1]
+    assert losses["padding_free"][1] == losses["padded"][1] == losses["alone"][1]
     for name in ("padded", "alone"):
-        assert losses["flat"][0] == pytest.approx(losses[name][0], rel=1e-6)
+        assert losses["padding_free"][0] == pytest.approx(losses[name][0], rel=1e-6)
     grads = {k: gradients(e, b) for k, (e, b) in results.items()}
     # 1e-5: the sum over a document's tokens is taken in another order in each layout.
-    assert_same(grads["flat"], grads["alone"], 1e-5)
+    assert_same(grads["padding_free"], grads["alone"], 1e-5)
     assert_same(grads["padded"], grads["alone"], 1e-5)
 
 
@@ -86,10 +90,10 @@ def test_a_model_whose_attention_cannot_be_bounded_gets_padded_rows_and_the_reas
     result = built.train_step(batches("padded"), 1e-2)
     assert np.isfinite(result.nll)
     with pytest.raises(PlanError, match="--batch_layout flat: a document flat"):
-        engine(architecture, layout="flat")
+        engine(architecture, layout="padding_free")
 
 
-@pytest.mark.parametrize("layout", ["flat", "padded"])
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
 def test_accumulated_is_one_batch_and_any_cut_in_tokens(train_type, layout):
     built = engine(train_type=train_type, layout=layout)
@@ -102,9 +106,7 @@ def test_accumulated_is_one_batch_and_any_cut_in_tokens(train_type, layout):
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
 def test_checkpointing_on_is_off(train_type, reentrant):
     plain = engine(train_type=train_type)
-    recomputing = engine(
-        train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant
-    )
+    recomputing = engine(train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant)
     plain.model.train(), recomputing.model.train()
     saved = {}
     for built in (plain, recomputing):
@@ -146,10 +148,10 @@ def test_a_head_that_does_more_than_its_config_says_is_left_to_the_model(monkeyp
     forward = model.lm_head.forward
     model.lm_head.forward = lambda x: forward(x) * 1.5
     built = engine(model=model)
-    assert built.head is None and built.layout == "flat"
+    assert built.head is None and built.layout == "padding_free"
     nll, count = built.evaluate(batches())
     assert (
-        nll == pytest.approx(built.evaluate(batches("flat", 1))[0], rel=1e-6)
+        nll == pytest.approx(built.evaluate(batches("padding_free", 1))[0], rel=1e-6)
         and count == ROWS.counts["targets"]
     )
 
@@ -182,21 +184,19 @@ def test_dropout_is_taken_up_where_it_was_only_with_the_random_state():
         assert (second.train_step(batches(), 1e-2).nll == wanted) is same
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"]
-)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
 def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type):
     exact = engine(train_type=train_type)
     model = tiny.build()
-    model.to(hf_model.WEIGHT_DTYPES[precision])
+    model.to(WEIGHT_DTYPES[precision])
     built = engine(train_type=train_type, model=model)
     built = TorchEngine(built.model, dataclasses.replace(built.settings, precision=precision), CPU)
     built.settle_layout("auto")
-    assert built.layout == "flat"
+    assert built.layout == "padding_free"
     assert all(p.dtype == torch.float32 for p in built.named.values())
     frozen = {p.dtype for p in built.model.parameters() if not p.requires_grad and p.is_floating_point()}
-    assert frozen == {hf_model.WEIGHT_DTYPES[precision]}
+    assert frozen == {WEIGHT_DTYPES[precision]}
     one, two = (e.train_step(batches(), 1e-2) for e in (exact, built))
     # bf16 keeps 8 bits of a number, fp16 11: a mean over some 70 targets is within 1 % of the exact one.
     assert two.nll == pytest.approx(one.nll, rel=1e-2) and not two.skipped
@@ -230,12 +230,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
 
 def test_running_out_of_memory_names_what_to_lower():
     built = engine()
-    built.model.model.register_forward_pre_hook(
-        lambda *ignored: torch.empty(2**50) and None
-    )  # 4 PiB: torch says no
-    with pytest.raises(
-        OutOfMemoryError, match="--microbatch_tokens .*--use_gradient_checkpointing .*--low_memory"
-    ):
+    built.model.model.register_forward_pre_hook(lambda *ignored: torch.empty(2**50) and None)  # 4 PiB: torch says no
+    with pytest.raises(OutOfMemoryError, match="--microbatch_tokens .*--use_gradient_checkpointing .*--low_memory"):
         built.train_step(batches(), 1e-2)
 
 
@@ -266,8 +262,8 @@ def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length():
             logits = plain.model(input_ids=torch.tensor([ids])).logits[0, -1]
             assert logits.argmax() == token
             ids.append(token)
-    assert built.layout == "flat" and built.model.config._attn_implementation == attention.NAME
-    stopped = built.generate(prompts, 8, eos_ids={127}, hopeless=lambda row, ids: row == 1 and len(ids) >= 2)
+    assert built.layout == "padding_free" and built.model.config._attn_implementation == attention.NAME
+    stopped = built.generate(prompts, 8, eos_ids={127}, stop_row=lambda row, ids: row == 1 and len(ids) >= 2)
     assert stopped[0] == together[0] and stopped[1] == together[1][:2]
 
 
@@ -283,7 +279,7 @@ def test_frozen_weights_are_the_same_bits_after_training(train_type):
 
 def test_dense_weights_are_kept_only_inside():
     built = engine(train_type="qlora")
-    layer = next(iter(adapters.layers(built.model).values()))
+    layer = next(iter(layers(built.model).values()))
     x = torch.randn(3, layer.in_features)
     apart = layer(x)
     with dense_weights(built.model):
@@ -316,20 +312,19 @@ def test_document_attention_is_plain_attention_in_each_document(lengths, window)
     positions = torch.cat([torch.arange(n) for n in lengths])
     documents = attention.documents_of(positions, CPU)
     out, _ = attention.document_attention(None, q, k, v, None, sliding_window=window, documents=documents)
-    again, _ = attention.document_attention(
-        None, q, k, v, None, sliding_window=window, position_ids=positions[None]
-    )
+    again, _ = attention.document_attention(None, q, k, v, None, sliding_window=window, position_ids=positions[None])
     assert torch.equal(out, again)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen = (number[:, None] == number) & (positions[:, None] >= positions)
     if window:
         seen &= positions[:, None] - positions < window
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, enable_gqa=True
-    ).transpose(1, 2)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
-    for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)),
-                    torch.autograd.grad(wanted.square().sum(), (q, k, v)), strict=True):  # fmt: skip
+    for a, b in zip(
+        torch.autograd.grad(out.square().sum(), (q, k, v)),
+        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

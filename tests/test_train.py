@@ -16,18 +16,26 @@ import export
 import generate
 import score
 import train
-from finetune import checkpoint
-from finetune.errors import CheckpointDamaged, NonFiniteError, OutputDirInUse, PlanError
+from finetune.checkpoint.store import Lock, digest_of, newest_checkpoint, steps_of, verify_checkpoint
+from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInUseError, PlanError
 from finetune.metrics import read_events
-from finetune.torch_engine import adapters
+from finetune.torch_engine.lora.adapters import attach_adapter
 from tests import tiny
 from train import fine_tune
 
 # Dropout, accumulation, shuffling and warm-up are on; 24 rows in steps of 4 over two epochs are 12 steps.
 RUN = dict(
-    batch_size=2, gradient_accumulation_steps=2, num_epochs=2, lr=5e-3, lora_rank=4, lora_dropout=0.1, train_type="lora",
-    backend="cpu", log_to="stdout", context_length=64,
-)  # fmt: skip
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    num_epochs=2,
+    lr=5e-3,
+    lora_rank=4,
+    lora_dropout=0.1,
+    train_type="lora",
+    backend="cpu",
+    log_to="stdout",
+    context_length=64,
+)
 
 
 @pytest.fixture
@@ -35,13 +43,13 @@ def run(tiny_model, rows_file, tmp_path):
     """fine_tune on the tiny model and rows, into a fresh folder unless told otherwise."""
 
     def call(**flags):
-        wishes = {
+        overrides = {
             **RUN,
             "model_name": str(tiny_model),
             "dataset": str(rows_file),
             "output_dir": str(tmp_path / "out"),
         }
-        return fine_tune(**{**wishes, **flags})
+        return fine_tune(**{**overrides, **flags})
 
     return call
 
@@ -63,8 +71,8 @@ WHOLE_STATE = ("adapter_model.safetensors", "optimizer.safetensors", "rng.safete
 def uninterrupted(tiny_model, rows_file, tmp_path_factory):
     """A 12-step run with every step kept."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    wishes = {**RUN, "model_name": str(tiny_model), "dataset": str(rows_file), "output_dir": str(folder)}
-    state = fine_tune(**wishes, save_every=1, keep_last=12)
+    overrides = {**RUN, "model_name": str(tiny_model), "dataset": str(rows_file), "output_dir": str(folder)}
+    state = fine_tune(**overrides, save_every=1, keep_last=12)
     assert state.status == "finished" and state.step == 12
     return folder
 
@@ -72,7 +80,7 @@ def uninterrupted(tiny_model, rows_file, tmp_path_factory):
 def copy_up_to(folder, step, target):
     """The folder as a crash right after `step` leaves it: later checkpoints absent, the log running on."""
     shutil.copytree(folder, target)
-    for later in checkpoint.steps_of(target):
+    for later in steps_of(target):
         if int(later.name[5:]) > step:
             shutil.rmtree(later)
     for name in ("train_state.json", "adapter_model.safetensors"):
@@ -83,9 +91,7 @@ def copy_up_to(folder, step, target):
 def test_the_same_run_twice_is_the_same_bits(run, uninterrupted, tmp_path):
     run(save_every=1, keep_last=12)
     assert steps(tmp_path / "out") == steps(uninterrupted)
-    same_files(
-        tmp_path / "out" / "checkpoints" / "step-12", uninterrupted / "checkpoints" / "step-12", WHOLE_STATE
-    )
+    same_files(tmp_path / "out" / "checkpoints" / "step-12", uninterrupted / "checkpoints" / "step-12", WHOLE_STATE)
 
 
 @pytest.mark.parametrize("step", range(1, 12))
@@ -99,7 +105,7 @@ def test_a_run_resumed_at_any_step_is_bitwise_the_uninterrupted_one(uninterrupte
 
 
 def break_rng(folder):
-    arrays = checkpoint.verify(folder).tensors("rng.safetensors")
+    arrays = verify_checkpoint(folder).tensors("rng.safetensors")
     torch.manual_seed(1)
     rewrite(folder, "rng.safetensors", {**arrays, "host": torch.get_rng_state().numpy()})
 
@@ -109,7 +115,7 @@ def break_cursor(folder):
 
 
 def break_optimizer(folder):
-    arrays = checkpoint.verify(folder).tensors("optimizer.safetensors")
+    arrays = verify_checkpoint(folder).tensors("optimizer.safetensors")
     rewrite(folder, "optimizer.safetensors", {k: np.zeros_like(v) for k, v in arrays.items()})
 
 
@@ -135,7 +141,7 @@ def resign(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         path = folder / name
-        manifest["files"][name] = {"size": path.stat().st_size, "sha256": checkpoint.digest_of(path)}
+        manifest["files"][name] = {"size": path.stat().st_size, "sha256": digest_of(path)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -181,12 +187,10 @@ def test_a_finished_run_goes_on_to_a_larger_total_and_says_so(uninterrupted, tmp
     assert "total steps: 12 -> 18; the schedule is that of the new total" in said
 
 
-def test_a_damaged_newest_checkpoint_falls_back_with_a_line_and_all_damaged_is_76(
-    uninterrupted, tmp_path, capsys
-):
+def test_a_damaged_newest_checkpoint_falls_back_with_a_line_and_all_damaged_is_76(uninterrupted, tmp_path, capsys):
     folder = copy_up_to(uninterrupted, 3, tmp_path / "out")
     (folder / "checkpoints" / "step-3" / "optimizer.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointDamaged, match="step-3.*optimizer"):
+    with pytest.raises(CheckpointDamagedError, match="step-3.*optimizer"):
         fine_tune(resume=str(folder / "checkpoints" / "step-3"))
     fine_tune(resume="auto", output_dir=str(folder))
     said = capsys.readouterr().out
@@ -194,7 +198,7 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_line_and_all_damaged_is_7
     assert steps(folder) == steps(uninterrupted)
     folder = copy_up_to(uninterrupted, 1, tmp_path / "again")
     (folder / "checkpoints" / "step-1" / "manifest.json").unlink()
-    with pytest.raises(CheckpointDamaged) as error:
+    with pytest.raises(CheckpointDamagedError) as error:
         fine_tune(resume=str(folder))
     assert error.value.exit_code == 76
 
@@ -228,17 +232,15 @@ def test_a_folder_that_holds_a_run_needs_resume_or_overwrite(run, tmp_path):
 
 
 def test_a_second_run_in_one_folder_is_refused_while_the_first_lives(run, tmp_path):
-    lock = checkpoint.Lock(tmp_path / "out")
-    with pytest.raises(OutputDirInUse, match=f"pid {os.getpid()}"):
+    lock = Lock(tmp_path / "out")
+    with pytest.raises(OutputDirInUseError, match=f"pid {os.getpid()}"):
         run(max_steps=1)
     lock.release()
     assert run(max_steps=1).step == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_from_there(
-    run, uninterrupted, tmp_path, number, code
-):
+def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_from_there(run, uninterrupted, tmp_path, number, code):
     folder = tmp_path / "out"
 
     def send():
@@ -251,7 +253,7 @@ def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_from_there(
     state = run()
     thread.join()
     assert state.status == "stopped" and state.exit_code == code and 3 <= state.step < 12
-    assert [p.name for p in checkpoint.steps_of(folder)] == [f"step-{state.step}"]
+    assert [p.name for p in steps_of(folder)] == [f"step-{state.step}"]
     end = read_events(folder, "end")[-1]
     assert (end["status"], end["exit_code"]) == ("stopped", code)
     fine_tune(resume="auto", output_dir=str(folder))
@@ -269,20 +271,14 @@ def test_an_infinite_learning_rate_stops_with_65_names_step_and_rows_and_saves_n
     assert error.value.exit_code == 65
     end = read_events(tmp_path / "out", "end")[-1]
     assert (end["status"], end["exit_code"]) == ("failed", 65)
-    for folder in checkpoint.steps_of(tmp_path / "out"):
-        saved = checkpoint.verify(folder)
+    for folder in steps_of(tmp_path / "out"):
+        saved = verify_checkpoint(folder)
         for name in ("adapter_model.safetensors", "optimizer.safetensors"):
             assert all(np.isfinite(a).all() for a in saved.tensors(name).values())
 
 
 def test_events_hold_what_programs_rely_on(run, tmp_path, rows_file):
-    run(
-        validation_dataset=str(rows_file),
-        score_dataset=str(rows_file),
-        score_samples=4,
-        eval_every=6,
-        save_every=5,
-    )
+    run(validation_dataset=str(rows_file), score_dataset=str(rows_file), score_samples=4, eval_every=6, save_every=5)
     folder = tmp_path / "out"
     events = read_events(folder)
     assert events[0]["event"] == "start" and events[-1]["event"] == "end"
@@ -292,15 +288,7 @@ def test_events_hold_what_programs_rely_on(run, tmp_path, rows_file):
     for e in read_events(folder, "eval"):
         assert 0 <= e["exact_match"] <= 1 and e["num_targets"] > 0
     step = read_events(folder, "step")[0]
-    assert {
-        "loss",
-        "lr",
-        "grad_norm",
-        "num_tokens",
-        "num_targets",
-        "tokens_per_s",
-        "memory_bytes",
-    } <= step.keys()
+    assert {"loss", "lr", "grad_norm", "num_tokens", "num_targets", "tokens_per_s", "memory_bytes"} <= step.keys()
     assert isinstance(step["memory_bytes"]["total"], int) and step["memory_bytes"]["items"]["base"] > 0
     assert events[-1] | {"status": "finished", "exit_code": 0, "step": 12} == events[-1]
     assert events[-1]["peak_memory_bytes"]["total"] > 0
@@ -327,13 +315,13 @@ def test_a_saved_plan_gives_the_same_run(run, tmp_path):
     run(max_steps=3)
     first = json.loads((tmp_path / "out" / "run_plan.json").read_text())
     settled, _, _ = train.make_plan(
-        train.wishes_from(["--config", str(tmp_path / "out" / "run_plan.json")], train.build_parser())
+        train.parse_overrides(["--config", str(tmp_path / "out" / "run_plan.json")], train.build_parser())
     )
     again = settled.to_json()["settled"]
     assert {k: v for k, v in again.items() if k != "batch_layout"} == {
         k: v for k, v in first["settled"].items() if k != "batch_layout"
     }  # the layout is settled on the loaded model
-    assert first["settled"]["batch_layout"] == "flat"
+    assert first["settled"]["batch_layout"] == "padding_free"
 
 
 def test_the_base_folder_is_never_written_to(run, tiny_model):
@@ -342,9 +330,7 @@ def test_the_base_folder_is_never_written_to(run, tiny_model):
     assert {p.name: p.read_bytes() for p in tiny_model.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"]
-)
+@pytest.mark.parametrize("flags", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
 def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
     run, tiny_model, rows_file, tmp_path, capsys, flags
 ):
@@ -357,24 +343,12 @@ def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         # fp32 weights, merged in fp32: one rounding a weight.
-        torch.testing.assert_close(
-            plain(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(plain(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
     figures = []
     for checkpoint_dir in (folder, merged, folder / "checkpoints" / "step-4"):
         assert (
-            score.main(
-                [
-                    "--checkpoint",
-                    str(checkpoint_dir),
-                    "--dataset",
-                    str(rows_file),
-                    "--json",
-                    "--device",
-                    "cpu",
-                ]
-            )
+            score.main(["--checkpoint", str(checkpoint_dir), "--dataset", str(rows_file), "--json", "--device", "cpu"])
             == 0
         )
         figures.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
@@ -404,7 +378,7 @@ def test_full_fine_tuning_writes_a_model_that_transformers_loads(run, tiny_model
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     assert not torch.equal(model.lm_head.weight, base.lm_head.weight)
-    saved = checkpoint.newest(folder)[0].tensors("model.safetensors")
+    saved = newest_checkpoint(folder)[0].tensors("model.safetensors")
     np.testing.assert_array_equal(saved["lm_head.weight"], model.lm_head.weight.detach().numpy())
     assert transformers.AutoTokenizer.from_pretrained(folder).chat_template
 
@@ -418,7 +392,7 @@ def test_any_architecture_trains_from_a_folder(architecture, make_tokenizer, run
     losses = [s["loss"] for s in steps(tmp_path / "out")]
     assert state.step == 3 and losses[-1] < losses[0]
     layout = json.loads((tmp_path / "out" / "run_plan.json").read_text())["settled"]["batch_layout"]
-    assert layout == ("padded" if architecture in tiny.PADDED else "flat")
+    assert layout == ("padded" if architecture in tiny.PADDED else "padding_free")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peft.PeftModel.from_pretrained(theirs, tmp_path / "out")
 
@@ -429,9 +403,7 @@ def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, 
     first = read_events(tmp_path / "out", "step")[0]["loss"]
     run(max_steps=1, train_type="qlora", output_dir=str(tmp_path / "plain"), lora_dropout=0.0)
     assert first == pytest.approx(read_events(tmp_path / "plain", "step")[0]["loss"], rel=1e-5)  # B is zero
-    peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out"
-    )
+    peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out")
 
 
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
@@ -444,12 +416,7 @@ def test_starts_that_change_the_base_resume_bitwise_and_load_on_the_original(
             run(init_lora_weights=init)
         return
     flags = dict(
-        init_lora_weights=init,
-        train_type=train_type,
-        precision="fp32",
-        save_every=1,
-        keep_last=9,
-        max_steps=4,
+        init_lora_weights=init, train_type=train_type, precision="fp32", save_every=1, keep_last=9, max_steps=4
     )
     run(**flags)
     whole = tmp_path / "out"
@@ -461,14 +428,10 @@ def test_starts_that_change_the_base_resume_bitwise_and_load_on_the_original(
     theirs = peft.PeftModel.from_pretrained(model, whole).eval()
     ids = torch.arange(3, 19)[None]
     mine = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
-    adapters.attach(mine, whole)
+    attach_adapter(mine, whole)
     with torch.no_grad():
-        torch.testing.assert_close(
-            theirs(input_ids=ids).logits, mine(input_ids=ids).logits, rtol=1e-5, atol=1e-5
-        )
-    generate.main(
-        ["--checkpoint", str(whole), "--prompt", "What is 2?", "--max_new_tokens", "2", "--device", "cpu"]
-    )
+        torch.testing.assert_close(theirs(input_ids=ids).logits, mine(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    generate.main(["--checkpoint", str(whole), "--prompt", "What is 2?", "--max_new_tokens", "2", "--device", "cpu"])
 
 
 def test_embeddings_and_head_train_from_the_command_line_and_merge(run, tmp_path, capsys):

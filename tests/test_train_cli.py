@@ -16,10 +16,10 @@ import export
 import generate
 import score
 import train
-from finetune import checkpoint
+from finetune.checkpoint.store import Lock, newest_checkpoint, steps_of
+from finetune.config import FIELDS
 from finetune.errors import PlanError
 from finetune.metrics import read_events
-from finetune.settings import FIELDS
 from tests import hub_server
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +42,24 @@ def finish(*argv, script="train.py", cwd=None, **environment):
 @pytest.fixture
 def base(tiny_model, rows_file, tmp_path):
     """Flags of a tiny run."""
-    return ["--model_name", tiny_model, "--dataset", rows_file, "--output_dir", tmp_path / "out", "--backend", "cpu",
-            "--train_type", "lora", "--lora_rank", 4, "--batch_size", 4, "--context_length", 64]  # fmt: skip
+    return [
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        rows_file,
+        "--output_dir",
+        tmp_path / "out",
+        "--backend",
+        "cpu",
+        "--train_type",
+        "lora",
+        "--lora_rank",
+        4,
+        "--batch_size",
+        4,
+        "--context_length",
+        64,
+    ]
 
 
 # ---- bad input: one line, exit code 2, before the model loads, nothing lost
@@ -106,15 +122,21 @@ BAD_FLAGS = {
     "folder without data": ({"dataset": str(ROOT / "docs")}, "--dataset "),
     "context": ({"context_length": 100_000}, "--context_length 100000: is over this model's limit of 256"),
     "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
-    "pair": ({"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"}, "--n_bits 3: quanto has 2/4/8 bits"),
+    "pair": (
+        {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"},
+        "--n_bits 3: quanto has 2/4/8 bits",
+    ),
     "bits": ({"train_type": "qlora", "n_bits": 7}, "--n_bits 7: nf4 has 4 bits"),
-    "groups": ({"train_type": "qlora", "n_bits": 3}, "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj"),
+    "groups": (
+        {"train_type": "qlora", "n_bits": 3},
+        "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj",
+    ),
     "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no layer of this model"),
     "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),
     "resume": ({"resume": "nowhere"}, "--resume nowhere: no such folder"),
     "validation": ({"validation_dataset": "nowhere.jsonl"}, "--validation_dataset nowhere.jsonl: "),
     "wandb": ({"log_to": "wandb"}, "--log_to wandb: wandb is not installed"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_FLAGS)
@@ -132,9 +154,7 @@ def test_token_ids_beyond_the_embedding_name_the_row(base, make_tokenizer, tmp_p
     folder = tmp_path / "model"
     make_tokenizer(folder, bos=False)
     tiny.build("llama", vocab_size=128).save_pretrained(folder)
-    with pytest.raises(
-        PlanError, match=r"rows.jsonl:1: token id \d+ is not among the model's 128 embedding rows"
-    ):
+    with pytest.raises(PlanError, match=r"rows.jsonl:1: token id \d+ is not among the model's 128 embedding rows"):
         train.main(_with(base, model_name=folder))
 
 
@@ -207,30 +227,21 @@ def test_threads_of_the_environment_are_respected(base, tmp_path):
     code = "import train, torch; from finetune.torch_engine.engine import settle_threads; settle_threads(); print(torch.get_num_threads())"
     for number in ("1", "2"):
         env = {**os.environ, "OMP_NUM_THREADS": number}
-        assert (
-            subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True).strip()
-            == number
-        )
+        assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True).strip() == number
 
 
 # ---- a hub, another process, kills and signals
 
 
-def test_a_hub_model_and_dataset_train_as_the_local_ones_do(
-    base, tiny_model, rows_file, tmp_path, monkeypatch
-):
+def test_a_hub_model_and_dataset_train_as_the_local_ones_do(base, tiny_model, rows_file, tmp_path, monkeypatch):
     (tmp_path / "rows").mkdir()
     shutil.copy(rows_file, tmp_path / "rows" / "train.jsonl")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    with hub_server.serve(
-        models={"org/tiny": tiny_model}, datasets={"org/rows": tmp_path / "rows"}
-    ) as endpoint:
+    with hub_server.serve(models={"org/tiny": tiny_model}, datasets={"org/rows": tmp_path / "rows"}) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         assert train.main(_with(base, model_name="org/tiny", dataset="org/rows", max_steps=3)) == 0
     assert train.main(_with(base, output_dir=tmp_path / "local", max_steps=3)) == 0
-    one, two = (
-        [(e["loss"], e["grad_norm"]) for e in read_events(tmp_path / n, "step")] for n in ("out", "local")
-    )
+    one, two = ([(e["loss"], e["grad_norm"]) for e in read_events(tmp_path / n, "step")] for n in ("out", "local"))
     assert one == two
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/tiny"
@@ -242,9 +253,30 @@ def long_run(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     rows = [{"prompt": f"{i} and {i}? ", "completion": f"{2 * i}"} for i in range(40)]
     (folder / "rows.jsonl").write_bytes(jsonl(*rows))
-    flags = ["--model_name", tiny_model, "--dataset", folder / "rows.jsonl", "--backend", "cpu", "--train_type", "lora",
-             "--lora_rank", 4, "--batch_size", 4, "--max_steps", 150, "--save_every", 1, "--lora_dropout", 0.1,
-             "--lr", "1e-3", "--resume", "auto"]  # fmt: skip
+    flags = [
+        "--model_name",
+        tiny_model,
+        "--dataset",
+        folder / "rows.jsonl",
+        "--backend",
+        "cpu",
+        "--train_type",
+        "lora",
+        "--lora_rank",
+        4,
+        "--batch_size",
+        4,
+        "--max_steps",
+        150,
+        "--save_every",
+        1,
+        "--lora_dropout",
+        0.1,
+        "--lr",
+        "1e-3",
+        "--resume",
+        "auto",
+    ]
     assert finish(*flags, "--output_dir", folder / "whole").returncode == 0
     return flags, folder / "whole"
 
@@ -255,10 +287,7 @@ def kill_until_done(flags, folder, whole, kills, seed):
     wall = read_events(whole, "end")[-1]["wall_s"]
     while True:
         process = subprocess.Popen(
-            command(*flags, "--output_dir", folder),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command(*flags, "--output_dir", folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if done < kills:
             # Most of a start is imports: wait for the run to be on its way, then anywhere in its steps and saves.
@@ -275,8 +304,11 @@ def kill_until_done(flags, folder, whole, kills, seed):
             print(output)
             assert failed < 3, output
         done += 1
-    differ = [a["step"] for a, b in zip(read_events(folder, "step"), read_events(whole, "step"), strict=True)
-              if (a["step"], a["loss"], a["grad_norm"]) != (b["step"], b["loss"], b["grad_norm"])]  # fmt: skip
+    differ = [
+        a["step"]
+        for a, b in zip(read_events(folder, "step"), read_events(whole, "step"), strict=True)
+        if (a["step"], a["loss"], a["grad_norm"]) != (b["step"], b["loss"], b["grad_norm"])
+    ]
     return failed, differ, done
 
 
@@ -299,35 +331,27 @@ def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tm
 def test_a_signal_saves_once_and_its_code_is_the_exit_code(long_run, tmp_path, number, code):
     flags = list(long_run[0])
     flags[flags.index("--save_every") + 1] = 0
-    process = subprocess.Popen(
-        command(*flags, "--output_dir", tmp_path / "out"), stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command(*flags, "--output_dir", tmp_path / "out"), stdout=subprocess.PIPE, text=True)
     while _lines(tmp_path / "out") < 3:
         time.sleep(0.002)
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == code and "go on with --resume" in output
-    assert len(checkpoint.steps_of(tmp_path / "out")) == 1
-    saved = checkpoint.newest(tmp_path / "out")[0]
+    assert len(steps_of(tmp_path / "out")) == 1
+    saved = newest_checkpoint(tmp_path / "out")[0]
     assert saved.step == _lines(tmp_path / "out")
 
 
 def test_a_second_process_in_one_folder_exits_75_and_names_the_first(base, tmp_path):
-    lock = checkpoint.Lock(tmp_path / "out")
+    lock = Lock(tmp_path / "out")
     out = finish(*base)
     lock.release()
-    assert (
-        out.returncode == 75
-        and f"in use by pid {os.getpid()}" in out.stderr
-        and len(out.stderr.splitlines()) == 1
-    )
+    assert out.returncode == 75 and f"in use by pid {os.getpid()}" in out.stderr and len(out.stderr.splitlines()) == 1
 
 
 def test_a_diverging_run_exits_65(base):
     out = finish(*base, "--lr", "1e30")
-    assert (
-        out.returncode == 65 and out.stderr.startswith("error: step ") and len(out.stderr.splitlines()) == 1
-    )
+    assert out.returncode == 65 and out.stderr.startswith("error: step ") and len(out.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -337,10 +361,10 @@ def test_the_demo_reaches_its_score(tmp_path, world_size):
     assert out.returncode == 0, out.stderr
     before, after = read_events(tmp_path / "demo", "eval")
     assert before["exact_match"] < 0.05 and after["exact_match"] > 0.9
-    from finetune import hf_files
-    from finetune.plan import DEMO_MODEL
+    from finetune.model_files.demo_model import DEMO_MODEL
+    from finetune.model_files.files import find_model
 
-    assert_answers_elsewhere(tmp_path, hf_files.find(DEMO_MODEL).folder)
+    assert_answers_elsewhere(tmp_path, find_model(DEMO_MODEL).folder)
 
 
 def assert_answers_elsewhere(tmp_path, base_folder):
@@ -348,13 +372,9 @@ def assert_answers_elsewhere(tmp_path, base_folder):
     import peft
     import transformers
 
-    rows = [
-        json.loads(line) for line in (ROOT / "examples" / "orders_test.jsonl").read_text().splitlines()[:4]
-    ]
+    rows = [json.loads(line) for line in (ROOT / "examples" / "orders_test.jsonl").read_text().splitlines()[:4]]
     assert (
-        finish(
-            "--checkpoint", tmp_path / "demo", "--output_dir", tmp_path / "merged", script="export.py"
-        ).returncode
+        finish("--checkpoint", tmp_path / "demo", "--output_dir", tmp_path / "merged", script="export.py").returncode
         == 0
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")

@@ -13,8 +13,9 @@ import expand
 import export
 import generate
 import train
-from finetune import hf_files
-from finetune.torch_engine import hf_model, loading
+from finetune.model_files.files import find_model
+from finetune.torch_engine.load import load_trained
+from finetune.torch_engine.weights import load_dense
 from quantization_wrapper import METHODS, pairs
 
 ROOT = Path(__file__).parent.parent
@@ -34,8 +35,13 @@ KINDS = {
 STORED = ["lora", *(f"{name}/{bits}" for name, bits in pairs())]
 CELLS = [(kind, stored) for kind in KINDS for stored in STORED if (kind, stored) != ("loftq", "lora")]
 # In the default suite: each kind once, each method and width once, in this process.
-METHOD_OF_KIND = dict(zip(KINDS, ["nf4/4", "hqq/4", "mlx/3", "quanto/4", "bnb/8", "mlx/4", "bnb/4", "hqq/2", "nf4/4",
-                                  "quanto/8", "mlx/6"], strict=True))  # fmt: skip
+METHOD_OF_KIND = dict(
+    zip(
+        KINDS,
+        ["nf4/4", "hqq/4", "mlx/3", "quanto/4", "bnb/8", "mlx/4", "bnb/4", "hqq/2", "nf4/4", "quanto/8", "mlx/6"],
+        strict=True,
+    )
+)
 FEW = [*METHOD_OF_KIND.items(), *(("lora", stored) for stored in STORED if stored != "nf4/4")]
 
 
@@ -66,7 +72,7 @@ def command(kind, stored, model, expanded, rows_file, out) -> list[str]:
         return [*flags, "--train_type", "lora", *KINDS[kind]]
     name, bits = stored.split("/")
     flags += ["--train_type", "qlora", "--quantization_backend", name, "--n_bits", bits]
-    if METHODS[name].code_books[int(bits)]:
+    if METHODS[name].quant_types[int(bits)]:
         flags += ["--group_size", "32"]
     return [*flags, *KINDS[kind]]
 
@@ -74,13 +80,13 @@ def command(kind, stored, model, expanded, rows_file, out) -> list[str]:
 def used(kind, model, expanded, out):
     """The saved weights in our reader, in PEFT or plain transformers, and asked for text."""
     base = expanded if kind == "llama_pro" else model
-    files = hf_files.find(str(base))
+    files = find_model(str(base))
     ids = torch.arange(5, 25)[None]
-    ours = hf_model.load_trained(out, files, torch.device("cpu"), torch.float32)(input_ids=ids).logits
+    ours = load_trained(out, files, torch.device("cpu"), torch.float32)(input_ids=ids).logits
     if kind == "llama_pro":
         merged = out.parent / "merged"
         export.main(["--checkpoint", str(out), "--output_dir", str(merged)])
-        theirs = loading.load_dense(merged, torch.float32)(input_ids=ids).logits
+        theirs = load_dense(merged, torch.float32)(input_ids=ids).logits
     else:
         import peft
         import transformers
@@ -91,16 +97,7 @@ def used(kind, model, expanded, out):
             theirs = peft.PeftModel.from_pretrained(plain, str(out)).eval()(input_ids=ids).logits
     # The sums are the same in another order; DoRA's norm is expanded on our side.
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    asked = [
-        "--checkpoint",
-        str(out),
-        "--prompt",
-        "What is 2 plus 2? ",
-        "--max_new_tokens",
-        "4",
-        "--device",
-        "cpu",
-    ]
+    asked = ["--checkpoint", str(out), "--prompt", "What is 2 plus 2? ", "--max_new_tokens", "4", "--device", "cpu"]
     assert generate.main(asked) == 0
 
 
@@ -115,9 +112,7 @@ def test_each_kind_and_each_method_trains_saves_reloads_and_answers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stored"), CELLS, ids=[f"{k}-{s}" for k, s in CELLS])
-def test_every_kind_over_every_method_from_the_command_line(
-    kind, stored, tiny_model, expanded, rows_file, tmp_path
-):
+def test_every_kind_over_every_method_from_the_command_line(kind, stored, tiny_model, expanded, rows_file, tmp_path):
     out = tmp_path / "out"
     flags = command(kind, stored, tiny_model, expanded, rows_file, out)
     done = subprocess.run(

@@ -4,9 +4,17 @@ import torch
 import transformers
 
 COMMON = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 OLD = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
 ARCHITECTURES = {
     "llama": ("LlamaConfig", {}),
@@ -26,7 +34,7 @@ ARCHITECTURES = {
     "granite": ("GraniteConfig", dict(logits_scaling=8.0)),
     "cohere": ("CohereConfig", dict(logit_scale=0.25)),
     "falcon": ("FalconConfig", dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)),
-}  # fmt: skip
+}
 PADDED = ("falcon",)  # the architectures whose attention transformers does not let us register
 
 
@@ -43,17 +51,22 @@ def dataset(lengths=(5, 17, 30, 9, 40, 3, 22, 11), vocab=128, seed=0):
     """Random documents of these lengths; about half of each is targets, never none."""
     import numpy as np
 
-    from finetune.data import TokenizedDataset
+    from finetune.data.tokenize import TokenizedDataset
 
     rng = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = rng.integers(3, vocab, offsets[-1]).astype(np.int32)
     is_target = np.concatenate([np.arange(n) >= max(1, int(n * rng.uniform(0, 0.9))) for n in lengths])
-    counts = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()), skipped=0, dropped_empty=0,
-                  prompt_truncated=0, answer_truncated=0)  # fmt: skip
-    return TokenizedDataset(
-        tokens, is_target, offsets, tuple(f"row {i}" for i in range(len(lengths))), counts
+    counts = dict(
+        rows=len(lengths),
+        tokens=len(tokens),
+        targets=int(is_target.sum()),
+        skipped=0,
+        dropped_empty=0,
+        prompt_truncated=0,
+        answer_truncated=0,
     )
+    return TokenizedDataset(tokens, is_target, offsets, tuple(f"row {i}" for i in range(len(lengths))), counts)
 
 
 def base_tensors_digest(model) -> str:

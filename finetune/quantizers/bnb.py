@@ -40,9 +40,7 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
     absmax = tensors["absmax"].reshape(-1)
     if "absmax2" in tensors:
         code = bnb.create_dynamic_map().to(absmax.device)
-        nested = bnb.QuantState(
-            absmax=_floats(tensors["absmax2"]), code=code, blocksize=256, dtype=torch.float32
-        )
+        nested = bnb.QuantState(absmax=_floats(tensors["absmax2"]), code=code, blocksize=256, dtype=torch.float32)
         absmax = bnb.dequantize_blockwise(absmax, nested) + _floats(tensors["offset"])
     else:
         absmax = _floats(absmax)

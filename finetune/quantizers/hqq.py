@@ -15,13 +15,16 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 
     rows, columns = weight_OI.shape
     if columns % fmt.group_size:
-        raise ValueError(
-            f"group_size {fmt.group_size}: does not divide a row of {columns} columns, as hqq needs"
-        )
+        raise ValueError(f"group_size {fmt.group_size}: does not divide a row of {columns} columns, as hqq needs")
     codes, meta = Quantizer.quantize(
-        weight_OI.float(), nbits=fmt.bits, group_size=fmt.group_size, axis=1, bitpack=False,
-        compute_dtype=torch.float32, device=str(weight_OI.device),
-    )  # fmt: skip
+        weight_OI.float(),
+        nbits=fmt.bits,
+        group_size=fmt.group_size,
+        axis=1,
+        bitpack=False,
+        compute_dtype=torch.float32,
+        device=str(weight_OI.device),
+    )
     scale, zero = (meta[name].float().reshape(rows, -1) for name in ("scale", "zero"))
     return {
         "packed": packing.pack(codes.to(torch.uint8).view(rows, columns), fmt.bits),
@@ -33,8 +36,6 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The weight [O, I] in `dtype`; computed in fp32."""
     packed = tensors["packed"]
-    scale, zero = (
-        packing.as_scales(tensors[name], torch.float32).unsqueeze(-1) for name in ("scale", "zero")
-    )
+    scale, zero = (packing.as_scales(tensors[name], torch.float32).unsqueeze(-1) for name in ("scale", "zero"))
     codes = packing.unpack(packed, fmt.bits).float().view(len(packed), -1, fmt.group_size)
     return codes.sub_(zero).mul_(scale).view(len(packed), -1).to(dtype)

@@ -29,16 +29,12 @@ class FrozenLinear(torch.autograd.Function):
         dtype = compute_dtype or (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
         ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
         ctx.save_for_backward(*stored)
-        return nn.functional.linear(
-            x.to(dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype)
-        )
+        return nn.functional.linear(x.to(dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx, grad):
         stored = ctx.saved_tensors
-        grad_x = (
-            (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        )
+        grad_x = (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, *(None for _ in stored)
 
 
@@ -50,19 +46,11 @@ class QuantizedLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        tensors: dict,
-        shape: tuple,
-        dequantize,
-        bias=None,
-        fan_in_fan_out: bool = False,
-        compute_dtype=None,
+        self, tensors: dict, shape: tuple, dequantize, bias=None, fan_in_fan_out: bool = False, compute_dtype=None
     ):
         super().__init__()
         self.compute_dtype = compute_dtype
-        self.fan_in_fan_out = (
-            fan_in_fan_out  # the layer it replaced kept its weight as [I, O], as GPT-2's Conv1D does
-        )
+        self.fan_in_fan_out = fan_in_fan_out  # the layer it replaced kept its weight as [I, O], as GPT-2's Conv1D does
         self.out_features, self.in_features = shape
         self.names, self.dequantize, self.cached = tuple(tensors), dequantize, None
         for name, tensor in tensors.items():

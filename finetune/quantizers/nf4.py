@@ -12,10 +12,23 @@ import importlib.util
 import torch
 
 LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 SCALES_GROUP = 256
 CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which stays in the cache
 
@@ -52,9 +65,7 @@ def _nearest_levels(values, middles) -> torch.Tensor:
     cells, last = 64, 128
     index = ((values + 1) * cells).to(torch.int32).clamp_(0, last).flatten()
     cell_of_middle = ((middles + 1) * cells).to(torch.int64)
-    below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(
-        1, dtype=torch.uint8
-    )
+    below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(1, dtype=torch.uint8)
     own = torch.full((last + 1,), torch.inf, device=values.device)
     own[cell_of_middle] = middles
     above = values.flatten() > own.index_select(0, index)
@@ -100,8 +111,6 @@ def _absmax(tensors) -> torch.Tensor:
         return tensors["absmax"].view(torch.float32)
     codes_OK, range_O2G = tensors["absmax"], tensors["absmax_range"].view(torch.float32)
     low, high = (
-        range_O2G.view(codes_OK.shape[0], -1, 2)
-        .repeat_interleave(SCALES_GROUP, 1)[:, : codes_OK.shape[1]]
-        .unbind(-1)
+        range_O2G.view(codes_OK.shape[0], -1, 2).repeat_interleave(SCALES_GROUP, 1)[:, : codes_OK.shape[1]].unbind(-1)
     )
     return low + codes_OK.float() * ((high - low) / 255)

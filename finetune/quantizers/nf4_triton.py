@@ -9,8 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _dequantize(packed, absmax, absmax_range, levels, out, columns, padded, blocks, groups,
-                block: tl.constexpr, double: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
+def _dequantize(
+    packed,
+    absmax,
+    absmax_range,
+    levels,
+    out,
+    columns,
+    padded,
+    blocks,
+    groups,
+    block: tl.constexpr,
+    double: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BYTES + tl.arange(0, BYTES)
     inside = at < padded // 2
@@ -27,9 +39,7 @@ def _dequantize(packed, absmax, absmax_range, levels, out, columns, padded, bloc
     tl.store(out + row * columns + column, weights.to(out.dtype.element_ty), mask=column < columns)
 
 
-def dequantize(
-    tensors: dict, levels: torch.Tensor, columns: int, block: int, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize(tensors: dict, levels: torch.Tensor, columns: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [O, columns] in `dtype`. `levels`: the 16 numbers of the code book, fp32, on the tensors' device."""
     packed = tensors["packed"]
     rows, padded = packed.shape[0], 2 * packed.shape[1]
@@ -40,7 +50,18 @@ def dequantize(
     size = min(1024, triton.next_power_of_2(padded // 2))
     # Without fused multiply-adds, so that the numbers are those of nf4.py bit for bit.
     _dequantize[(rows, triton.cdiv(padded // 2, size))](
-        packed, absmax, ranges, levels, out, columns, padded, absmax.shape[1], ranges.shape[1] // 2, block=block,
-        double=double, BYTES=size, enable_fp_fusion=False,
-    )  # fmt: skip
+        packed,
+        absmax,
+        ranges,
+        levels,
+        out,
+        columns,
+        padded,
+        absmax.shape[1],
+        ranges.shape[1] // 2,
+        block=block,
+        double=double,
+        BYTES=size,
+        enable_fp_fusion=False,
+    )
     return out

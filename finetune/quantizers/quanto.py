@@ -17,8 +17,11 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     weight, rows = weight_OI.float(), weight_OI.shape[0]
     if fmt.bits == 8:
         scale = AbsmaxOptimizer()(weight, qint8, axis=0).clamp_min(torch.finfo(torch.float32).tiny)
-        codes = torch.ops.quanto.quantize_symmetric(weight, dtype=torch.int8, axis=0, scale=scale) if rows > 1 else (
-            (weight / scale).round().clamp(-128, 127).to(torch.int8))  # fmt: skip
+        codes = (
+            torch.ops.quanto.quantize_symmetric(weight, dtype=torch.int8, axis=0, scale=scale)
+            if rows > 1
+            else ((weight / scale).round().clamp(-128, 127).to(torch.int8))
+        )
         return {"packed": codes, "scale": packing.as_bits(scale.view(rows, 1))}
     if weight.shape[1] % fmt.group_size:
         raise ValueError(
@@ -28,9 +31,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     groups = weight.reshape(-1, fmt.group_size)
     scale, shift = MaxOptimizer().optimize(groups, kind, axis=0)
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a group of equal weights has no range
-    codes = torch.ops.quanto.quantize_affine(
-        groups, bits=fmt.bits, axis=0, group_size=None, scale=scale, shift=shift
-    )
+    codes = torch.ops.quanto.quantize_affine(groups, bits=fmt.bits, axis=0, group_size=None, scale=scale, shift=shift)
     return {
         "packed": packing.pack(codes.view(rows, -1), fmt.bits),
         "scale": packing.as_bits(scale.view(rows, -1)),

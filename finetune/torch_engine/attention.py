@@ -55,9 +55,7 @@ def documents_of(position_ids_T, device) -> Documents:
         real_NL = column_L < length_N1
         gather_NL = torch.where(real_NL, start_N1 + column_L, 0)
         scatter[gather_NL[real_NL]] = offset + real_NL.flatten().nonzero().flatten()
-        groups.append(
-            Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members))
-        )
+        groups.append(Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members)))
         offset += real_NL.numel()
     return Documents(tuple(groups), scatter.to(device))
 
@@ -86,9 +84,15 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     if softcap is None and sinks_H is None and length > dense:
         mask = _causal(length, window, q_NHLD.device) if windowed else None
         out = F.scaled_dot_product_attention(
-            q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+            q_NHLD,
+            k_NKLD,
+            v_NKLD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
             enable_gqa=q_NHLD.shape[1] != k_NKLD.shape[1],
-        )  # fmt: skip
+        )
         return out.transpose(1, 2)
     n, heads, _, size = q_NHLD.shape
     kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
@@ -104,12 +108,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     if sinks_H is None:
         probs = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
     else:
-        sinks = (
-            sinks_H.to(scores.dtype)
-            .view(1, kv, per, 1, 1)
-            .expand(n, -1, -1, length, 1)
-            .reshape(n * kv, -1, 1)
-        )
+        sinks = sinks_H.to(scores.dtype).view(1, kv, per, 1, 1).expand(n, -1, -1, length, 1).reshape(n * kv, -1, 1)
         probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
     out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
     return out.view(n, heads, length, size).transpose(1, 2)
@@ -122,9 +121,20 @@ def _causal(length, window, device) -> torch.Tensor:
 
 
 def document_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None,
-    s_aux=None, documents=None, position_ids=None, **kwargs,
-):  # fmt: skip
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    documents=None,
+    position_ids=None,
+    **kwargs,
+):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
     if documents is None:  # a model that does not hand its keyword arguments down still hands positions
         documents = documents_of(position_ids.cpu(), query.device)

@@ -12,29 +12,21 @@ import torch
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
-from finetune.parts import FROM_NUMPY, Part
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import (
-    accelerated,
-    adapters,
-    attention,
-    context_parallel,
-    experts,
-    hf_model,
-    loading,
-    loss,
-    memory_count,
-    optim,
-    parallelize,
-    pipeline,
-    tensor_parallel,
-)
-from finetune.torch_engine.mesh import ALONE, Ranks
+from finetune.safetensors_io import FROM_NUMPY, TensorShard
+from finetune.torch_engine import attention, experts, loss, memory_stats, optim
+from finetune.torch_engine.checks import Check, base_model, check_causal, check_head, check_padding_free, no_autocast
+from finetune.torch_engine.load import autocast_dtype, out_of_memory
+from finetune.torch_engine.lora.layers import LoRALinear
+from finetune.torch_engine.lora.peft_format import disk_name, from_disk, peft_config, to_disk
+from finetune.torch_engine.parallel import accelerate, fsdp, pipeline
+from finetune.torch_engine.parallel import context as context_parallel
+from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from finetune.torch_engine.save import StreamedSave
+from finetune.torch_engine.weights import config_dtype
 
-SCALE_START, SCALE_GROWS_EVERY = (
-    2.0**15,
-    2000,
-)  # fp16: torch.amp.GradScaler's own constants, growth 2, backoff 1/2
+SCALE_START, SCALE_GROWS_EVERY = (2.0**15, 2000)  # fp16: torch.amp.GradScaler's own constants, growth 2, backoff 1/2
 
 
 class TorchEngine:
@@ -45,19 +37,24 @@ class TorchEngine:
     """
 
     def __init__(
-        self, model, settings, device, pad_id: int = 0, base_config: dict | None = None, ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True, share=None, distribution: str = "ptd",
-    ):  # fmt: skip
-        self.saved_dtype = loading.config_dtype(base_config or {})
+        self,
+        model,
+        settings,
+        device,
+        pad_id: int = 0,
+        base_config: dict | None = None,
+        ranks: ProcessGroups = SINGLE_PROCESS,
+        reshard_after_forward: bool = True,
+        share=None,
+        distribution: str = "ptd",
+    ):
+        self.saved_dtype = config_dtype(base_config or {})
         self.model, self.settings, self.device, self.pad_id = model, settings, device, pad_id
         self.ranks, self.reseeded = ranks, False
-        dtype = hf_model.autocast_dtype(settings)
-        self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else hf_model._no_autocast
-        self.root, self.stage, self.pieces = None, None, tensor_parallel.Pieces()
-        self.foreign, self.partitioned = (
-            None,
-            False,
-        )  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
+        dtype = autocast_dtype(settings)
+        self.autocast = partial(torch.autocast, device.type, dtype=dtype) if dtype else no_autocast
+        self.root, self.stage, self.pieces = None, None, tensor_parallel.TPShards()
+        self.foreign, self.partitioned = (None, False)  # accelerate's DDP, or DeepSpeed's ZeRO, around the model
         self.head, self.layout, self.head_is_shared, self.in_parts = None, None, False, False
         self.whole_now = 0  # how many callers need every weight whole
         self.counts, self.proofs, self.reference = _parameter_counts(model), None, None
@@ -66,7 +63,7 @@ class TorchEngine:
         # What trains on all ranks, what of it stands here, and what of that the optimizer updates: of sharded weights, some rows.
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.named = {n: p for n, p in self.trained.items() if not p.is_meta}
-        self.held = parallelize.held(self.named)
+        self.held = fsdp.local_params(self.named)
         held = {n: p for n, p in self.held.items() if p is not None}
         if self.stage and not self.named:
             raise PlanError(
@@ -76,9 +73,9 @@ class TorchEngine:
         self.scale = SCALE_START if settings.precision.startswith("fp16") else None
         self.clean_steps = 0
         self.limit = settings.grad_norm if settings.apply_gradient_clipping else None
-        self.counter = memory_count.Counter(model, held, device)
+        self.counter = memory_stats.MemoryCounter(model, held, device)
         if distribution not in ("ptd", "fsdp2") and not ranks.alone:
-            self.foreign = accelerated.wrap(distribution, model, self.optimizer, ranks, device, self.limit)
+            self.foreign = accelerate.wrap_model(distribution, model, self.optimizer, ranks, device, self.limit)
             self.partitioned = self.foreign.partitioned
         self.seed(settings.seed)
         if settings.use_gradient_checkpointing == "true":
@@ -91,16 +88,16 @@ class TorchEngine:
         dims = self.ranks.dims
         if dims.tp * dims.pp > 1:
             self._refer()
-        self.pieces = tensor_parallel.split(self.model, self.ranks)
+        self.pieces = tensor_parallel.shard_layers(self.model, self.ranks)
         if dims.pp > 1:
             self.stage = pipeline.Stage(self.model, self.ranks, self.settings.pp_schedule)
         if self.ranks.sharded and distribution == "fsdp2":
-            self.root = accelerated.shard(self.model, self.ranks, self.device)
+            self.root = accelerate.shard_with_accelerate(self.model, self.ranks, self.device)
         elif self.ranks.sharded:
             offload = self.settings.use_cpu_offload
-            self.root = parallelize.shard(self.model, self.ranks, reshard_after_forward, share, offload)
+            self.root = fsdp.shard(self.model, self.ranks, reshard_after_forward, share, offload)
         if share is not None and self.settings.use_dora:
-            parallelize.start_magnitudes(self.root, self.ranks)
+            fsdp.init_dora_magnitudes(self.root, self.ranks)
         if dims.cp > 1 and self.reference is None:
             self._refer()
 
@@ -112,47 +109,43 @@ class TorchEngine:
     def settle_layout(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
         proof, head = self.proofs or self._prove(wished)
-        self.layout = "flat" if proof.holds else "padded"
+        self.layout = "padding_free" if proof.holds else "padded"
         if self.ranks.dims.cp > 1:
             if not proof.holds:
                 raise PlanError(
                     f"--cp_degree {self.ranks.dims.cp}: cuts flat rows, and {proof.reason}. Use --dp_shards instead."
                 )
             context_parallel.register()
-        self.head = (
-            loss.Head.of(self.model) if head.holds and (self.stage is None or self.stage.last) else None
-        )
+        self.head = loss.Head.of(self.model) if head.holds and (self.stage is None or self.stage.last) else None
         self.head_is_shared = head.holds and self.ranks.dims.tp > 1
         self._set_attention()
         if self.reference is not None:
             self._prove_cut()
         return {"batch_layout": (self.layout, proof.reason)}
 
-    def _prove(self, wished: str) -> tuple[hf_model.Proof, hf_model.Proof]:
+    def _prove(self, wished: str) -> tuple[Check, Check]:
         """(that flat rows are right, that our head is). Raises PlanError where the model is none to train, or not flat as asked."""
         self.model.eval()
-        self._try(hf_model.prove_causal, self.model, self.autocast)
-        proof = hf_model.Proof(False, "asked for")
+        self._try(check_causal, self.model, self.autocast)
+        proof = Check(False, "asked for")
         if wished != "padded":
-            proof = self._try(hf_model.prove_flat, self.model, self.autocast, self.settings.context_length)
-        if wished == "flat" and not proof.holds:
+            proof = self._try(check_padding_free, self.model, self.autocast, self.settings.context_length)
+        if wished == "padding_free" and not proof.holds:
             raise PlanError(f"--batch_layout flat: {proof.reason}. Use auto or padded.")
-        self.layout = "flat" if proof.holds else "padded"
-        self.model.set_attn_implementation(
-            attention.NAME if proof.holds else attention.own_implementation(self.model)
-        )
-        return proof, self._try(hf_model.prove_head, self.model, self.layout, self.autocast)
+        self.layout = "padding_free" if proof.holds else "padded"
+        self.model.set_attn_implementation(attention.NAME if proof.holds else attention.own_implementation(self.model))
+        return proof, self._try(check_head, self.model, self.layout, self.autocast)
 
     def _set_attention(self) -> None:
         """The attention that training runs through."""
         flat = context_parallel.NAME if self.ranks.dims.cp > 1 else attention.NAME
         self.model.set_attn_implementation(
-            flat if self.layout == "flat" else attention.own_implementation(self.model)
+            flat if self.layout == "padding_free" else attention.own_implementation(self.model)
         )
 
     def _proof_batch(self) -> Batch:
         """Two short documents, or one where rows are padded."""
-        lengths = (13, 9) if self.layout == "flat" else (13,)
+        lengths = (13, 9) if self.layout == "padding_free" else (13,)
         vocab = min(self.model.get_input_embeddings().weight.shape[0], 1000)
         ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
         positions = np.concatenate([np.arange(n) for n in lengths])
@@ -180,18 +173,20 @@ class TorchEngine:
         if logits is not None:
             real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             if self.ranks.dims.cp > 1:
-                places = context_parallel.places(
-                    len(logits) * self.ranks.dims.cp, self.ranks.at("cp"), self.ranks.dims.cp
+                places = context_parallel.rank_token_indices(
+                    len(logits) * self.ranks.dims.cp, self.ranks.coordinate("cp"), self.ranks.dims.cp
                 )
                 real = torch.from_numpy(places < len(wanted)).to(logits.device)
                 wanted = wanted[torch.from_numpy(places[places < len(wanted)]).to(logits.device)]
             if len(wanted):
                 off = ((logits[real] - wanted).abs().max() / self.reference.abs().max()).item()
-        off, self.reference = self.ranks.largest(off), None
-        exact = self.autocast is hf_model._no_autocast and self.model.dtype == torch.float32
+        off, self.reference = self.ranks.all_reduce_max(off), None
+        exact = self.autocast is no_autocast and self.model.dtype == torch.float32
         if not off <= (1e-4 if exact else 5e-2):
-            raise PlanError(f"{self.ranks.dims}: the model in parts does not give the logits of the whole one (off by {off:.1e}). "
-                            "Use --dp_shards instead.")  # fmt: skip
+            raise PlanError(
+                f"{self.ranks.dims}: the model in parts does not give the logits of the whole one (off by {off:.1e}). "
+                "Use --dp_shards instead."
+            )
 
     def _on_model(self, work, *args):
         """work(*args), with the weights outside the layers gathered where they are sharded."""
@@ -207,7 +202,7 @@ class TorchEngine:
 
     def _reshard(self):
         if self.root is not None and not self.whole_now:
-            for module in parallelize.fsdp_modules(self.root):
+            for module in fsdp.fsdp_modules(self.root):
                 module.reshard()
 
     def _checkpoint_activations(self):
@@ -216,9 +211,7 @@ class TorchEngine:
             raise PlanError(f"--use_gradient_checkpointing true: {kind} has none. Use false.")
         reentrant = self.settings.reentrant_checkpointing
         # transformers 5.23 renamed it; the older name still works, with a warning.
-        enable = getattr(
-            self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable
-        )
+        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
         enable({"use_reentrant": reentrant})
         if reentrant:  # the older kind needs an input that asks for a gradient
             self.model.enable_input_require_grads()
@@ -230,9 +223,9 @@ class TorchEngine:
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments as they were."""
         self.model.train()
-        counted = microbatches if self.ranks.leads else []  # once of those that share their rows
+        counted = microbatches if self.ranks.is_data_leader else []  # once of those that share their rows
         mine = [sum(b.num_targets for b in counted), sum(b.num_tokens for b in counted), len(microbatches)]
-        table = self.ranks.table(mine)
+        table = self.ranks.all_gather_scalars(mine)
         num_targets, num_tokens = (int(n) for n in table[:, :2].sum(0))
         assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks exchange weights and gradients in every microbatch: those with fewer go along with empty ones.
@@ -245,7 +238,7 @@ class TorchEngine:
                 if p.grad is not None:
                     p.grad /= self.scale
         norm = self._clip(parameters)
-        nll = float(self.ranks.table([total.item()]).sum())
+        nll = float(self.ranks.all_gather_scalars([total.item()]).sum())
         result = partial(StepResult, nll, num_targets, num_tokens, norm)
         if not np.isfinite(norm) or not np.isfinite(nll):
             self._drop_gradients()
@@ -269,9 +262,7 @@ class TorchEngine:
 
     def _accumulate(self, microbatches: list[Batch], scale: float) -> torch.Tensor:
         """Forward and backward of all; this rank's part of the summed nll, fp64."""
-        total = torch.zeros(
-            (), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device
-        )
+        total = torch.zeros((), dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
         scale = scale if self.foreign is None else scale * self.foreign.factor
 
         def forward(batch):
@@ -314,16 +305,16 @@ class TorchEngine:
 
     def _settle_gradients(self) -> dict:
         """What the optimizer updates, by name, each with the gradient of all ranks. FSDP, DDP and ZeRO have summed theirs."""
-        parallelize.take_gradients(self.named, self.held)
+        fsdp.move_gradients(self.named, self.held)
         if self.foreign is None:
             replicated = [p for n, p in self.named.items() if self.held[n] is p]
-            parallelize.sum_gradients(replicated, self.ranks, "data")
+            fsdp.all_reduce_gradients(replicated, self.ranks, "data")
         held = {n: p for n, p in self.held.items() if p is not None}
         partly = [p for n, p in held.items() if n in self.pieces.partial]
-        parallelize.sum_gradients(partly, self.ranks, "tp")
+        fsdp.all_reduce_gradients(partly, self.ranks, "tp")
         if self.stage:
             shared = [p for n, p in held.items() if self.stage.shared(n)]
-            parallelize.sum_gradients(shared, self.ranks, "ends")
+            fsdp.all_reduce_gradients(shared, self.ranks, "ends")
         return held
 
     def _owned(self) -> dict[str, tuple]:
@@ -358,14 +349,14 @@ class TorchEngine:
         """The model's keyword arguments for the batch, or for this rank's part of it; and that part's labels."""
         context = None
         if self.in_parts and self.ranks.dims.cp > 1:
-            batch, context = context_parallel.cut(batch, self.ranks, self.pad_id, self.device)
+            batch, context = context_parallel.shard_batch(batch, self.ranks, self.pad_id, self.device)
         labels = torch.from_numpy(batch.labels_BS).to(self.device)
         inputs = {
             "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
             "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
             "use_cache": False,
         }
-        if self.layout == "flat":
+        if self.layout == "padding_free":
             inputs["documents"] = context or attention.documents_of(batch.position_ids_BS, self.device)
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
@@ -382,16 +373,16 @@ class TorchEngine:
         with self.autocast():
             if self.head is None and not self.head_is_shared:
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
-            hidden = hf_model.base_model(self.model)(**inputs).last_hidden_state
+            hidden = base_model(self.model)(**inputs).last_hidden_state
             share = None
             if self.head_is_shared:  # each rank of a tensor-parallel group makes the logits of some positions
-                share = partial(tensor_parallel.complete, ranks=self.ranks)
+                share = partial(tensor_parallel.copy_to_region, ranks=self.ranks)
                 hidden = share(hidden)
-                at = tuple(index[self.ranks.at("tp") :: self.ranks.dims.tp] for index in at)
+                at = tuple(index[self.ranks.coordinate("tp") :: self.ranks.dims.tp] for index in at)
             return self.head.nll(hidden[at], labels[at], share)
 
     def _logits_at(self, inputs, at):
-        if self.layout == "flat":  # one row: an index tensor picks its target positions
+        if self.layout == "padding_free":  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=at[1]).logits[0]
         return self.model(**inputs).logits[at]
 
@@ -406,7 +397,7 @@ class TorchEngine:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not hf_model.out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
@@ -431,19 +422,19 @@ class TorchEngine:
                 else:
                     nll = self._on_model(self.nll, batch)
             total += 0.0 if nll is None else nll.item() * self._counted
-            count += batch.num_targets if self.ranks.leads else 0
+            count += batch.num_targets if self.ranks.is_data_leader else 0
         self._reshard()
-        total, count = self.ranks.table([total, count]).sum(0)
+        total, count = self.ranks.all_gather_scalars([total, count]).sum(0)
         return float(total), int(count)
 
     @contextlib.contextmanager
-    def whole_weights(self):
+    def full_weights(self):
         """Every weight gathered, as packed as it is stored, so that ranks may generate each at its own pace. Collective."""
         if self.root is None and not self.partitioned:
             yield
             return
         self.whole_now += 1
-        gathered = self.foreign.whole if self.partitioned else partial(parallelize.gathered, self.root)
+        gathered = self.foreign.whole if self.partitioned else partial(fsdp.unsharded, self.root)
         try:
             with gathered() if self.whole_now == 1 else contextlib.nullcontext():
                 yield
@@ -451,39 +442,39 @@ class TorchEngine:
             self.whole_now -= 1
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, eos_ids, hopeless=None, **sampling) -> list[list[int]]:
-        """New token ids for each prompt, greedy unless `sampling` says otherwise. `hopeless(row, ids)` ends a row early."""
+    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, **sampling) -> list[list[int]]:
+        """New token ids for each prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
         from finetune.torch_engine.generate import generate
 
         self.model.eval()
         # Dense copies of every weight are what sharding is there to avoid.
         sharded = self.root is not None or self.partitioned
         dense = contextlib.nullcontext() if sharded else dense_weights(self.model)
-        with self.autocast(), self.whole_weights(), dense:
-            new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, hopeless, **sampling)
+        with self.autocast(), self.full_weights(), dense:
+            new = generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, **sampling)
         trim_heap()
         return new
 
-    def agree(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest of all ranks' numbers."""
-        return int(self.ranks.largest(number))
+        return int(self.ranks.all_reduce_max(number))
 
-    def total(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         """The sum of all ranks' numbers, once of those that answer together."""
-        return float(self.ranks.table([number if self.ranks.at("tp") == 0 else 0.0]).sum())
+        return float(self.ranks.all_gather_scalars([number if self.ranks.coordinate("tp") == 0 else 0.0]).sum())
 
     def share_of(self, items: list) -> list:
         """Which of these this rank answers, with the others of its tensor-parallel group."""
         dims = self.ranks.dims
-        return items[self.ranks.data_rank * dims.cp + self.ranks.at("cp") :: dims.data_ranks * dims.cp]
+        return items[self.ranks.data_rank * dims.cp + self.ranks.coordinate("cp") :: dims.data_ranks * dims.cp]
 
-    def of_first(self, value):
+    def broadcast_object(self, value):
         """The first rank's JSON value."""
-        return self.ranks.of_rank(value)
+        return self.ranks.broadcast_object(value)
 
-    def of_all(self, value) -> list:
+    def all_gather_object(self, value) -> list:
         """Every rank's JSON value, in their order."""
-        return self.ranks.of_all(value)
+        return self.ranks.all_gather_object(value)
 
     # ---- state
 
@@ -495,11 +486,7 @@ class TorchEngine:
     def writes_parts(self) -> bool:
         """Whether each rank can save its own parts of what trains: whole weights, cut in ways that have a place in the whole."""
         dims = self.ranks.dims
-        return (
-            self.settings.train_type == "full"
-            and dims.shards * dims.tp * dims.pp > 1
-            and not self.partitioned
-        )
+        return self.settings.train_type == "full" and dims.shards * dims.tp * dims.pp > 1 and not self.partitioned
 
     @property
     def first(self) -> bool:
@@ -510,23 +497,23 @@ class TorchEngine:
         """The whole of a tensor that is cut as the parameter `name` is, on the CPU. Collective over those that hold parts of it."""
         parameter = self.model.get_parameter(name)
         part = part.detach().cpu()
-        if parallelize.is_cut(parameter):
-            part = self.ranks.whole(part, parameter.shape[0])
+        if fsdp.is_sharded(parameter):
+            part = self.ranks.all_gather_rows(part, parameter.shape[0])
         dim = self.pieces.dims.get(name)
-        return part if dim is None else self.ranks.joined(part, dim)
+        return part if dim is None else self.ranks.tp_all_gather(part, dim)
 
     def _is_cut(self, name: str) -> bool:
-        return name in self.pieces.dims or parallelize.is_cut(self.named[name])
+        return name in self.pieces.dims or fsdp.is_sharded(self.named[name])
 
     def _region(self, name: str) -> tuple[slice, ...]:
         """Which part of the whole tensor `name` stands here: a slice of each dimension."""
         shape, dim = self._whole_shape(name), self.pieces.dims.get(name)
         region = [slice(0, n) for n in shape]
         if dim is not None:
-            region[dim] = self.ranks.piece_of(shape[dim])
-        if parallelize.is_cut(self.named[name]):
+            region[dim] = self.ranks.tp_slice(shape[dim])
+        if fsdp.is_sharded(self.named[name]):
             piece = region[0]
-            rows = self.ranks.rows_of(piece.stop - piece.start)
+            rows = self.ranks.local_rows(piece.stop - piece.start)
             region[0] = slice(piece.start + rows.start, piece.start + rows.stop)
         return tuple(region)
 
@@ -536,7 +523,7 @@ class TorchEngine:
 
     def _owns(self, name: str) -> bool:
         """Whether this rank writes what stands here of `name`: it is the first of those that hold the same."""
-        at, cut = self.ranks.dims.coordinates(self.rank), parallelize.is_cut(self.named[name])
+        at, cut = self.ranks.dims.coordinates(self.rank), fsdp.is_sharded(self.named[name])
         return (
             at["dp_replicate"] == 0
             and (cut or self.ranks.dims.shard_rank(self.rank) == 0)
@@ -544,7 +531,7 @@ class TorchEngine:
             and (self.stage is None or self.stage.stage_of(name) == self.stage.number)
         )
 
-    def parts(self) -> tuple[list[Part], list[Part]]:
+    def parts(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(weights in fp32, moments) that this rank writes, each read when it is written."""
         owned = {n: p for n, p in self.held.items() if p is not None and self._owns(n)}
         weights = [self._as_part(n, n, self._here(n), torch.float32) for n in owned]
@@ -555,18 +542,22 @@ class TorchEngine:
         return weights, moments
 
     def _here(self, name: str) -> torch.Tensor:
-        return parallelize.local(self.named[name].detach())
+        return fsdp.local_shard(self.named[name].detach())
 
-    def _as_part(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> Part:
+    def _as_part(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorShard:
         """`tensor` is cut as the parameter `name` is."""
         region = self._region(name)
         shape = tuple(r.stop - r.start for r in region)
         assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
         word = FROM_NUMPY[str(dtype).removeprefix("torch.")]
-        return Part(
-            key, word, shape, lambda: tensor.to("cpu", dtype).contiguous().numpy(),
-            tuple(r.start for r in region), self._whole_shape(name),
-        )  # fmt: skip
+        return TensorShard(
+            key,
+            word,
+            shape,
+            lambda: tensor.to("cpu", dtype).contiguous().numpy(),
+            tuple(r.start for r in region),
+            self._whole_shape(name),
+        )
 
     def _collected(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
         """On the first rank the whole tensor, from whichever stage has it. `part`: this rank's, where it has one. Collective."""
@@ -574,7 +565,7 @@ class TorchEngine:
             return self._gathered(name, part)
         owner = self.stage.stage_of(name)
         whole = self._gathered(name, part) if self.stage.number == owner else None
-        return self.ranks.to_first(whole, owner)
+        return self.ranks.send_to_rank0(whole, owner)
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Of several ranks, the first's is the state, gathered a tensor at a time; the others' is empty."""
@@ -584,14 +575,14 @@ class TorchEngine:
             if self.partitioned:
                 tensor = self.foreign.weight(mine).float()
             else:
-                part = None if mine is None else parallelize.local(mine.detach()).float()
+                part = None if mine is None else fsdp.local_shard(mine.detach()).float()
                 tensor = self._collected(name, part)
             whole |= {name: tensor} if self.first else {}
         if not self.first:
             return {}
         if self._whole():
             return {name: tensor.numpy() for name, tensor in whole.items()}
-        tensors = adapters.to_disk(self.model, whole, self.settings)
+        tensors = to_disk(self.model, whole, self.settings)
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
@@ -600,7 +591,7 @@ class TorchEngine:
         else:
             parts, numbers = optim.state(self.optimizer, self.held)
         tensors, kinds = {}, {}
-        for found in self.ranks.of_all([[k, str(v.dtype)] for k, v in parts.items()]):
+        for found in self.ranks.all_gather_object([[k, str(v.dtype)] for k, v in parts.items()]):
             kinds |= {k: kind for k, kind in found if k not in kinds}
         for key, kind in kinds.items():
             name, _, moment = key.rpartition(".")
@@ -618,7 +609,7 @@ class TorchEngine:
 
     def _values(self, numbers: dict) -> dict:
         counts = {}
-        for found in self.ranks.of_all(numbers):
+        for found in self.ranks.all_gather_object(numbers):
             for key, number in found.items():
                 name, _, moment = key.rpartition(".")
                 counts.setdefault(f"{self._disk(name)}.{moment}", number)
@@ -628,7 +619,7 @@ class TorchEngine:
         """Random state of every rank: the first's under plain names, rank 1's under rank1.* and so on."""
         out = {}
         for name, state in self._own_rng_state().items():
-            for rank, tensor in enumerate(self.ranks.gather(state)):
+            for rank, tensor in enumerate(self.ranks.all_gather(state)):
                 out[name if rank == 0 else f"rank{rank}.{name}"] = tensor.numpy()
         return out if self.first else {}
 
@@ -664,9 +655,7 @@ class TorchEngine:
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
         if saved_ranks == self.ranks.dims.world_size:
             prefix = f"rank{self.ranks.rank}." if self.ranks.rank else ""
-            self._set_rng_state(
-                {name: rng[prefix + name] for name in self._own_rng_state() if prefix + name in rng}
-            )
+            self._set_rng_state({name: rng[prefix + name] for name in self._own_rng_state() if prefix + name in rng})
         else:
             self.reseeded = True
             self.seed(zlib.crc32(np.asarray(rng["host"]).tobytes()))
@@ -674,15 +663,13 @@ class TorchEngine:
     def _set_rng_state(self, rng) -> None:
         torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         if self.device.type in rng:
-            torch.get_device_module(self.device).set_rng_state(
-                torch.from_numpy(np.array(rng[self.device.type]))
-            )
+            torch.get_device_module(self.device).set_rng_state(torch.from_numpy(np.array(rng[self.device.type])))
 
     @torch.no_grad()
     def load_trainable(self, trainable) -> None:
         names = {self._disk(n): n for n in self.trained}
         if not self._whole():
-            trainable = adapters.from_disk(self.model, self.trained, trainable, self.settings)
+            trainable = from_disk(self.model, self.trained, trainable, self.settings)
         if set(names) != set(trainable):
             odd = sorted(set(names) ^ set(trainable))[0]
             raise PlanError(f"--resume: the checkpoint and this run differ in what trains, such as {odd}.")
@@ -696,13 +683,13 @@ class TorchEngine:
                 self._here(name).copy_(torch.from_numpy(np.asarray(self._part(name, value))))
 
     def _whole_shape(self, name: str) -> tuple:
-        shape, dim = list(parallelize.whole_shape(self.trained[name])), self.pieces.dims.get(name)
+        shape, dim = list(fsdp.full_shape(self.trained[name])), self.pieces.dims.get(name)
         if dim is not None:
             shape[dim] *= self.ranks.dims.tp
         return tuple(shape)
 
     def _disk(self, name) -> str:
-        return name if self._whole() else adapters.disk_name(name)
+        return name if self._whole() else disk_name(name)
 
     def _whole(self) -> bool:
         """Whether weights of the model itself train, not adapters."""
@@ -735,7 +722,7 @@ class TorchEngine:
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest}
             return {"trained_blocks.json": {**trained, "tensors": sorted(self.named)}}
         return {
-            "adapter_config.json": adapters.peft_config(self.model, self.settings, base_name),
+            "adapter_config.json": peft_config(self.model, self.settings, base_name),
             "base_model.json": {
                 "name": base_name,
                 "digest": base_digest,
@@ -747,24 +734,24 @@ class TorchEngine:
         left = [] if self.settings.train_type == "full" else experts.unreached(self.model)
         if not left:
             return []
-        return [f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
-                "interface to them"]  # fmt: skip
+        return [
+            f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
+            "interface to them"
+        ]
 
     def write_model(self, folder) -> None:
         """A whole model folder in the dtype of its config, as transformers loads it; gathered and written a tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        with self.whole_weights() if self.partitioned else contextlib.nullcontext():
+        with self.full_weights() if self.partitioned else contextlib.nullcontext():
             state = self.model.state_dict(keep_vars=True)
 
             def read(name):
                 tensor = state[name]
-                part = None if tensor.is_meta else parallelize.local(tensor.detach())
+                part = None if tensor.is_meta else fsdp.local_shard(tensor.detach())
                 return self._collected(name, part) if name in parameters else part.cpu()
 
-            shapes = {
-                n: self._whole_shape(n) if n in self.trained else tuple(t.shape) for n, t in state.items()
-            }
-            saving = hf_model.Saving.of(self.model, shapes, self.saved_dtype)
+            shapes = {n: self._whole_shape(n) if n in self.trained else tuple(t.shape) for n, t in state.items()}
+            saving = StreamedSave.of(self.model, shapes, self.saved_dtype)
             if self.first:
                 saving.write(Path(folder), read)
                 return
@@ -799,9 +786,7 @@ class TorchEngine:
         Learning rate 0 leaves the weights; moments are made first, as they stand in every later step, and dropped at the end.
         `several`: gradients stand too, as they do between the microbatches of one step. Raises OutOfMemoryError.
         """
-        assert not self.optimizer.state and self.ranks.alone, (
-            "try_step comes before the first step of one process"
-        )
+        assert not self.optimizer.state and self.ranks.alone, "try_step comes before the first step of one process"
         before = {name: state.numpy() for name, state in self._own_rng_state().items()}
         try:
             with self._memory_advice(batch):
@@ -847,14 +832,10 @@ def dense_weights(model):
     In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays apart.
     """
     merging = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-    merged = [m for m in model.modules() if isinstance(m, adapters.LoRALinear)] if merging else []
+    merged = [m for m in model.modules() if isinstance(m, LoRALinear)] if merging else []
     # Of experts a token meets few: theirs stay packed, and one is dequantized at a time.
     inside = {id(layer.base) for layer in merged} | {id(part) for part in experts.quantized_parts(model)}
-    cached = [
-        m
-        for m in model.modules()
-        if isinstance(m, QuantizedLinear) and m.cached is None and id(m) not in inside
-    ]
+    cached = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None and id(m) not in inside]
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()
@@ -888,7 +869,7 @@ def settle_threads(ranks_here: int = 1) -> None:
 
 def trim_heap() -> None:
     """Gives freed memory back to the system now, where the heap is kept otherwise."""
-    libc = memory_count.glibc()
+    libc = memory_stats.glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
@@ -899,11 +880,11 @@ def settle_heap(low_memory: bool) -> None:
     Keeps the heap instead, but for blocks of 32 MiB and more: those are mapped each by itself, since a hole that such a
     block leaves is filled by small ones, and the next one makes the heap grow. With `low_memory` from 1 MiB on.
     """
-    libc = memory_count.glibc()
+    libc = memory_stats.glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    memory_count.map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
+    memory_stats.map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc takes
     if not low_memory:
         trim_threshold = -1  # M_TRIM_THRESHOLD of malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)

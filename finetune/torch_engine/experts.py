@@ -13,7 +13,7 @@ from torch import nn
 
 import quantization_wrapper
 from finetune.quantizers.linear import FrozenLinear, QuantizedLinear
-from finetune.torch_engine.lora import LoRAProduct
+from finetune.torch_engine.lora.layers import LoRAProduct
 
 
 class QuantizedExperts(nn.Module):

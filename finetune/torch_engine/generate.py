@@ -9,28 +9,19 @@ from finetune.torch_engine.attention import own_implementation
 class _RowsDone(StoppingCriteria):
     """Ends the rows whose text can no longer become what is wanted, and calls `on_token` for a live view."""
 
-    def __init__(self, start, hopeless, on_token):
-        self.start, self.hopeless, self.on_token = start, hopeless, on_token
+    def __init__(self, start, stop_row, on_token):
+        self.start, self.stop_row, self.on_token = start, stop_row, on_token
 
     def __call__(self, input_ids, scores, **kwargs):
         new = input_ids[:, self.start :].tolist()
         if self.on_token:
             self.on_token(new[0])
-        done = [bool(self.hopeless and self.hopeless(row, ids)) for row, ids in enumerate(new)]
+        done = [bool(self.stop_row and self.stop_row(row, ids)) for row, ids in enumerate(new)]
         return torch.tensor(done, device=input_ids.device)
 
 
 def generate(
-    model,
-    prompts,
-    max_new_tokens,
-    eos_ids,
-    pad_id,
-    hopeless=None,
-    on_token=None,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, temperature=0.0, top_k=0, top_p=1.0
 ):
     """New token ids of each prompt, without the end token. Prompts are padded on the left to one rectangle.
 
@@ -51,11 +42,15 @@ def generate(
     plain = {"do_sample": False}
     try:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad_id,
-            eos_token_id=sorted(eos_ids) or None, use_cache=True,
-            stopping_criteria=StoppingCriteriaList([_RowsDone(longest, hopeless, on_token)]),
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            eos_token_id=sorted(eos_ids) or None,
+            use_cache=True,
+            stopping_criteria=StoppingCriteriaList([_RowsDone(longest, stop_row, on_token)]),
             **(sampled if temperature > 0 else plain),
-        )  # fmt: skip
+        )
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings

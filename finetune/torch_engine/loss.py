@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from finetune.torch_engine.lora import LoRALinear
+from finetune.torch_engine.lora.layers import LoRALinear
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -72,9 +72,7 @@ class _ChunkedNLL(torch.autograd.Function):
     """Gradients are made in forward, beside the logits they need, so no chunk of logits outlives its turn."""
 
     @staticmethod
-    def forward(
-        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale
-    ):
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
         device = hidden_TH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
         with torch.autocast(device, enabled=False):
@@ -137,11 +135,14 @@ class _ChunkedNLL(torch.autograd.Function):
             None if hidden is None else (hidden.float() * upstream).to(ctx.hidden_dtype),
             None if weight is None else (weight * upstream).to(ctx.weight_dtype),
             None if bias is None else (bias * upstream).to(ctx.weight_dtype),
-            None, None, None, None,
+            None,
+            None,
+            None,
+            None,
             None if a is None else a * upstream,
             None if b is None else b * upstream,
             None,
-        )  # fmt: skip
+        )
 
 
 def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:

@@ -31,9 +31,7 @@ def build(named: dict, settings, device):
             try:
                 import bitsandbytes
             except ImportError as error:
-                raise PlanError(
-                    "--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes."
-                ) from error
+                raise PlanError("--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes.") from error
             return bitsandbytes.optim.AdamW8bit(groups, lr=settings.lr)
     raise AssertionError(settings.optimizer)
 
@@ -71,22 +69,16 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         found.setdefault(name, {})[moment] = value
     unknown = sorted(set(found) - set(named))
     if unknown:
-        raise PlanError(
-            f"--resume: the checkpoint holds optimizer state of {unknown[0]}, which does not train here."
-        )
+        raise PlanError(f"--resume: the checkpoint holds optimizer state of {unknown[0]}, which does not train here.")
     eight_bit = type(optimizer).__module__.startswith("bitsandbytes")
-    fused = any(
-        group.get("fused") for group in optimizer.param_groups
-    )  # whose step counters live on the device
+    fused = any(group.get("fused") for group in optimizer.param_groups)  # whose step counters live on the device
     for name, moments in found.items():
         parameter = named[name]
         restored = {}
         for moment, value in moments.items():
             if moment == "step":
                 device = parameter.device if fused else "cpu"
-                restored["step"] = (
-                    int(value) if eight_bit else torch.tensor(value, dtype=torch.float32, device=device)
-                )
+                restored["step"] = int(value) if eight_bit else torch.tensor(value, dtype=torch.float32, device=device)
             else:
                 restored[moment] = torch.from_numpy(np.array(value)).to(parameter.device)
         optimizer.state[parameter] = restored
@@ -106,9 +98,9 @@ def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
         if grads:
             square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()
         for group in over:
-            square = ranks.sum(square, group)
+            square = ranks.all_reduce(square, group)
         squares[over] = square
-    norm = ranks.sum(sum(squares.values()), "pp").sqrt().float()
+    norm = ranks.all_reduce(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
     return norm.item()

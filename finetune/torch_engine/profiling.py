@@ -29,9 +29,13 @@ def profiler(settings, device, written: list):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     memory = settings.profile_memory or settings.export_memory_timeline
     with profile(
-        activities=activities, schedule=_phase(settings), on_trace_ready=on_trace_ready, profile_memory=memory,
-        record_shapes=settings.with_shapes or memory, with_stack=settings.with_stack or memory,
-    ) as prof:  # fmt: skip
+        activities=activities,
+        schedule=_phase(settings),
+        on_trace_ready=on_trace_ready,
+        profile_memory=memory,
+        record_shapes=settings.with_shapes or memory,
+        with_stack=settings.with_stack or memory,
+    ) as prof:
         yield prof.step
 
 

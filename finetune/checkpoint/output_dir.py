@@ -1,0 +1,346 @@
+"""One run's output_dir: who may write there, what a checkpoint of ours holds, how a run is found and taken up again."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from finetune import cli, safetensors_io
+from finetune.checkpoint.store import (
+    WRITING,
+    Lock,
+    VerifiedCheckpoint,
+    begin_checkpoint,
+    clean_leftovers,
+    clear_run,
+    commit_checkpoint,
+    drop_newer,
+    holds_a_run,
+    newest_checkpoint,
+    newest_run,
+    replace_tensors,
+    replace_text,
+    save_checkpoint,
+    storage,
+    verify_checkpoint,
+    write_parts,
+)
+from finetune.config import FIELDS, RESIDUAL_INITS
+from finetune.distributed.launcher import ERRORS_BY_CODE
+from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
+from finetune.model_files.files import local_path
+from finetune.model_files.llama_pro import TRAINED
+from finetune.plan.run_plan import RunPlan, TrainState
+
+ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run on disk that --resume named: its folder, its saved plan, and the step-N folder asked for, if one was."""
+
+    output_dir: Path
+    saved_plan: dict
+    step_folder: Path | None
+
+
+def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
+    """What --resume means. None: start anew (not asked for, or auto and nothing there). Raises PlanError."""
+    if resume is None:
+        return None
+    step_folder = None
+    if resume == "auto":
+        root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
+        if root is None or not (root / "run_plan.json").is_file():
+            return None
+    else:
+        root = local_path(resume, f"--resume {resume}")
+        if not root.exists():
+            raise PlanError(f"--resume {resume}: no such folder. Give an output_dir or one of its checkpoints/step-N.")
+        if not root.is_dir():
+            raise PlanError(f"--resume {resume}: is a file. Give an output_dir or one of its checkpoints/step-N.")
+        whole = root.resolve()
+        if re.fullmatch(r"step-\d+", whole.name) and whole.parent.name == "checkpoints":
+            root, step_folder = whole.parent.parent, whole
+    file = root / "run_plan.json"
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(
+            f"--resume {resume}: {root} holds no run_plan.json, so no run of ours. Give its output_dir."
+        ) from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{file}: cannot be read ({error})") from None
+    return SavedRun(root, _checked_plan(saved, file), step_folder)
+
+
+def _checked_plan(saved, file: Path) -> dict:
+    """A saved plan that a resumed run can be compared with, its overrides in the flags' own types. Raises PlanError."""
+    again = "Restore the file as the run wrote it, or start in another --output_dir."
+    if not isinstance(saved, dict):
+        raise PlanError(f"{file}: holds {type(saved).__name__}, must hold an object. {again}")
+    for key in ("requested", "settled"):
+        if not isinstance(saved.get(key), dict):
+            fact = f"is {type(saved[key]).__name__}, must be an object" if key in saved else "is missing"
+            raise PlanError(f"{file}: '{key}' {fact}. {again}")
+    settled = {k: cli.convert(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
+    for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
+        if settled.get(key) is None:
+            raise PlanError(f"{file}: 'settled' has no {key}. {again}")
+    return saved | {"requested": cli.checked(saved["requested"], str(file)), "settled": settled}
+
+
+def finished_state(root: Path) -> TrainState | None:
+    """The state of a run that ended well, else None."""
+    try:
+        values = json.loads((root / "train_state.json").read_text())
+    except (OSError, ValueError):
+        return None
+    state = _state(values)
+    return state if state.status == "finished" else None
+
+
+def _state(values: dict) -> TrainState:
+    return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})
+
+
+def weights_file(plan: RunPlan) -> str:
+    """The file of a checkpoint that holds what trains."""
+    return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
+
+
+class OutputDir:
+    """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data.
+
+    `in_parts`: each rank writes its own files of a checkpoint; settled by settle_parts.
+    """
+
+    in_parts = False
+
+    def __init__(self, plan: RunPlan, resumed: bool):
+        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.lock = Lock(self.root)
+        self.weights_file = weights_file(plan)
+        self.run_id = plan.digest()[:16]
+        if not holds_a_run(self.root) and (self.root / "config.json").exists():
+            self.close()
+            raise PlanError(f"--output_dir {self.root}: holds a model that no run of ours wrote. Give another folder.")
+        if holds_a_run(self.root) and not resumed and not plan.settings.overwrite:
+            self.close()
+            raise PlanError(
+                f"--output_dir {self.root}: holds another run. Use --resume auto to go on, or --overwrite true to "
+                "replace it."
+            )
+
+    def begin(self, resumed_step: int | None) -> list[str]:
+        """Makes the folder this run's, once nothing can be refused: leftovers of crashes go, with --overwrite the run before,
+        and checkpoints after `resumed_step` (None: a run that starts anew), whose names it returns.
+        """
+        clean_leftovers(self.root)
+        if resumed_step is None and self.plan.settings.overwrite:
+            clear_run(self.root)
+        (self.root / "train_state.json").unlink(missing_ok=True)  # first: from here on the run is not complete
+        return [] if resumed_step is None else drop_newer(self.root, resumed_step)
+
+    def close(self) -> None:
+        """Frees the folder, and takes it away where nothing was written to it."""
+        if not holds_a_run(self.root):
+            (self.root / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds files of somebody's
+                self.root.rmdir()
+        self.lock.release()
+
+    def write_json(self, name: str, content: dict) -> None:
+        replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
+
+    def save_plan(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.write_json("run_plan.json", plan.to_json())
+
+    def save_step(self, engine, state: TrainState, identity: dict, configs: dict, metrics_offset: int) -> Path:
+        """Commits checkpoints/step-N: weights, moments, random state, where the data stood, the plan. Collective."""
+        tensors, written, beside = {"rng.safetensors": engine.rng_state()}, {}, None
+        if self.in_parts:
+            beside, written = self._write_parts(engine, state.step)
+            values = engine.optimizer_values()
+        else:
+            moments, values = engine.optimizer_state()
+            tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
+        texts = {name: json.dumps(content, indent=1) for name, content in configs.items()}
+        texts["run_plan.json"] = json.dumps(self.plan.to_json(), indent=1)
+        texts["train_state.json"] = json.dumps(
+            {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": identity}, indent=1
+        )
+        keep_last = self.plan.settings.keep_last
+        if not self.in_parts:
+            return save_checkpoint(self.root, state.step, tensors, texts, keep_last, self.run_id)
+        with storage(beside):
+            for file, arrays in tensors.items():
+                written[file] = safetensors_io.write_file(beside / file, safetensors_io.shards_of_arrays(arrays))
+            texts[safetensors_io.INDEX] = json.dumps(
+                safetensors_io.index_of(beside, {f: e for f, e in written.items() if f not in tensors})
+            )
+        return commit_checkpoint(self.root, state.step, beside, written, texts, keep_last, self.run_id)
+
+    def settle_parts(self, engine) -> list[str]:
+        """Settles how checkpoints are written, once the folder is this run's; lines worth telling. Collective.
+
+        Parts of ranks need a folder that all ranks see: where one does not, tensors are gathered to the first.
+        """
+        if not engine.writes_parts:
+            return []
+        sign = self._put_sign(engine)
+        blind = [rank for rank, sees in enumerate(engine.all_gather_object(sign.is_file())) if not sees]
+        self._take_sign(sign)
+        self.in_parts = not blind
+        if not blind:
+            return []
+        return [
+            f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to the first rank, a tensor at a "
+            "time, and held there whole. Use a folder that all hosts share."
+        ]
+
+    def _put_sign(self, engine) -> Path:
+        sign = self.root / f"{WRITING}{os.getpid()}-{time.time_ns()}"
+        replace_text(sign, "seen by all ranks?")
+        return self.root / engine.broadcast_object(sign.name)
+
+    def _take_sign(self, sign: Path) -> None:
+        sign.unlink(missing_ok=True)
+
+    def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
+        """(the folder of a checkpoint that is not committed yet, {file: size and digest} of what all ranks wrote to it).
+
+        What one rank fails with is raised in all, and the folder is gone. Collective.
+        """
+        beside, failed = None, None
+        try:
+            beside = self._begin_step(step)
+        except (StorageError, PlanError) as error:
+            failed = [error.exit_code, str(error)]
+        name, failed = engine.broadcast_object([beside and beside.name, failed])
+        written = {}
+        if failed is None:
+            beside = self.root / "checkpoints" / name
+            try:
+                weights, moments = engine.parts()
+                written = write_parts(beside, engine.rank, {self.weights_file: weights, MOMENTS: moments})
+            except (StorageError, NonFiniteError, PlanError) as error:
+                failed = [error.exit_code, str(error)]
+        told = engine.all_gather_object([written, failed])
+        for rank, (_, failed) in enumerate(told):
+            if failed:
+                self._drop_step(beside)
+                code, text = failed
+                raise ERRORS_BY_CODE[code](text if rank == 0 else f"rank {rank}: {text}")
+        return beside, {file: entry for files, _ in told for file, entry in files.items()}
+
+    def _begin_step(self, step: int) -> Path:
+        return begin_checkpoint(self.root, step)
+
+    def _drop_step(self, beside: Path | None) -> None:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def find_checkpoint(self, step_folder: Path | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
+        """(checkpoint to go on from or None, lines about skipped ones). CheckpointDamagedError where all there are are damaged."""
+        if step_folder is not None:
+            return verify_checkpoint(step_folder), []
+        saved, skipped = newest_checkpoint(self.root)
+        if saved is None and skipped:
+            raise CheckpointDamagedError(f"{self.root}: no checkpoint verifies. {skipped[0]}")
+        return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
+
+    def saved_start(self, found: SavedRun) -> dict | None:
+        """The adapter of the checkpoint that the run goes on from, where its start changed the base; else None."""
+        if self.plan.settings.init_lora_weights not in RESIDUAL_INITS or not self.plan.adapter:
+            return None
+        saved, _ = self.find_checkpoint(found.step_folder)
+        return saved.tensors(self.weights_file) if saved else None
+
+    def restore(self, engine, saved: VerifiedCheckpoint, identity: dict) -> tuple[TrainState, int]:
+        """Puts the checkpoint into the engine; (its state, where metrics.jsonl stood). PlanError where base or data differ."""
+        content = saved.json("train_state.json")
+        for what, value in content["identity"].items():
+            if identity.get(what) != value:
+                raise PlanError(
+                    f"--resume: the {what} is not the one the checkpoint {saved.folder} was made with. Restore it."
+                )
+        read = saved.tensors if self.plan.adapter else saved.slices
+        engine.load_state(
+            read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors("rng.safetensors")
+        )
+        return _state(content), content["metrics_bytes"]
+
+    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
+        """Puts the present weights at the top level (or in `folder`), each file whole or not at all."""
+        folder = folder or self.root
+        with storage(folder):
+            folder.mkdir(exist_ok=True)
+        if self.plan.adapter:
+            replace_tensors(folder / self.weights_file, engine.trainable_state())
+        else:
+            with storage(folder):
+                engine.write_model(folder)
+        for name, content in configs.items():
+            replace_text(folder / name, json.dumps(content, indent=2) + "\n")
+
+    def save_tokenizer(self, tokenizer) -> None:
+        tokenizer.save_pretrained(self.root)
+
+    def finish(self, state: TrainState) -> None:
+        self.write_json("train_state.json", asdict(replace(state, output_dir=str(self.root))))
+
+
+class NonMasterOutputDir(OutputDir):
+    """The folder as ranks other than the first know it: read for a checkpoint to go on from, never written to.
+
+    What is gathered for a file is gathered by all ranks, so saving and publishing ask the engine as the owner does.
+    """
+
+    def __init__(self, plan: RunPlan, resumed: bool):
+        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.weights_file = weights_file(plan)
+
+    def begin(self, resumed_step: int | None) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def write_json(self, name: str, content: dict) -> None:
+        pass
+
+    def _put_sign(self, engine) -> Path:
+        return self.root / engine.broadcast_object(None)
+
+    def _take_sign(self, sign: Path) -> None:
+        pass
+
+    def _begin_step(self, step: int) -> None:
+        return None
+
+    def _drop_step(self, beside) -> None:
+        pass
+
+    def save_step(self, engine, state, identity, configs, metrics_offset) -> Path:
+        engine.rng_state()
+        if self.in_parts:
+            self._write_parts(engine, state.step)
+            engine.optimizer_values()
+        else:
+            engine.optimizer_state(), engine.trainable_state()
+        return self.root / "checkpoints" / f"step-{state.step}"
+
+    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
+        if self.plan.adapter:
+            engine.trainable_state()
+        else:
+            engine.write_model(folder or self.root)
+
+    def save_tokenizer(self, tokenizer) -> None:
+        pass

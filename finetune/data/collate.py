@@ -1,0 +1,114 @@
+"""Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
+
+import functools
+
+import numpy as np
+
+from finetune.data.sampler import GROUPS_SEARCHED, Cursor, step_rows
+from finetune.data.tokenize import TokenizedDataset
+from finetune.engine import IGNORE_INDEX, Batch
+
+# ------ batches
+
+
+def microbatches(
+    dataset: TokenizedDataset, rows, layout: str, batch_size: int, microbatch_tokens: int, pad_id: int
+) -> list[Batch]:
+    """The batches of a step: `rows` in groups of batch_size, each group cut to at most `microbatch_tokens` tokens a batch.
+
+    flat: documents one after another in one row, no padding. padded: one document a row, rows of similar length together. A
+    document longer than microbatch_tokens stands alone.
+    """
+    cut, make = {
+        "padding_free": (_pack, _flat),
+        "padded": (_group_by_length, functools.partial(_padded, pad_id=pad_id)),
+    }[layout]
+    lengths = dataset.lengths
+    rows = [int(row) for row in rows]
+    groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    return [make(dataset, part) for group in groups for part in cut(group, lengths, microbatch_tokens)]
+
+
+def largest_microbatch(
+    dataset: TokenizedDataset,
+    rows_per_step: int,
+    seed: int,
+    layout: str,
+    batch_size: int,
+    microbatch_tokens: int,
+    pad_id: int,
+    num_steps: int,
+) -> Batch:
+    """The microbatch of most positions, padding included, among the run's steps; of its first GROUPS_SEARCHED groups."""
+    cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], dataset.lengths
+    cursor, most, found, searched = Cursor(), 0, [], 0
+    for _ in range(num_steps):
+        rows, cursor = step_rows(len(dataset), rows_per_step, seed, cursor)
+        for start in range(0, len(rows), batch_size):
+            group = [int(row) for row in rows[start : start + batch_size]]
+            searched += 1
+            if layout == "padding_free" and lengths[group].sum() <= most:
+                continue
+            for part in cut(group, lengths, microbatch_tokens):
+                size = sum(lengths[part]) if layout == "padding_free" else len(part) * max(lengths[part])
+                if size > most:
+                    most, found = size, part
+        if searched >= GROUPS_SEARCHED:
+            break
+    return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
+
+
+def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
+    """First fit, longest first: fewer and fuller batches than the order given would make."""
+    parts, room = [], []
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        k = next((k for k, left in enumerate(room) if lengths[row] <= left), None)
+        if k is None:
+            k = len(parts)
+            parts.append([])
+            room.append(microbatch_tokens)
+        parts[k].append(row)
+        room[k] -= lengths[row]
+    return parts
+
+
+def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
+    parts = []
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        # Longest first, so a part's first row is its width.
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= microbatch_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _labels(ids, is_target) -> np.ndarray:
+    """What each position must predict: the next token if it is a target; nothing at the document's end."""
+    labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+    labels[:-1][is_target[1:]] = ids[1:][is_target[1:]]
+    return labels
+
+
+def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
+    documents = [dataset.document(row) for row in rows]
+    return Batch(
+        input_ids_BS=np.concatenate([ids for ids, _ in documents]).astype(np.int64)[None],
+        labels_BS=np.concatenate([_labels(*document) for document in documents])[None],
+        position_ids_BS=np.concatenate([np.arange(len(ids)) for ids, _ in documents])[None],
+        document_ids_BS=np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in documents])[None],
+        rows=tuple(rows),
+    )
+
+
+def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
+    documents = [dataset.document(row) for row in rows]
+    shape = len(rows), max(len(ids) for ids, _ in documents)
+    input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+    position_ids, document_ids = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    for b, (ids, is_target) in enumerate(documents):
+        input_ids[b, : len(ids)] = ids
+        labels[b, : len(ids)] = _labels(ids, is_target)
+        position_ids[b, : len(ids)] = np.arange(len(ids))
+        document_ids[b, : len(ids)] = b
+    return Batch(input_ids, labels, position_ids, document_ids, tuple(rows))

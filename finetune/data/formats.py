@@ -1,0 +1,225 @@
+"""Rows of the usual data set formats -> text, in which the spans that are to be learned are marked.
+
+FORMATS is the table. Chat (and alpaca and qna rows, where the tokenizer has a chat template) is rendered by the template, one
+render for each assistant turn: what a turn adds to the generation prompt before it is its target. Everything else is joined here.
+A model's chat template is somebody's program: it is tried in a limited child process before it is rendered here.
+"""
+
+import re
+from dataclasses import dataclass
+
+from finetune.data.chat_template import apply_template, split_end_of_turn
+from finetune.errors import PlanError
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+QNA_PROMPT = "###Question:\n{question}\n###Answer:\n"
+QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
+TEXT_MARKER = re.compile(r"### (Human|Assistant):")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Span:
+    """`is_end`: the token that ends an answer, a target but no part of the answer's text."""
+
+    text: str
+    is_target: bool
+    is_end: bool = False
+
+
+@dataclass(frozen=True)
+class Document:
+    """Spans to be tokenized as one text. `from_template`: it has its own BOS, if any. `add_eos`: its end is an answer's end."""
+
+    spans: tuple[Span, ...]
+    from_template: bool
+    add_eos: bool
+
+
+@dataclass(frozen=True)
+class Format:
+    """`needs`: the fields a row must have, each as its accepted names; `may_have`: the same, may be missing, null or empty."""
+
+    needs: tuple[tuple[str, ...], ...]
+    may_have: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        fields = ["|".join(names) for names in self.needs] + [f"[{'|'.join(names)}]" for names in self.may_have]
+        return " + ".join(fields)
+
+
+# In order of recognition: a data set that has messages and text is a chat data set.
+FORMATS = {
+    "chat": Format((("messages", "conversations"),)),
+    "alpaca": Format((("instruction",), ("output", "response")), (("input", "context"),)),
+    "prompt_completion": Format((("prompt",), ("completion", "response"))),
+    "qna": Format((("question",), ("answer",)), (("context",),)),
+    "text": Format((("text",),)),
+}
+
+
+def detect_format(columns, dataset: str = "--dataset") -> str:
+    """The first of FORMATS whose needed fields are all among `columns`. Raises PlanError naming both."""
+    for name, fmt in FORMATS.items():
+        if all(any(field in columns for field in names) for names in fmt.needs):
+            return name
+    known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items())
+    found = ", ".join(map(str, columns)) or "(none)"
+    raise PlanError(f"{dataset}: columns {found} fit no format. Rename them to fit one: {known}.")
+
+
+def uses_template(fmt: str, tokenizer) -> bool:
+    return fmt == "chat" or (fmt in ("alpaca", "qna") and bool(tokenizer.chat_template))
+
+
+def describe_format(fmt: str, tokenizer) -> str:
+    """Which format, and how its rows become text."""
+    if fmt == "chat":
+        return "chat: through the tokenizer's chat template"
+    if fmt in ("alpaca", "qna"):
+        how = "as one turn of the tokenizer's chat template" if tokenizer.chat_template else f"in the {fmt} text prompt"
+        return f"{fmt}: {how}"
+    return {"prompt_completion": "prompt_completion: joined as given", "text": "text: as given"}[fmt]
+
+
+# ------ rows to documents
+
+
+def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...]) -> list[Document]:
+    """The row's documents: one, or one for each assistant turn where the chat template rewrites earlier turns.
+
+    `specials`: special_texts(tokenizer). The caller has called check_chat_template where uses_template says so.
+    Raises PlanError naming `source` and the field. A row without a non-empty answer has no target span.
+    """
+    if fmt == "text":
+        return [_render_text(get_field(row, source, ("text",)), tokenizer)]
+    if fmt == "chat":
+        return _render_chat(chat_messages(row, source), row.get("tools"), source, tokenizer, specials)
+    needs, may_have = FORMATS[fmt].needs, FORMATS[fmt].may_have
+    question, answer = (get_field(row, source, names) for names in needs)
+    extra = get_field(row, source, may_have[0], required=False) if may_have else ""
+    if uses_template(fmt, tokenizer):
+        parts = [question, extra] if fmt == "alpaca" else [extra, question]
+        content = "\n\n".join(part for part in parts if part)
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        return _render_chat(messages, None, source, tokenizer, specials)
+    if fmt == "alpaca":
+        prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(instruction=question, input=extra)
+    elif fmt == "qna":
+        prompt = (QNA_PROMPT_WITH_CONTEXT if extra else QNA_PROMPT).format(question=question, context=extra)
+    else:
+        prompt = question
+    return [Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)]
+
+
+def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = True) -> str:
+    """The text of the first of `names` the row has. Raises PlanError where it is missing or no text."""
+    name = next((n for n in names if row.get(n) is not None), None)
+    if name is None:
+        if not required:
+            return ""
+        name = next((n for n in names if n in row), names[0])
+        raise PlanError(f"{source}: field {name!r} is {'null' if name in row else 'missing'}, must be text.")
+    if not isinstance(row[name], str):
+        raise PlanError(f"{source}: field {name!r} is {type(row[name]).__name__}, must be text.")
+    return row[name]
+
+
+def chat_messages(row: dict, source: str) -> list[dict]:
+    """The row's messages as role and content, from either spelling. Raises PlanError naming the message that has neither."""
+    name = next((n for n in FORMATS["chat"].needs[0] if row.get(n) is not None), None)
+    if name is None:
+        fact = "null" if "messages" in row else "missing"
+        raise PlanError(f"{source}: field 'messages' is {fact}, must be a list of messages.")
+    if not isinstance(row[name], list) or not row[name]:
+        fact = "empty" if row[name] == [] else type(row[name]).__name__
+        raise PlanError(f"{source}: field {name!r} is {fact}, must be a list of messages.")
+    messages = []
+    for i, message in enumerate(row[name]):
+        where = f"field '{name}[{i}]"
+        if not isinstance(message, dict):
+            raise PlanError(f"{source}: {where}' is {type(message).__name__}, must be an object with role and content.")
+        # Arrow gives every message of a column the union of their fields, null where it has none.
+        message = {key: value for key, value in message.items() if value is not None}
+        role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
+        role, content = message.pop(role_key, None), message.pop(content_key, None)
+        known = SHAREGPT_ROLES if role_key == "from" else dict(zip(ROLES, ROLES, strict=True))
+        if not isinstance(role, str) or role not in known:
+            raise PlanError(f"{source}: {where}.{role_key}' is {role!r}, must be one of {', '.join(known)}.")
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if not isinstance(content, str):
+            fact = "missing" if content is None else type(content).__name__
+            raise PlanError(f"{source}: {where}.{content_key}' is {fact}, must be text.")
+        messages.append({"role": known[role], "content": content, **message})
+    return messages
+
+
+def _render_text(text: str, tokenizer) -> Document:
+    """Plain text is all target; text with Human and Assistant markers has its answers as targets, each ended with the eos."""
+    pieces = TEXT_MARKER.split(text)
+    if "Human" not in pieces[1::2] or "Assistant" not in pieces[1::2]:
+        return Document((Span(text, bool(text.strip())),), from_template=False, add_eos=True)
+    spans = [Span(pieces[0], False)]
+    for i in range(1, len(pieces), 2):
+        marker, content, is_last = pieces[i], pieces[i + 1], i + 2 >= len(pieces)
+        spans.append(Span(f"### {marker}:", False))
+        is_target = marker == "Assistant" and bool(content.strip())
+        spans.append(Span(content, is_target))
+        if is_target and not is_last:
+            spans.append(Span(tokenizer.eos_token or "", True, is_end=True))
+    return Document(tuple(spans), from_template=False, add_eos=spans[-1].is_target)
+
+
+def _render_chat(messages: list[dict], tools, source: str, tokenizer, specials) -> list[Document]:
+    if tools is not None and tools != [] and not isinstance(tools, list):
+        raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
+    turns = []  # (text before, answer with its end, whether it is empty)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i == 0:  # a first message answers nothing
+            continue
+        before = apply_template(messages[:i], tools, source, tokenizer, add_generation_prompt=True)
+        after = apply_template(messages[: i + 1], tools, source, tokenizer, add_generation_prompt=False)
+        if not after.startswith(before):
+            raise PlanError(
+                f"{source}: the chat template's text with messages[{i}] does not begin with its own generation prompt. "
+                "Give the rows as prompt and completion."
+            )
+        is_empty = not message["content"].strip() and not message.get("tool_calls")
+        turns.append((before, after[len(before) :], is_empty))
+    if not turns:
+        text = apply_template(messages, tools, source, tokenizer, add_generation_prompt=False)
+        return [Document((Span(text, False),), from_template=True, add_eos=False)]
+    texts = [before + answer for before, answer, _ in turns]
+    is_stable = all(turns[i + 1][0].startswith(texts[i]) for i in range(len(turns) - 1))
+    documents, spans, done = [], [], 0
+    for before, answer, is_empty in turns:
+        answer, end = split_end_of_turn(answer, specials)
+        spans += [Span(before[done:], False), Span(answer, not is_empty), Span(end, not is_empty, is_end=True)]
+        # Where the template ends a turn with plain text only, the document's end is the only place for an end token.
+        if not is_stable:
+            documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
+            spans, done = [], 0
+        else:
+            done = len(before) + len(answer) + len(end)
+    if is_stable:
+        documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
+    return documents

@@ -1,0 +1,387 @@
+"""Rows from files: JSON lines, JSON, CSV, plain text, parquet, arrow, saved and hub data sets, and the older script's words.
+
+Everything is read strictly: each row knows the file and line it came from, and a broken row is named, not repaired.
+A reader is a generator of (source, row or BadRow); what makes a whole file unreadable is a PlanError. Lines are read
+in binary with a cap, so that no input costs more memory than the longest line allowed.
+"""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from finetune.errors import PlanError
+
+MAX_LINE_BYTES = 16 * 2**20
+MAX_JSON_BYTES = 512 * 2**20
+DUMMY_ROWS = 256
+LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used: where it is, to the byte if known, and what is wrong with it."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RawDataset:
+    """Rows as they were read. `skipped` says why each bad row is missing; later stages may skip up to `skip_bad_rows` in all.
+
+    `digest` is the sha256 of the bytes read.
+    """
+
+    rows: list[dict]
+    sources: list[str]
+    columns: tuple[str, ...]
+    skipped: tuple[str, ...]
+    digest: str
+    description: str
+    skip_bad_rows: int = 0
+
+
+def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
+    """The line for a skipped row. Raises PlanError where `skip_bad_rows` allows no more of them."""
+    if num_skipped < skip_bad_rows:
+        return f"{bad.where}: {bad.reason}"
+    if skip_bad_rows:
+        raise PlanError(
+            f"{bad.where}: {bad.reason}. It is bad row {num_skipped + 1}, and --skip_bad_rows allows {skip_bad_rows}."
+        )
+    raise PlanError(f"{bad.where}: {bad.reason}. Fix or remove the row, or skip it with --skip_bad_rows 1.")
+
+
+def _reader(name: str, what: str, split: str):
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix not in READERS:
+        raise PlanError(f"{what}: is {suffix or 'a file without suffix'}. Use one of {', '.join(READERS)}.")
+    return partial(READERS[suffix], split=split) if suffix == ".json" else READERS[suffix]
+
+
+def _json_field(path: Path, key: str, optional: bool = False):
+    try:
+        value = json.loads(path.read_bytes())
+        return value.get(key) if optional else value[key]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path}: has no readable {key!r}. Save the data set again with save_to_disk.") from error
+
+
+# ------ readers
+
+
+def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    for number, text, complete in text_lines(path, label, hasher):
+        source = f"{label}:{number}"
+        if isinstance(text, BadRow):
+            yield source, text
+        elif text.strip():
+            row = parse_object(text, source)
+            if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
+                row = BadRow(source, row.reason.replace("is not JSON", "is cut off: the last line is not JSON", 1))
+            yield source, row
+
+
+def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
+    """Rows of a JSON array of objects, or of an object holding one under a known name, or of JSON lines."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.readline(MAX_LINE_BYTES).strip()
+        if head.startswith(b"{") and head.endswith(b"}") and file.read(1):
+            yield from read_jsonl(path, label, hasher)
+            return
+        if size > MAX_JSON_BYTES:
+            raise PlanError(
+                f"{label}: is {size / 2**20:.0f} MiB, the most for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl."
+            )
+        file.seek(0)
+        data = file.read()
+    hasher.update(data)
+    text = _decode_whole(data, label)
+    del data
+    if not text.strip():
+        return
+    if not text.lstrip().startswith("["):
+        yield from _rows_of_object(text, label, split)
+        return
+    # One object at a time, because json.loads of the whole array would forget the lines.
+    spaces = re.compile(r"[ \t\r\n]*")
+    at = spaces.match(text, text.index("[") + 1).end()
+    line, counted = 1, 0
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        source = f"{label}:{line}"
+        value, end = _decode_value(text, at, source)
+        if end - at > MAX_LINE_BYTES:
+            value = BadRow(source, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+        yield (
+            source,
+            value if isinstance(value, (dict, BadRow)) else BadRow(source, f"is {_kind(value)}, must be an object"),
+        )
+        at = spaces.match(text, end).end()
+        if text[at : at + 1] == ",":
+            at = spaces.match(text, at + 1).end()
+            if text[at : at + 1] != "]":
+                continue
+        elif text[at : at + 1] == "]":
+            continue
+        line = 1 + text.count("\n", 0, at)
+        fact = "the file ends inside the array" if at >= len(text) else f"{text[at]!r} instead of a row, ',' or ']'"
+        raise PlanError(f"{label}:{line}: is not JSON ({fact}). Fix the file.")
+    if text[at + 1 :].strip():
+        raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
+
+
+def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Rows of a CSV file with a header line; every value is text."""
+
+    def lines():
+        for _, text, _ in text_lines(path, label, hasher):
+            if isinstance(text, BadRow):
+                raise PlanError(f"{text.where}: {text.reason}. Fix the file: a CSV file is read whole or not at all.")
+            yield text + "\n"
+
+    reader = csv.reader(lines(), strict=True)
+    before = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        header = next((row for row in reader if row), None)
+        if header is None:
+            return
+        header = [name.strip() for name in header]
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise PlanError(f"{label}:1: column {twice!r} stands twice in the header. Rename one.")
+        start = reader.line_num + 1
+        for row in reader:
+            source, start = f"{label}:{start}", reader.line_num + 1
+            if not row:
+                continue
+            if len(row) != len(header):
+                yield source, BadRow(source, f"has {len(row)} fields, the header has {len(header)}")
+            else:
+                yield source, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise PlanError(f"{label}:{reader.line_num}: is not CSV ({error}). Fix the file.") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def read_text(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """One document a line; blank lines are left out."""
+    for number, text, _ in text_lines(path, label, hasher):
+        source = f"{label}:{number}"
+        if isinstance(text, BadRow):
+            yield source, text
+        elif text.strip():
+            yield source, {"text": text}
+
+
+def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    _hash_file(path, hasher)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from _arrow_rows(file.iter_batches(), label)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PlanError(f"{label}: is no readable parquet file ({_first_line(error)}). Write it again.") from error
+
+
+def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    import pyarrow
+
+    _hash_file(path, hasher)
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            if source.read(6) == b"ARROW1":
+                file = pyarrow.ipc.open_file(source)
+                batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            else:
+                source.seek(0)
+                batches = pyarrow.ipc.open_stream(source)
+            yield from _arrow_rows(batches, label)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PlanError(f"{label}: is no readable arrow file ({_first_line(error)}). Write it again.") from error
+
+
+def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
+    for i in range(DUMMY_ROWS):
+        a, b = i * 7 % 50, i * 13 % 41
+        row = {"instruction": f"Add {a} and {b}.", "output": f"{a} plus {b} is {a + b}."}
+        hasher.update(json.dumps(row).encode())
+        yield f"dummy:{i + 1}", row
+
+
+# The order is also which kind a folder with several is read as.
+READERS = {
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".txt": read_text,
+}
+
+
+# ------ parts of readers
+
+
+def text_lines(path: Path, label: str, hasher) -> Iterator[tuple[int, str | BadRow, bool]]:
+    """(line number, text without line end, whether it had one). No line is held in memory beyond MAX_LINE_BYTES."""
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            hasher.update(line)
+            if number == 1:
+                line = _without_bom(line, label)
+            complete = line.endswith(b"\n")
+            if len(line) > MAX_LINE_BYTES and not complete:
+                yield number, BadRow(f"{label}:{number}", f"is longer than {MAX_LINE_BYTES >> 20} MiB"), True
+                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                    hasher.update(rest)
+                hasher.update(rest)
+                continue
+            yield number, decode(line.rstrip(b"\r\n"), label, number), complete
+
+
+def decode(line: bytes, label: str, number: int) -> str | BadRow:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{label}:{number}:byte {error.start + 1}"
+        return BadRow(where, f"is not UTF-8 (0x{line[error.start]:02x})")
+    if "\0" in text:
+        return BadRow(f"{label}:{number}:byte {line.index(0) + 1}", "is a NUL byte")
+    return text
+
+
+def parse_object(text: str, where: str) -> dict | BadRow:
+    """One JSON object, strictly: no key twice, no lone surrogate."""
+    try:
+        value, end = _decode_value(text, len(text) - len(text.lstrip(" \t\r")), where)
+    except PlanError as error:
+        return BadRow(where, str(error.__cause__ and _json_fact(error.__cause__)))
+    if isinstance(value, BadRow):
+        return value
+    if text[end:].strip(" \t\r"):
+        return BadRow(where, f"is not JSON (something follows the value at column {end + 1})")
+    return value if isinstance(value, dict) else BadRow(where, f"is {_kind(value)}, must be an object")
+
+
+def _decode_value(text: str, at: int, where: str):
+    """(value or BadRow, its end). Raises PlanError where the text is no JSON."""
+    repeated = []
+
+    def pairs(items):
+        value = dict(items)
+        if len(value) != len(items):
+            names = [key for key, _ in items]
+            repeated.append(next(key for key in names if names.count(key) > 1))
+        return value
+
+    try:
+        value, end = json.JSONDecoder(object_pairs_hook=pairs).raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: {_json_fact(error)}. Fix the file.") from error
+    if repeated:
+        return BadRow(where, f"has the key {repeated[0]!r} twice"), end
+    if "\\ud" in text[at:end] or "\\uD" in text[at:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return BadRow(where, f"is not Unicode text (lone surrogate \\u{ord(error.object[error.start]):04x})"), end
+    return value, end
+
+
+def _json_fact(error) -> str:
+    if isinstance(error, RecursionError):
+        return "is nested too deep"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg} at column {error.colno})"
+    return f"is not usable JSON ({_first_line(error)})"
+
+
+def _rows_of_object(text: str, label: str, split: str):
+    value = parse_object(text.strip(), f"{label}:1")
+    if isinstance(value, BadRow):
+        raise PlanError(f"{value.where}: {value.reason}. Fix the file.")
+    names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
+    if len(names) != 1 or not isinstance(value[names[0]], list):
+        if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):
+            raise PlanError(
+                f"{label}: holds several lists of rows, {', '.join(names)}, none named {split!r}. Keep one."
+            )
+        yield f"{label}:1", value
+        return
+    for i, row in enumerate(value[names[0]]):
+        source = f"{label}:row {i + 1}"
+        yield source, row if isinstance(row, dict) else BadRow(source, f"is {_kind(row)}, must be an object")
+
+
+def _arrow_rows(batches, label: str):
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:
+            rows = None
+        for i in range(batch.num_rows):
+            number += 1
+            source = f"{label}:row {number}"
+            if rows is not None:
+                yield source, rows[i]
+                continue
+            try:
+                yield source, batch.slice(i, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield source, BadRow(source, f"is not UTF-8 (0x{error.object[error.start]:02x})")
+
+
+def _without_bom(data: bytes, label: str) -> bytes:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise PlanError(f"{label}:1:byte 1: is not UTF-8 but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8.")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def _decode_whole(data: bytes, label: str) -> str:
+    data = _without_bom(data, label)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
+        where = f"{label}:{line}:byte {error.start - start + 1}"
+        raise PlanError(f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8.") from error
+    if "\0" in text:
+        at = text.index("\0")
+        raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: holds a NUL byte. Remove it.")
+    return text
+
+
+def _hash_file(path: Path, hasher):
+    with open(path, "rb") as file:
+        while chunk := file.read(2**20):
+            hasher.update(chunk)
+
+
+def _kind(value) -> str:
+    names = {
+        list: "an array",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _first_line(error) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,243 @@
+"""Where rows come from: a file, a folder, or a dataset on the Hub, and which of its files belong to a split."""
+
+import fnmatch
+import hashlib
+import os
+import re
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from finetune.data.readers import READERS, BadRow, RawDataset, _json_field, _reader, read_dummy, skip_or_raise
+from finetune.errors import PlanError
+from finetune.model_files.files import local_path
+from finetune.model_files.hub import endpoint, hub_cache, offline
+
+
+def check_local(dataset: str | None, flag: str) -> None:
+    """Raises PlanError for a data set that cannot be there: no file, no folder, no word, no hub name. Opens no connection."""
+    known = (None, "dummy", *DATASET_ALIASES)
+    if dataset in known or local_path(dataset, f"{flag} {dataset}").exists():
+        return
+    if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
+        find_files(dataset, "train", flag)
+
+
+# word -> (hub name, split, rows where --dataset_samples is -1)
+DATASET_ALIASES = {
+    "alpaca": ("yahma/alpaca-cleaned", "train", -1),
+    "alpaca_sample": ("yahma/alpaca-cleaned", "train", 512),
+    "guanaco": ("timdettmers/openassistant-guanaco", "train", -1),
+    "sql": ("knowrohit07/know_sql", "validation", -1),
+    "orca_math": ("microsoft/orca-math-word-problems-200k", "train", -1),
+}
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+NOT_DATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "requirements.txt",
+    "LICENSE.txt",
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
+
+
+def read_rows(
+    dataset: str, samples: int = -1, skip_bad_rows: int = 0, split: str = "train", flag: str = "--dataset"
+) -> RawDataset:
+    """The first `samples` rows (-1: all) of a file, a folder, a hub data set or one of the older words.
+
+    `flag` is the setting that named it, for errors. Raises PlanError for whatever cannot be read, naming file and line.
+    """
+    if samples == 0:
+        raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
+    files, description, word_samples = find_files(dataset, split, flag)
+    samples = word_samples if samples < 0 else samples
+    hasher = hashlib.sha256()
+    rows, sources, skipped, columns = [], [], [], {}
+    for read, path, label in files:
+        if len(rows) == samples:
+            break
+        for source, row in read(path, label, hasher):
+            if isinstance(row, BadRow):
+                skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
+                continue
+            rows.append(row)
+            sources.append(source)
+            columns.update(dict.fromkeys(row))
+            if len(rows) == samples:
+                break
+    if not rows:
+        name = files[0][2] if len(files) == 1 else dataset
+        bad = f"; {len(skipped)} bad rows were skipped, the first: {skipped[0]}" if skipped else ""
+        raise PlanError(f"{name}: holds no rows{bad}. Give a file with at least one row.")
+    return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
+
+
+# ------ which files
+
+
+def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
+    """([(reader, path, label)], description, rows to take where none were asked for)."""
+    if dataset == "dummy":
+        return [(read_dummy, None, "dummy")], "dummy: made-up sums", -1
+    if dataset in DATASET_ALIASES:
+        name, split, samples = DATASET_ALIASES[dataset]
+        files, description = hub_files(name, split, flag)
+        return files, f"{dataset}: {description}", samples
+    if "\0" in dataset or not dataset or len(dataset) > 4000:
+        raise PlanError(f"{flag} {dataset[:80]!r}: is no path. Give a file, a folder or a hub name.")
+    path = local_path(dataset, f"{flag} {dataset}")
+    if path.is_dir():
+        files = folder_files(path, split, flag)
+        return files, f"{dataset} ({_count(files)})", -1
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise PlanError(f"{flag} {dataset}: may not be read by this user. Change its permissions.")
+    if path.is_file():
+        return [(_reader(path.name, f"{flag} {dataset}", split), path, dataset)], dataset, -1
+    if path.exists():
+        raise PlanError(f"{flag} {dataset}: is no regular file. Give a file, a folder or a hub name.")
+    if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
+        files, description = hub_files(dataset, split, flag)
+        return files, description, -1
+    words = ", ".join((*DATASET_ALIASES, "dummy"))
+    raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a hub name (org/name), or one of {words}.")
+
+
+def folder_files(folder: Path, split: str, flag: str) -> list:
+    """The files of one split in a folder: as `save_to_disk` wrote it, or data files whose names say the split."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json_field(folder / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise PlanError(f"{flag} {folder}: has no split {split!r}, it has {', '.join(map(str, splits))}.")
+        return folder_files(folder / split, split, flag)
+    if (folder / "state.json").is_file():
+        if _json_field(folder / "state.json", "_indices_data_files", optional=True):
+            raise PlanError(
+                f"{flag} {folder}: holds row indices apart from its rows. Call flatten_indices() and save it again."
+            )
+        names = [entry["filename"] for entry in _json_field(folder / "state.json", "_data_files")]
+        outside = [name for name in names if PurePosixPath(name).name != name]
+        if outside:
+            raise PlanError(f"{folder / 'state.json'}: names {outside[0]!r}, outside its folder. Do not use it.")
+    else:
+        found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
+        names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
+    for name in names:
+        if not (folder / name).is_file():
+            raise PlanError(f"{folder / name}: no such file, though state.json names it. Save the data set again.")
+    return [(_reader(name, f"{flag} {folder}", split), folder / name, str(folder / name)) for name in names]
+
+
+def choose_files(names: list[str], split: str, what: str) -> list[str]:
+    """The data files of one split among `names`. Where no name says a split, all of them are train."""
+    by_suffix = {suffix: [n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS}
+    by_suffix = {s: [n for n in group if PurePosixPath(n).name not in NOT_DATA] for s, group in by_suffix.items()}
+    data = next((group for group in by_suffix.values() if group), None)
+    if data is None:
+        raise PlanError(
+            f"{what}: holds no data files. Give one with {', '.join(READERS)} files, or a folder that save_to_disk wrote."
+        )
+    splits = {name: _split_of(name) for name in data}
+    if not any(splits.values()):
+        splits = dict.fromkeys(data, "train")
+    chosen = [name for name in data if splits[name] == SPLIT_WORDS.get(split, split)]
+    if not chosen:
+        known = ", ".join(sorted({s for s in splits.values() if s}))
+        raise PlanError(f"{what}: has no split {split!r}, it has {known}. Name the file of the split you mean.")
+    folders = sorted({PurePosixPath(name).parent.as_posix() for name in chosen})
+    if len(folders) > 1:
+        raise PlanError(f"{what}: has several configurations, {', '.join(folders)}. Choose one: NAME:{folders[0]}.")
+    return chosen
+
+
+def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
+    """The files of one split of `org/name` or `org/name:config`, downloaded to the hub's cache.
+
+    Honours HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
+
+    name, _, config = dataset.partition(":")
+    what = f"{flag} {dataset}"
+    where = dict(repo_type="dataset", cache_dir=hub_cache())
+    get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), **where)
+    try:
+        if offline():
+            folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **where))
+            names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+            chosen, commit = _hub_choice(names, {}, config, split, what), folder.name
+            paths = [folder / n for n in chosen]
+        else:
+            info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
+            names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
+            card = info.card_data.to_dict() if info.card_data else {}
+            chosen, commit = _hub_choice(names, card, config, split, what), info.sha
+            paths = [Path(get(filename=n)) for n in chosen]
+    except GatedRepoError as error:
+        raise PlanError(f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN.") from error
+    except RepositoryNotFoundError as error:
+        raise PlanError(
+            f"{what}: neither a file nor a public data set of the hub. Check the name, or set HF_TOKEN."
+        ) from error
+    except (HTTPError, OSError) as error:
+        fact = " ".join(str(error).split())[:200]
+        raise PlanError(f"{what}: no such file, and the hub does not answer ({fact}). Give a local file.") from error
+    files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
+    return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
+
+
+def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str) -> list[str]:
+    """Names of the files of one split: by the card's `configs` where it has them, else by their names."""
+    configs = {c.get("config_name", "default"): c for c in card.get("configs") or () if c.get("data_files")}
+    if configs and not config:
+        marked = [n for n, c in configs.items() if c.get("default") or n == "default"] or list(configs)
+        if len(marked) > 1:
+            raise PlanError(f"{what}: has several configurations, {', '.join(configs)}. Choose one: NAME:{marked[0]}.")
+        config = marked[0]
+    if config in configs:
+        patterns = configs[config]["data_files"]
+        if isinstance(patterns, list) and all(isinstance(p, dict) for p in patterns):
+            splits = {p["split"]: p["path"] for p in patterns}
+            if split not in splits:
+                raise PlanError(f"{what}: has no split {split!r}, it has {', '.join(splits)}.")
+            patterns = splits[split]
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+        if not chosen:
+            raise PlanError(
+                f"{what}: names no file that exists for split {split!r}. Download it and give a local file."
+            )
+        return chosen
+    if config:
+        names = [n for n in names if n.startswith(f"{config}/")]
+        if not names:
+            raise PlanError(
+                f"{what}: has no configuration {config!r}. It has {', '.join(configs) or 'no configurations'}."
+            )
+    return choose_files([n for n in names if not n.endswith(".txt")], split, what)
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a file's name says, or its folder's; None where neither does."""
+    for part in reversed(PurePosixPath(name).with_suffix("").parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None
+
+
+def _count(files: list) -> str:
+    return files[0][2].rsplit("/", 1)[-1] if len(files) == 1 else f"{len(files)} files"

@@ -1,0 +1,262 @@
+"""Tokenized rows, their order, and the numpy batches of a step.
+
+A data set is three flat arrays, so that a row is a slice and nothing is copied until a batch is made. The order is a pure
+function of (seed, epoch): a cursor of two numbers is all that a checkpoint keeps of it. A batch holds labels already shifted;
+both layouts hold the same (input id, label) pairs.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from finetune.data.chat_template import check_chat_template, special_texts
+from finetune.data.formats import Document, describe_format, detect_format, render, uses_template
+from finetune.data.readers import RawDataset
+from finetune.data.sources import read_rows
+from finetune.errors import PlanError
+
+__all__ = ["RawDataset", "read_rows"]  # the rows' first station; callers need this room only
+TOKENIZER_BATCH = 512
+
+
+@dataclass(frozen=True)
+class TokenizedDataset:
+    """Document i is tokens[offsets[i] : offsets[i + 1]]; its first token is no target, as nothing predicts it.
+
+    counts: rows, tokens and targets of what is here; skipped, dropped_empty, prompt_truncated, answer_truncated of what was read.
+    """
+
+    tokens: np.ndarray  # int32
+    is_target: np.ndarray  # bool
+    offsets: np.ndarray  # int64, one more than documents
+    sources: tuple[str, ...]
+    counts: dict
+    description: str = ""
+    skipped: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, is_target) of one document."""
+        part = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[part], self.is_target[part]
+
+    def take(self, indices) -> "TokenizedDataset":
+        """The documents at `indices`, in that order."""
+        parts = [self.document(i) for i in indices]
+        counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
+        sources = tuple(self.sources[i] for i in indices)
+        return replace(self, **_joined(parts), sources=sources, counts=counts)
+
+    def digest(self) -> str:
+        """sha256 of tokens, targets and where documents end: equal for equal training data."""
+        hasher = hashlib.sha256()
+        for array in (self.tokens, self.is_target, self.offsets):
+            hasher.update(np.ascontiguousarray(array).tobytes())
+        return hasher.hexdigest()
+
+    def describe(self) -> str:
+        """One line: rows, tokens, targets, and whatever was cut, dropped or skipped."""
+        c = self.counts
+        longest = int(self.lengths.max()) if len(self) else 0
+        parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
+        for name, text in (
+            ("prompt_truncated", "cut at the front of the prompt"),
+            ("answer_truncated", "cut at the end of the answer"),
+            ("dropped_empty", "dropped: no answer"),
+            ("skipped", "skipped: bad rows"),
+        ):
+            if c[name]:
+                parts.append(f"{c[name]:,} {text}")
+        return ", ".join(parts) + (f"; {self.description}" if self.description else "")
+
+
+# ------ tokenizing
+
+
+def tokenize(
+    raw: RawDataset,
+    fmt: str,
+    tokenizer,
+    context_length: int,
+    train_on_prompt: bool = False,
+    vocab_size: int | None = None,
+) -> TokenizedDataset:
+    """The rows as tokens with their targets, none longer than `context_length`. `fmt`: a word of FORMATS, or auto.
+
+    A token is a target iff it contains a character of an answer; the token that ends an answer is one. `vocab_size`: the model's
+    embedding rows. Raises PlanError for a row that does not fit the format, or where no row has a target.
+    """
+    fmt = resolve_format(raw, fmt, tokenizer)
+    skipped = list(raw.skipped)
+    counts = dict(dropped_empty=0, prompt_truncated=0, answer_truncated=0)
+    parts, sources = [], []
+    for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped):
+        if vocab_size is not None and ids.max() >= vocab_size:
+            raise PlanError(
+                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is not among the model's {vocab_size} "
+                "embedding rows. Use the tokenizer that belongs to the model."
+            )
+        ids, is_target, cut = truncate(ids, is_target, context_length, tokenizer.bos_token_id)
+        if not is_target[1:].any():
+            counts["dropped_empty"] += 1
+            continue
+        if cut:
+            counts[cut] += 1
+        is_target = np.ones_like(is_target) if train_on_prompt else is_target
+        is_target[0] = False
+        parts.append((ids, is_target))
+        sources.append(raw.sources[row])
+    if not parts:
+        raise PlanError(
+            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to learn. Fill in the answers."
+        )
+    counts |= dict(skipped=len(skipped)) | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
+    description = f"{raw.description}, {describe_format(fmt, tokenizer)}"
+    if tokenizer.eos_token_id is None:
+        description += ", the tokenizer has no end-of-text token"
+    return TokenizedDataset(
+        **_joined(parts), sources=tuple(sources), counts=counts, description=description, skipped=tuple(skipped)
+    )
+
+
+def generation_examples(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list[int], str, str]]:
+    """(prompt ids, answer text, source) of each row's last answer, for scoring by generation.
+
+    The prompt is what training sees before the answer's first token; where that token also holds the prompt's last
+    characters, they are part of the answer text. Rows without an answer are left out.
+    """
+    fmt = resolve_format(raw, fmt, tokenizer)
+    by_row = {}  # a row that became several documents is scored by its last
+    for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped)):
+        if is_target.any():
+            start = last_answer_start(is_target)
+            by_row[row] = (ids[:start].tolist(), text_from(start), raw.sources[row])
+    if not by_row:
+        raise PlanError(
+            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
+        )
+    return list(by_row.values())
+
+
+def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
+    """The format that `auto` stands for. Raises PlanError for columns that fit none and for an unfit tokenizer."""
+    if not tokenizer.is_fast:
+        raise PlanError(
+            f"tokenizer {tokenizer.name_or_path}: gives no character offsets. Use a model with a tokenizer.json."
+        )
+    fmt = detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
+    if uses_template(fmt, tokenizer):
+        check_chat_template(tokenizer)
+    return fmt
+
+
+def truncate(ids, is_target, context_length: int, bos_id: int | None):
+    """(ids, is_target, which count it falls under or None), cut to context_length.
+
+    A row that is too long keeps its last answer and BOS, and loses the front of what is before it; an answer too long by itself
+    loses its tail. What follows the last target is dropped.
+    """
+    targets = np.flatnonzero(is_target)
+    end = targets[-1] + 1 if len(targets) else len(ids)
+    ids, is_target = ids[:end], is_target[:end]
+    if len(ids) <= context_length or not len(targets):
+        return ids, is_target, None
+    head = int(ids[0] == bos_id) if bos_id is not None else 0
+    start = max(last_answer_start(is_target), head)
+    room = context_length - head
+    first = end - room if end - start <= room else start
+    keep = np.r_[:head, first : first + room]
+    return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
+
+
+def last_answer_start(is_target) -> int:
+    """Where the last run of targets begins."""
+    targets = np.flatnonzero(is_target)
+    gaps = np.flatnonzero(np.diff(targets) > 1)
+    return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])
+
+
+def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str]) -> Iterator[tuple]:
+    """(row number, ids, is_target, text of the answer from a token on) of each document; `skipped` grows by bad rows."""
+
+    def encode_pending():
+        texts = ["".join(span.text for span in document.spans) for _, document in pending]
+        encodings = tokenizer(
+            texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
+        ).encodings
+        for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
+            yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
+
+    pending, specials = [], special_texts(tokenizer)
+    for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
+        try:
+            documents = render(fields, source, fmt, tokenizer, specials)
+        except PlanError as error:
+            if len(skipped) >= raw.skip_bad_rows:
+                raise
+            skipped.append(str(error))
+            continue
+        pending += [(row, document) for document in documents]
+        if len(pending) >= TOKENIZER_BATCH:
+            yield from encode_pending()
+            pending = []
+    if pending:
+        yield from encode_pending()
+
+
+def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
+    ids = np.array(encoding.ids, np.int32)
+    if not len(ids):
+        return np.zeros(1, np.int32), np.zeros(1, bool), str
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    # Byte-level tokenizers trim spaces off a token's offsets: one of spaces only is left empty, and began where the last ended.
+    before = np.maximum.accumulate(np.r_[0, ends[:-1]])
+    trimmed = np.minimum(starts, before)
+    starts = np.where(starts == ends, trimmed, starts)
+    is_target, at, answer_end = np.zeros(len(ids), bool), 0, len(text)
+    for span in document.spans:
+        if span.is_target and span.text:
+            is_target |= (starts < at + len(span.text)) & (ends > at)
+            answer_end = answer_end if span.is_end else at + len(span.text)
+        at += len(span.text)
+    if document.add_eos and eos_id is not None and is_target.any():
+        if ids[-1] != eos_id:
+            ids, is_target = np.append(ids, np.int32(eos_id)), np.append(is_target, False)
+        is_target[-1] = True
+    return ids, is_target, lambda token: text[trimmed[token] : answer_end]
+
+
+def _joined(parts: list) -> dict:
+    lengths = [len(ids) for ids, _ in parts]
+    return dict(
+        tokens=np.concatenate([ids for ids, _ in parts] or [np.zeros(0)]).astype(np.int32),
+        is_target=np.concatenate([targets for _, targets in parts] or [np.zeros(0)]).astype(bool),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+    )
+
+
+def _sizes(ids: list, targets: list) -> dict:
+    return dict(rows=len(ids), tokens=sum(len(i) for i in ids), targets=int(sum(t.sum() for t in targets)))
+
+
+def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
+    """One row as the model sees it, its targets marked: in green, or between ⟦ and ⟧."""
+    ids, is_target = dataset.document(i)
+    edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
+    pieces = []
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # A row's own escape sequences must not reach the terminal.
+        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+        marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
+        pieces.append(f"{marks[0]}{text}{marks[1]}" if is_target[start] else text)
+    return "".join(pieces)

@@ -1,0 +1,47 @@
+"""What `accelerate launch` and its config file ask for, as the environment they set says it. No framework here."""
+
+NAMES = {"ptd": "our own", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
+STATE_KEPT = {  # words of accelerate's config files that move state off the device or rewrite the step, and their keys
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_cpu_ram_efficient_loading",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+
+
+def method_of(environment) -> str:
+    """ddp, fsdp1, fsdp2, zero and its stage, or megatron: what accelerate would wrap the model in."""
+    if _true(environment, "ACCELERATE_USE_DEEPSPEED"):
+        return "zero" + environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if _true(environment, "ACCELERATE_USE_FSDP"):
+        return "fsdp" + environment.get("FSDP_VERSION", "1")
+    return "megatron" if _true(environment, "ACCELERATE_USE_MEGATRON_LM") else "ddp"
+
+
+def unsupported(environment) -> tuple[str, str] | None:
+    """(key, value) of the first word in accelerate's config file that this trainer would not follow."""
+    for variable, key in STATE_KEPT.items():
+        value = environment.get(variable, "none")
+        if value.lower() not in ("none", "no", "false", ""):
+            return key, value
+    return None
+
+
+def launched_one_process(environment) -> bool:
+    """Whether `accelerate launch --cpu` was given several processes: it starts one, and tells no number."""
+    started = {"RANK", "WORLD_SIZE"} & set(environment)
+    return _true(environment, "ACCELERATE_USE_CPU") and "MASTER_PORT" in environment and not started
+
+
+def mixed_precision(environment) -> str | None:
+    """What the config file says of precision, where it says anything."""
+    word = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    return None if word == "no" else word
+
+
+def _true(environment, name: str) -> bool:
+    return environment.get(name, "false").lower() in ("true", "1", "yes")

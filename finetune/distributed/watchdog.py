@@ -1,0 +1,177 @@
+"""The watchdog: a thread per rank that notices a rank that died or fell silent, and ends this one."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from pathlib import Path
+
+from finetune.distributed.env import RankEnv
+from finetune.distributed.launcher import GRACE_S, write_failure
+from finetune.errors import RankLostError
+
+BEAT_S = 0.5
+
+
+# ---- noticing that one is gone
+
+
+class Watchdog(threading.Thread):
+    """A thread of each rank that tells rank 0 twice a second that it lives, and hears of those that do not.
+
+    A closed connection is a dead rank, `timeout_s` without a word a silent one: the process may be stopped or its host gone.
+    Then this rank writes the stacks of its threads into `stacks` and leaves with code 69, whatever it was waiting in.
+    `speak(text)` is called in one rank only, with the line that names the rank; `on_exit(code)` before each ends.
+    `peer_is_gone(error)`: whether an exception is a collective's that broke.
+    """
+
+    def __init__(
+        self, world: RankEnv, timeout_s: float, stacks: Path, speak, peer_is_gone, listener=None, address=None
+    ):
+        super().__init__(daemon=True, name="watch")
+        self.peer_is_gone = peer_is_gone
+        self.world, self.timeout_s, self.stacks, self.speak = world, timeout_s, stacks, speak
+        self.listener, self.closing = listener, threading.Event()
+        self.lock, self.on_exit = threading.Lock(), lambda code: None
+        self.peers, self.heard, self.buffers, self.done = {}, {}, {}, set()
+        self.selector = selectors.DefaultSelector()
+        if listener is not None:
+            self.selector.register(listener, selectors.EVENT_READ)
+        else:
+            peer = socket.create_connection(address, timeout=timeout_s)
+            peer.sendall(f"hello {world.rank}\n".encode())
+            self._add(0, peer)
+
+    @staticmethod
+    def listen(host: str = "") -> socket.socket:
+        """Rank 0's end: a free port, on which the others call."""
+        listener = socket.create_server((host, 0))
+        listener.setblocking(False)
+        return listener
+
+    def _add(self, rank: int, peer) -> None:
+        peer.settimeout(5.0)
+        self.peers[rank], self.heard[rank], self.buffers[rank] = peer, time.monotonic(), b""
+        self.selector.register(peer, selectors.EVENT_READ)
+
+    def run(self):
+        last, parent = 0.0, os.getppid()
+        while not self.closing.is_set():
+            if time.monotonic() - last >= BEAT_S:
+                last = time.monotonic()
+                for rank in list(self.peers):
+                    self._tell(rank, "beat")
+            for key, _ in self.selector.select(BEAT_S / 2):
+                self._read(key.fileobj)
+            now = time.monotonic()
+            for rank, when in list(self.heard.items()):
+                if now - when > self.timeout_s and rank not in self.done:
+                    self._lost(
+                        f"rank {rank} of {self.world.size} is silent since {now - when:.0f} s (--rank_timeout {self.timeout_s:g}); the "
+                        f"stacks of the others are in {self.stacks}. Start it again."
+                    )
+            if self.world.folder is not None and os.getppid() != parent:
+                os._exit(RankLostError.exit_code)  # the first process is gone: nobody waits for us
+
+    def _read(self, connection) -> None:
+        if connection is self.listener:
+            peer, _ = connection.accept()
+            peer.settimeout(5.0)
+            line = b""
+            while not line.endswith(b"\n"):
+                line += peer.recv(1) or b"\n"
+            if line.startswith(b"hello "):
+                self._add(int(line.split()[1]), peer)
+            return
+        rank = next(r for r, p in self.peers.items() if p is connection)
+        try:
+            new = connection.recv(65536)
+        except OSError:
+            new = b""
+        if not new:
+            self.selector.unregister(connection)
+            if rank not in self.done and not self.closing.is_set():
+                self._lost(f"rank {rank} of {self.world.size} died; the others were ended. Start it again.")
+            return
+        self.heard[rank] = time.monotonic()
+        *lines, self.buffers[rank] = (self.buffers[rank] + new).split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode().partition(" ")
+            if word == "bye":
+                self.done.add(rank)
+            elif word == "end":  # one failed or was lost, and said so: it is told already
+                code, _, text = rest.partition(" ")
+                self._leave(int(code), text, speaks=False)
+            elif word == "failed":
+                self._failed(rank, rest)
+
+    def _failed(self, rank: int, rest: str) -> None:
+        """Another rank says what it failed with. Where all failed alike, rank 0's own line comes within a moment."""
+        code, _, text = rest.partition(" ")
+        self.done.add(rank)
+        if not self.closing.wait(3.0):
+            self._leave(int(code), f"rank {rank}: {json.loads(text)}", speaks=True)
+
+    def _lost(self, text: str) -> None:
+        self._leave(
+            RankLostError.exit_code,
+            text,
+            speaks=self.world.rank == 0 or text.startswith("rank 0 ") and self.world.rank == 1,
+        )
+
+    def _leave(self, code: int, text: str, speaks: bool) -> None:
+        """Ends this process at once: the main thread may be waiting for a rank that will never answer."""
+        with self.lock:
+            if self.closing.is_set():
+                return
+            if code == RankLostError.exit_code:
+                self._dump_stacks()
+            if self.world.folder is not None:
+                write_failure(self.world, code, text)
+            elif speaks:
+                self.speak(text)
+            for rank in self.peers:
+                self._tell(rank, f"end {code} {text}")
+            try:
+                self.on_exit(code)
+            finally:
+                os._exit(code)
+
+    def _dump_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            with open(self.stacks / f"rank-{self.world.rank}.txt", "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    def _tell(self, rank: int, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self.peers[rank].sendall(f"{line}\n".encode())
+
+    # ---- for the main thread
+
+    def caused_by_peer(self, error: BaseException) -> bool:
+        """Whether a collective broke because of another rank. Waits then: the watch ends this process within a moment, with the
+        line that names the rank, unless it finds all of them well.
+        """
+        gone = self.peer_is_gone(error)
+        self.closing.wait(GRACE_S / 2 if gone else 0)
+        return gone
+
+    def announce_failure(self, code: int, text: str) -> None:
+        """Call it before leaving with a failure of this rank, so that the others leave too."""
+        with self.lock:
+            self.closing.set()
+            word = f"end {code} {text}" if self.world.rank == 0 else f"failed {code} {json.dumps(text)}"
+            for rank in self.peers:
+                self._tell(rank, word)
+
+    def close(self) -> None:
+        """Call it when all ranks are through."""
+        with self.lock:
+            self.closing.set()
+            for rank in self.peers:
+                self._tell(rank, "bye")

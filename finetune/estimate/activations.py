@@ -1,0 +1,132 @@
+"""Bytes of the activations that autograd saves, layer by layer, tensor by tensor."""
+
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
+from finetune.estimate.model_shape import ModelShape
+
+DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
+# Leaves that read one input, and which: autograd keeps it once.
+READS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "mlp"),
+}
+LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused by torch: their input is kept, no fp32 copy
+PARALLEL_BLOCKS = ("falcon", "cohere")
+FOUR_NORMS = ("gemma2", "gemma3")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "olmo2")
+UNGATED = ("gpt2", "gpt_neox", "falcon")
+
+
+# ---- what a microbatch keeps for backward
+
+
+def attention_activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
+    """Bytes that one layer's attention keeps: queries, keys, values, and probabilities where products make them."""
+    shape, b, total = z.shape, z.compute, 0
+    dense_up_to = DENSE_UP_TO[b] if z.device == "cpu" and load.layout == "padding_free" else 0
+    for rows, length in load.groups():
+        padded, squares = rows * length, rows * shape.num_heads * length * length
+        if (shape.softcap and load.layout == "padding_free") or length <= dense_up_to:
+            copies = (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap  # dropped ones and their mask
+            total += padded * (z.q + 2 * z.k) * b + squares * (4 + b * copies)
+            continue
+        repeated = load.layout == "padded" and not load.even  # a mask of keys: no grouped kernel
+        total += padded * ((3 * z.q if repeated else z.q + 2 * z.k) * b + 4 * shape.num_heads)
+        if load.layout == "padding_free" and not load.even:  # what attention gives is picked apart again
+            total += padded * z.q * b
+    return total
+
+
+def norm_activation_bytes(z: ModelCost) -> tuple[float, float]:
+    """(bytes a token and layer, bytes a token less in the first layer, whose input asks for no gradient)."""
+    h, kind = z.shape.hidden_size, z.shape.kind
+    if kind in LAYER_NORMS:
+        each, count = h * z.weight + 2 * z.weight, 1 if kind in PARALLEL_BLOCKS else 2
+    else:
+        each, count = 4 * h + 4 + (h * z.weight if z.full else 0), 4 if kind in FOUR_NORMS else 2
+    heads = 0
+    if kind in HEAD_NORMS:
+        heads = 4 * (z.q + z.k) + 4 * (z.shape.num_heads + z.shape.num_kv_heads)
+        heads += (z.q + z.k) * z.weight if z.full else 0
+    return count * each + heads, 0 if z.full else each
+
+
+def input_activation_bytes(z: ModelCost) -> float:
+    """Bytes a token over all layers that linears keep: inputs (once for those that share one), low-rank products, masks."""
+    b, s, total, shared = z.compute, z.settings, 0.0, {}
+    for name, rows, columns in z.adapted:
+        path, _, leaf = name.rpartition(".")
+        own = z.autocast or (s.lora_dropout and s.use_dora and not z.full)
+        shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
+        if z.full:
+            continue
+        total += s.lora_rank * b
+        total += columns * (z.weight + (b if b != z.weight else 0)) if s.lora_dropout else 0
+        total += rows * b if s.use_dora else 0
+    return total + b * sum(shared.values())
+
+
+def product_activation_bytes(z: ModelCost) -> tuple[float, float]:
+    """(bytes a token and layer of a block's MLP between its linears, the same for a routed block)."""
+    shape, b = z.shape, z.compute
+    f, extra = shape.intermediate_size or 0, 0
+    if shape.kind == "gpt2":
+        extra = 2 * shape.hidden_size * b if shape.dropout else 0
+    act = 4 if shape.activation == "gelu_new" else 1
+    plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
+    k = shape.experts_per_token
+    trains = z.full or bool(adapted_experts(z))
+    inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
+    inner += 2 * z.settings.lora_rank if trains and not z.full else 0
+    routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
+    return plain, routed
+
+
+def layer_activation_bytes(z: ModelCost, load: MicrobatchShape) -> float:
+    """Bytes one layer keeps of the microbatch, without checkpointing."""
+    tokens, plain_layers = load.num_tokens, num_layers_without_adapters(z.shape)
+    plain, routed = product_activation_bytes(z)
+    routed_part = 1 - plain_layers / z.shape.num_layers
+    between = plain * (1 - routed_part) + routed * routed_part
+    each = norm_activation_bytes(z)[0] + input_activation_bytes(z) / z.shape.num_layers + between
+    return tokens * each + attention_activation_bytes(z, load)
+
+
+def num_layers_without_adapters(shape: ModelShape) -> int:
+    """Layers whose MLP is no set of experts."""
+    if not shape.num_experts:
+        return shape.num_layers
+    return len(
+        {name.partition(".mlp.")[0] for name, _, _ in shape.linears if ".mlp." in name and ".shared" not in name}
+    )
+
+
+def activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
+    """Bytes autograd keeps from forward to backward: all layers', or their inputs where they are recomputed."""
+    shape, s, tokens, b = z.shape, z.settings, load.num_tokens, z.compute
+    h, layers = shape.hidden_size, shape.num_layers
+    if s.use_activation_cpu_offload:
+        return 0
+    norm = norm_activation_bytes(z)
+    final = 4 * h + 4 + (h * z.weight if z.full else 0)
+    total = tokens * final + load.num_targets * (h * b + 16) + (8 * tokens if z.full else 0)
+    if s.use_gradient_checkpointing == "true":
+        total += layers * tokens * h * z.weight
+    else:
+        total += layers * layer_activation_bytes(z, load) - tokens * norm[1]
+        rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * z.weight
+        total += tokens * rotary + (0 if load.even or load.layout == "padded" else tokens * 25)
+        if not load.even and load.layout == "padded":
+            total += len(load.lengths) * max(load.lengths) ** 2
+        total += dequantized_activation_bytes(z)
+    if z.full:
+        total += 4 * shape.vocab_size * h  # the head's gradient, made beside the logits
+    return int(total)
+
+
+def dequantized_activation_bytes(z: ModelCost) -> int:
+    """Copies of weights in the compute type that autograd keeps."""
+    if z.full:
+        return z.compute * z.shape.linear_weights if z.autocast else 0
+    if z.settings.use_dora and z.settings.lora_dropout and z.settings.train_type == "qlora":
+        return 2 * z.compute * sum(rows * columns for _, rows, columns in z.adapted)
+    return 0

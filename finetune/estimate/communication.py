@@ -1,0 +1,112 @@
+"""Bytes that one rank hands to each kind of collective in a step, from the degrees and the sizes of what is exchanged.
+
+FSDP2 (Zhao et al. 2023, section 3.1): a layer's weights are gathered for its forward and again for its backward, those outside
+the layers once, gradients are scattered as sums: (2 P + P0) / N gathered and T reduced a microbatch. DDP sums T once a step.
+Tensor parallelism (Shoeybi et al. 2019, section 3) sums hidden states twice a layer in forward and twice in backward.
+Figures and losses that all ranks tell each other are left out: a few hundred bytes.
+"""
+
+from dataclasses import dataclass
+
+from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
+from finetune.estimate import activations, memory
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost
+from finetune.estimate.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What a step moves on one rank. Weights and gradients in bytes, as the ranks of one shard group together hold them.
+
+    `layers`, `outside`: stored weights in the decoder's layers and around them; `trained`: gradients; `partial`: gradients of which
+    each rank of a tensor-parallel group has a part; `tied`: of a trained table that two pipeline stages hold.
+    `tokens`: positions of each microbatch, of all context-parallel ranks together; `element`: bytes of a hidden state's number;
+    `key_value_width`: numbers of one token's keys and values of a layer; `head`: of the head's weight where it trains;
+    `first_is_frozen`: what goes into the first layer needs no gradient; `shared_head`: tensor-parallel ranks make logits of
+    some positions each.
+    """
+
+    layers: int
+    outside: int
+    trained: int
+    tokens: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    key_value_width: int
+    head: int = 0
+    partial: int = 0
+    tied: int = 0
+    element: int = 4
+    no_sync: bool = False
+    keeps_gathered: bool = False
+    recomputed: bool = False
+    first_is_frozen: bool = False
+    shared_head: bool = True
+
+
+def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dict[str, int]:
+    """{collective: bytes} that a rank of pipeline stage `stage` puts into it in one step, in words of torch.distributed."""
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)
+    count, positions = len(work.tokens), sum(work.tokens) // dims.cp
+    exchanges = 1 if work.no_sync else count
+    if dims.shards > 1:
+        gathers = 1 if work.keeps_gathered else 2
+        found["all_gather"] += count * (gathers * work.layers + work.outside) // dims.shards
+        found["reduce_scatter"] += exchanges * work.trained
+        if dims.dp_replicate > 1:
+            found["all_reduce"] += exchanges * work.trained // dims.shards
+    elif dims.dp_replicate > 1:
+        found["all_reduce"] += work.trained
+    hidden = positions * work.hidden_size * work.element
+    runs = 2 if work.recomputed else 1
+    if dims.tp > 1:
+        frozen = work.first_is_frozen and stage == 0
+        # After attention and after the MLP; recomputation needs no output of the layer's last product.
+        found["all_reduce"] += hidden * work.num_layers * (1 + runs)
+        found["all_reduce"] += hidden * (work.num_layers * 2 - frozen)  # the gradients of what went into both
+        if work.shared_head and stage == dims.pp - 1:
+            found["all_reduce"] += hidden + count * work.head
+        found["all_reduce"] += work.partial // dims.shards
+    if dims.cp > 1:
+        key_value = positions * work.key_value_width * work.element * work.num_layers
+        found["all_gather"] += key_value * runs
+        found["reduce_scatter"] += key_value * dims.cp
+    if dims.pp > 1:
+        found["send"] += hidden * ((stage > 0) + (stage < dims.pp - 1))
+        found["all_reduce"] += work.tied // dims.shards
+    return {name: n for name, n in found.items() if n}
+
+
+def traffic_of(settings, shape: ModelShape, dims: ParallelDims, load: MicrobatchShape) -> StepTraffic:
+    """What a step of full rows moves, from the model's sizes. `load`: one microbatch."""
+    z = ModelCost(shape, settings)
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if z.full else z.weight)
+    trained = 4 * sum(memory.trainable_tensors(z))
+    stored = memory.base_bytes(z) + trained
+    rank, columns = settings.lora_rank, activations.READS
+    partial = (
+        0
+        if z.full
+        else 4
+        * rank
+        * sum(width if name.rpartition(".")[2] in columns else height for name, height, width in z.adapted)
+    )
+    positions = settings.batch_size * settings.gradient_accumulation_steps * settings.context_length
+    parts = dims.tp * dims.pp
+    return StepTraffic(
+        layers=(stored - outside) // parts,
+        outside=outside // dims.pp,
+        trained=trained // parts,
+        tokens=(load.num_tokens,) * max(1, positions // load.num_tokens),
+        num_layers=shape.num_layers // dims.pp,
+        hidden_size=shape.hidden_size,
+        key_value_width=2 * z.k,
+        head=shape.vocab_size * shape.hidden_size * 4 if z.full else 0,
+        partial=partial // dims.pp,
+        tied=shape.vocab_size * shape.hidden_size * 4 if z.full and shape.tied else 0,
+        element=z.compute,
+        no_sync=settings.no_sync,
+        keeps_gathered=settings.sharding_strategy in KEEPS_GATHERED,
+        recomputed=settings.use_gradient_checkpointing == "true",
+        first_is_frozen=not z.full,
+    )

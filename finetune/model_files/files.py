@@ -1,0 +1,370 @@
+"""A model's files: a local folder, the hub's cache, a download, or the demo model from PyPI where no hub is in reach.
+
+Nothing here loads a tensor or runs code from a model folder. Every file is checked before it is handed on: config.json
+is JSON, each weight file is a whole safetensors file inside the folder. What is wrong is a PlanError of one line.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+import quantization_wrapper
+from finetune import safetensors_io
+from finetune.errors import PlanError
+from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
+from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest, one_line
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+AGAIN = "Download or save the model again."
+DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 4096
+# Of config.json: sizes, which are counts wherever they are one number, and other numbers that text cannot stand for.
+SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+NUMBERS = (
+    *SIZES,
+    "max_position_embeddings",
+    "n_positions",
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "n_inner",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "initializer_range",
+    "attention_dropout",
+    "sliding_window",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+DTYPES = (
+    "auto",
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "double",
+    "float",
+    "half",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checked model folder. `revision` is the hub's commit, None for a local folder; `source`: where it came from."""
+
+    name: str
+    folder: Path
+    revision: str | None
+    config: dict
+    weight_files: tuple[Path, ...]
+    tokenizer_files: tuple[Path, ...]
+    source: str
+    stored: dict | None = None  # how its weights are stored quantized, see stored_format
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over config.json and, of each weight file: name, size, header, and 64 evenly spaced pieces of 4 KiB.
+
+        Reads little of a model of any size. Two trainings of one architecture have equal headers; the pieces differ.
+        """
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for path in self.weight_files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with open(path, "rb") as file:
+                length = int.from_bytes(head := file.read(8), "little")
+                digest.update(head + file.read(length))
+                for i in range(DIGEST_PIECES):
+                    file.seek(max(0, size - DIGEST_PIECE_BYTES) * i // (DIGEST_PIECES - 1))
+                    digest.update(file.read(DIGEST_PIECE_BYTES))
+        return digest.hexdigest()
+
+
+def find_model(
+    model_name: str,
+    revision: str | None = None,
+    fetch: bool = True,
+    flag: str = "--model_name",
+    progress: Callable[[str], None] = print,
+    weights: bool = True,
+) -> ModelFiles | None:
+    """The model's files, downloaded where need be. `fetch` False opens no connection: None for what is not here yet.
+
+    `flag` begins the messages. `weights` False takes a local folder of config.json alone. Raises PlanError.
+    """
+    said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
+    folder = local_path(model_name, said)
+    if model_name and folder.is_dir():
+        if revision:
+            raise PlanError(f"--revision {revision}: {said} is a local folder and has no revisions. Drop one of them.")
+        return read_folder(folder, model_name, None, "local folder", said, weights)
+    if folder.is_file():
+        raise PlanError(f"{said}: is a file. Give the folder with config.json and model.safetensors.")
+    if not looks_like_hub_id(model_name):
+        raise PlanError(f"{said}: no such folder. {nearest(folder)}")
+    if model_name == DEMO_MODEL and revision is None:
+        folder = demo_model_folder(progress, fetch)
+        source = "demo model"
+    else:
+        folder = hub_folder(model_name, revision, said, cached_only=not fetch)
+        source = "hub"
+    if folder is None:
+        return None
+    marker = folder / DEMO_MARKER
+    if marker.is_file():
+        return read_folder(folder, model_name, None, json.loads(marker.read_text())["source"], said)
+    return read_folder(folder, model_name, folder.name, source, said)
+
+
+# ---- a folder on this disk
+
+
+def local_path(name: str, said: str) -> Path:
+    """The path that a flag's value names, ~ expanded, there or not. PlanError where the system can have no such path."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:
+        fact = getattr(error, "strerror", None) or one_line(error).rstrip(".")
+        raise PlanError(f"{said}: is no path that can be looked up here ({fact}). Check the name.") from None
+    return path
+
+
+def read_folder(
+    folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
+) -> ModelFiles:
+    """The checked files of a folder. `said` (flag and value) begins the messages. Raises PlanError."""
+    config = read_config(folder, said)
+    sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
+    weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
+    for path in weights:
+        check_safetensors(path, said)
+    tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
+    stored = stored_format(config, said)
+    if stored:
+        stored |= as_stored(weights, stored, said)
+    return ModelFiles(name, folder, revision, config, weights, tokenizer, source, stored)
+
+
+def read_config(folder: Path, said: str) -> dict:
+    """config.json's content. Code it asks for is never run: refused, unless transformers has the model type itself."""
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise PlanError(
+                f"{said}: is an adapter, not a model: it has adapter_config.json and no config.json. "
+                f"Give its base model {adapter_base(folder)}here; to go on with the adapter's run use --resume."
+            )
+        raise PlanError(f"{said}: has no config.json. Give the folder that holds it. {inside(folder)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{said}: config.json is not JSON ({one_line(error)}). {AGAIN}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise PlanError(f"{said}: config.json names no model_type. Give a model that transformers can load.")
+    if "auto_map" in config and not known_model_type(config["model_type"]):
+        raise PlanError(
+            f"{said}: config.json asks for code of its own (auto_map) for model_type '{config['model_type']}', which "
+            "transformers lacks; a model's code is never run. Use another model, or a newer transformers."
+        )
+    check_values(config, said)
+    return config
+
+
+def check_values(config: dict, said: str) -> None:
+    """Raises PlanError for values that transformers would fail on while it loads."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise PlanError(f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}")
+    for part in (config, text or {}):
+        for key in NUMBERS:
+            value = part.get(key)
+            if isinstance(value, str | bool | dict):
+                raise PlanError(f"{said}: config.json's {key} is {json.dumps(value)[:80]}, must be a number. {AGAIN}")
+        for key in SIZES:
+            value = part.get(key)
+            if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
+                raise PlanError(f"{said}: config.json's {key} is {value}, must be a whole number above 0. {AGAIN}")
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is not None and str(value).removeprefix("torch.") not in DTYPES:
+                raise PlanError(
+                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which names no dtype of weights. "
+                    "Use float32, float16 or bfloat16."
+                )
+
+
+def stored_format(config: dict, said: str) -> dict | None:
+    """How a folder's weights are stored quantized, as settings ({'quantization_backend', 'n_bits', ...}); None: they are not.
+
+    MLX folders and bitsandbytes' are read as they are. Raises PlanError for any other method.
+    """
+    text = config.get("text_config") or {}
+    for part in (config, text):
+        for key in ("quantization_config", "quantization"):
+            how = part.get(key)
+            if not how:
+                continue
+            method = how.get("quant_method") if isinstance(how, dict) else None
+            if method == "bitsandbytes" and how.get("load_in_8bit"):
+                return {"quantization_backend": "bnb", "n_bits": 8}
+            if method == "bitsandbytes" and how.get("load_in_4bit"):
+                book, double = (how.get("bnb_4bit_quant_type", "fp4"), how.get("bnb_4bit_use_double_quant", False))
+                return {"quantization_backend": "bnb", "n_bits": 4, "quant_type": book, "double_quant": bool(double)}
+            if isinstance(how, dict) and method is None and {"bits", "group_size"} <= how.keys():
+                if how.get("mode", "affine") == "affine":
+                    bits, group = how["bits"], how["group_size"]
+                    numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
+                    if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
+                        raise PlanError(
+                            f"{said}: config.json's {key} says bits {bits!r} and group_size {group!r}; MLX's affine format has "
+                            f"{', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and groups of 32, 64 or 128. {AGAIN}"
+                        )
+                    return {
+                        "quantization_backend": "mlx",
+                        "n_bits": how["bits"],
+                        "group_size": how["group_size"],
+                        "quant_type": "affine",
+                    }
+                method = f"mlx, mode {how['mode']}"
+            raise PlanError(
+                f"{said}: its weights are stored quantized (config.json's {key}: {method or 'method not named'}), and of "
+                "quantized folders this version reads MLX's affine ones and bitsandbytes'. Give the unquantized model it "
+                "was made from."
+            )
+    return None
+
+
+def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
+    """What the files themselves say of a format that config.json claims: bitsandbytes' blocks and code book."""
+    from safetensors import safe_open
+
+    scales = False
+    for path in files:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():
+                if ".quant_state.bitsandbytes__" in name:
+                    state = json.loads(bytes(file.get_tensor(name).tolist()))
+                    return {"group_size": state["blocksize"], "quant_type": state["quant_type"]}
+                scales = scales or name.endswith((".scales", ".SCB", ".absmax"))
+    if not scales:
+        raise PlanError(
+            f"{said}: config.json says its weights are stored quantized ({claimed['quantization_backend']} at "
+            f"{claimed['n_bits']} bits), and its files hold plain ones. Remove quantization_config from config.json, or give "
+            "another folder."
+        )
+    return {}
+
+
+def known_model_type(model_type: str) -> bool:
+    """Whether transformers has a class of its own for it. Imports transformers: asked only of a config with code."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def adapter_base(folder: Path) -> str:
+    try:
+        return f"({json.loads((folder / 'adapter_config.json').read_text())['base_model_name_or_path']}) "
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
+    """model.safetensors, or the shards its index names, in name order: plain names, each a file inside the folder."""
+    if (folder / WEIGHTS).exists():
+        names = [WEIGHTS]
+    elif (folder / INDEX).exists():
+        names = index_shards(folder, said)
+    elif (folder / safetensors_io.INDEX).exists():  # a checkpoint of several ranks
+        names = rank_files(folder, said)
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise PlanError(
+            f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    elif any(folder.glob("*.gguf")):
+        raise PlanError(f"{said}: has a GGUF file and no safetensors. Give the model it was made from.")
+    else:
+        raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
+    roots = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # the hub's cache: snapshots/<commit>/file -> ../../blobs/<hash>
+        roots.append(folder.resolve().parent.parent / "blobs")
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            raise PlanError(f"{said}: {name} is not there as a file. Download the model again.")
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise PlanError(f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it.")
+    return tuple(folder / name for name in names)
+
+
+def rank_files(folder: Path, said: str) -> list[str]:
+    try:
+        return [path.name for path in safetensors_io.files_of(folder, WEIGHTS)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PlanError(
+            f"{said}: {safetensors_io.INDEX} cannot be read ({one_line(error)}). Give another checkpoint."
+        ) from None
+
+
+def index_shards(folder: Path, said: str) -> list[str]:
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PlanError(f"{said}: {INDEX} has no readable weight_map ({one_line(error)}). {AGAIN}") from None
+    if not names:
+        raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
+    for name in names:
+        plain = isinstance(name, str) and PurePosixPath(name).name == name and "\\" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise PlanError(
+                f"{said}: {INDEX} names the weight file {name!r}, which is no plain *.safetensors file name. "
+                "Use a model whose shards lie in its own folder."
+            )
+    return names
+
+
+def check_safetensors(path: Path, said: str) -> None:
+    """safetensors' own check of the header against the file: lengths, types, overlaps, gaps, the file's end."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            num_tensors = len(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise PlanError(f"{said}: {path.name} is damaged ({one_line(error)}). {AGAIN}") from None
+    if not num_tensors:
+        raise PlanError(f"{said}: {path.name} holds no tensors. {AGAIN}")
+
+
+def inside(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return f"In it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else "It is empty."

@@ -1,0 +1,132 @@
+"""The Hugging Face Hub: cache, download and the reason when it cannot serve a model."""
+
+import difflib
+import os
+import re
+import threading
+from pathlib import Path
+
+from finetune.errors import PlanError
+
+HUB_PROBE_S = 3.0
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
+
+
+def looks_like_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    plain = all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", part) for part in parts)
+    return plain and len(parts) <= 2 and ".." not in name and "--" not in name
+
+
+def nearest(folder: Path) -> str:
+    """A sentence that names the folders most like a missing one, or the nearest folder that exists above it."""
+    parent = folder.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        beside = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:
+        beside = []
+    wanted = folder.relative_to(parent).parts[0] if folder != parent else folder.name
+    close = difflib.get_close_matches(wanted, beside, n=3, cutoff=0.5) or beside[:3]
+    where = "this folder" if parent == Path(".") else str(parent)
+    return f"In {where}: {', '.join(close)}. Check the path." if close else f"{where} has no folders. Check the path."
+
+
+def one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+# ---- the hub
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE") for n in names)
+
+
+def hub_cache() -> Path:
+    """The hub's own cache folder, as its variables stand now (the library reads them once, at import)."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
+    """The snapshot folder of a hub model, downloaded where the cache lacks it; its last part is the commit.
+
+    Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` opens no connection: None where the cache
+    lacks it. Raises PlanError.
+    """
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=hub_cache(),
+                endpoint=endpoint(),
+                allow_patterns=HUB_PATTERNS,
+                local_files_only=cached_only or offline(),
+            )
+        )
+    except hub.RevisionNotFoundError:
+        raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
+    except hub.GatedRepoError:
+        raise PlanError(
+            f"{said}: is gated on {endpoint()}, and {token_state()}. Accept its terms on its page, then set HF_TOKEN."
+        ) from None
+    except hub.LocalEntryNotFoundError as error:
+        if cached_only:
+            return None
+        reason = "HF_HUB_OFFLINE is set" if offline() else one_line(error.__cause__ or error)
+    except hub.RepositoryNotFoundError:
+        reason = f"{endpoint()} has none, or it is private and {token_state()}"
+    except hub.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "an error")
+        reason = f"{endpoint()} answers {status}" + (f", and {token_state()}" if status in (401, 403) else "")
+    except hub.HTTPError as error:  # the HTTP library's own: refused, reset, timed out in the middle of a file
+        reason = f"{endpoint()}: {one_line(error)}"
+    except hub.HFValidationError as error:
+        reason = one_line(error)
+    raise PlanError(
+        f"{said}: no such folder, and no hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
+    )
+
+
+def token_state() -> str:
+    return "HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+
+
+def hub_problem(repo_id: str) -> str | None:
+    """Why the hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, with resolving."""
+    import urllib.error
+    import urllib.request
+
+    found: list[str | None] = []
+
+    def ask():
+        request = urllib.request.Request(f"{endpoint()}/{repo_id}/resolve/main/config.json", method="HEAD")
+        try:
+            with urllib.request.urlopen(request, timeout=HUB_PROBE_S):
+                found.append(None)
+        except urllib.error.HTTPError as error:
+            found.append(f"it answers {error.code}")
+        except (OSError, ValueError) as error:
+            found.append(one_line(getattr(error, "reason", error)))
+
+    thread = threading.Thread(target=ask, daemon=True)  # a resolver can hang longer than any socket timeout
+    thread.start()
+    thread.join(HUB_PROBE_S)
+    return found[0] if found else f"no answer in {HUB_PROBE_S:g} s"

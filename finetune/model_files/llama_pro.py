@@ -1,0 +1,195 @@
+"""LLaMA-Pro's block expansion (Wu et al. 2024, section 3.2) of a model folder: which layers are copied, and the bytes streamed.
+
+Tensors go from safetensors to safetensors as bytes, 16 MiB at a time; no framework is needed. Which tensors of a copy are zero
+is found by finetune/torch_engine/blocks.py.
+"""
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import PlanError
+
+RECORD = "llama_pro.json"  # in an expanded folder: which layers are new
+TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # what a run writes
+SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """One tensor in a safetensors file; `path` None: zeros."""
+
+    name: str
+    dtype: str
+    shape: tuple
+    path: Path | None
+    start: int
+    num_bytes: int
+
+
+def new_positions(num_layers: int, num_new: int) -> list[int]:
+    """Layers that a copy follows: the last of each of `num_new` groups as equal as they can be."""
+    return [(j + 1) * num_layers // num_new - 1 for j in range(num_new)]
+
+
+def order_of(num_layers: int, copied: list[int]) -> tuple[list[int], list[int]]:
+    """(for each layer of the expanded model the one it comes from, the indices of the new ones)."""
+    order, new = [], []
+    for i in range(num_layers):
+        order.append(i)
+        if i in copied:
+            new.append(len(order))
+            order.append(i)
+    return order, new
+
+
+def read_sources(weight_files) -> list[TensorSource]:
+    """Every tensor of the files, in file order."""
+    found = []
+    for path in weight_files:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                shape = tuple(entry["shape"])
+                found.append(TensorSource(name, entry["dtype"], shape, path, 8 + length + begin, end - begin))
+    return found
+
+
+def layers_prefix(names, num_layers: int) -> str | None:
+    """What stands before the layer's number in the tensors' names; None where no one part counts the layers."""
+    numbers = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at:
+            numbers.setdefault(".".join(parts[:at]), set()).add(int(parts[at]))
+    found = [prefix for prefix, seen in numbers.items() if seen == set(range(num_layers))]
+    return found[0] if len(found) == 1 else None
+
+
+def split(name: str, prefix: str) -> tuple[int, str] | None:
+    """(layer, rest) of a tensor's name; None outside the layers."""
+    match = re.match(rf"{re.escape(prefix)}\.(\d+)\.(.+)$", name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def pattern_of(rest: str) -> str:
+    """A tensor's name in its layer with the experts' numbers left open."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", rest)
+
+
+def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: list[int], zero) -> list[TensorSource]:
+    """The tensors of the expanded model. `zero(layer copied, pattern)`: whether a new layer's tensor is zeros."""
+    inside, out = {}, []
+    for tensor in tensors:
+        at = split(tensor.name, prefix)
+        if at is None:
+            out.append(tensor)
+        else:
+            inside.setdefault(at[0], []).append((at[1], tensor))
+    for index, source in enumerate(order):
+        for rest, t in inside[source]:
+            empty = index in new and zero(source, pattern_of(rest))
+            path = None if empty else t.path
+            out.append(TensorSource(f"{prefix}.{index}.{rest}", t.dtype, t.shape, path, t.start, t.num_bytes))
+    return out
+
+
+def write(tensors: list[TensorSource], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """model.safetensors, or shards with their index, from the files the tensors stand in."""
+    shards, size = [[]], 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(shards) == 1:
+        _write_file(folder / "model.safetensors", shards[0])
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard)
+        weight_map |= {tensor.name: name for tensor in shard}
+    total = sum(t.num_bytes for t in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _write_file(path: Path, tensors: list[TensorSource]) -> None:
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for t in tensors:
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.num_bytes]}
+        offset += t.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for t in tensors:
+            left = t.num_bytes
+            if t.path is None:
+                while left:
+                    left -= out.write(bytes(min(left, PIECE_BYTES)))
+                continue
+            with open(t.path, "rb") as source:
+                source.seek(t.start)
+                while left:
+                    piece = source.read(min(left, PIECE_BYTES))
+                    assert piece, f"{t.path} ends inside {t.name}"
+                    left -= out.write(piece)
+
+
+def resized(config: dict, count_key: str, order: list[int]) -> dict:
+    """The config of a model whose layers are those of `order`: their number, and every list with an entry a layer."""
+    out = json.loads(json.dumps(config))
+    text = out["text_config"] if count_key not in out and isinstance(out.get("text_config"), dict) else out
+    count = text[count_key]
+    for key, value in text.items():
+        a_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in key)
+        if a_layer and len(value) == count and key != "architectures" and "token" not in key:
+            chosen = [value[i] for i in order]
+            text[key] = chosen if isinstance(value, list) else "".join(chosen)
+    text[count_key] = len(order)
+    return out
+
+
+def entries_of(config: dict, count_key: str, layer: int) -> str:
+    """What the config says of one layer alone."""
+    return json.dumps(resized(config, count_key, [layer]), sort_keys=True)
+
+
+def read_record(folder: Path, said: str) -> dict:
+    """{'layers': what names them, 'new_layers': [...]} of an expanded folder, ours or the older script's. Raises PlanError."""
+    file = folder / RECORD
+    if file.is_file():
+        try:
+            record = json.loads(file.read_text())
+            numbers = record["new_layers"]
+            plain = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
+            if not plain or not numbers or len(set(numbers)) < len(numbers):
+                raise ValueError(f"new_layers is {numbers!r}, must be different whole numbers from 0")
+            return {**record, "layers": str(record["layers"]), "new_layers": numbers}
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"{said}: {RECORD} cannot be read ({error}). Expand the model again.") from None
+    match = re.search(r"blk_exp-(\d+)-(\d+)$", folder.name)
+    if match and int(match[2]) > int(match[1]) > 0:
+        # The older script put a copy after each `every` layers, and its trainer counted them from the folder's name.
+        added = int(match[2]) - int(match[1])
+        every = int(match[1]) // added
+        return {"layers": None, "new_layers": [every + (every + 1) * n for n in range(added)]}
+    raise PlanError(
+        f"{said}: is no expanded model: it has no {RECORD}, and its name no blk_exp-<old>-<new>. "
+        "Make one with expand.py."
+    )
+
+
+def num_new_blocks(num_layers: int, rate: float) -> int:
+    return max(1, math.floor(num_layers * rate))

@@ -1,0 +1,257 @@
+"""Tensors in safetensors files, whole or as the parts that several ranks wrote: written one at a time, read by slices.
+
+A rank's file says in its header where each of its parts stands in the whole; `parts.json` is made of these headers, and readers
+go by it. No file is ever whole in memory. See docs/checkpoint_format.md.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from finetune.errors import NonFiniteError
+
+INDEX = "parts.json"
+BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+FROM_NUMPY = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+HASHED_AT_ONCE = 2**24
+RANK = re.compile(r"-rank\d+(?=\.safetensors$)")
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """Some of a tensor: `shape` from `offset` on, of a whole of `whole`. `read()` makes its array, let go once it is written.
+
+    `dtype` is safetensors' word.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple
+    read: Callable[[], np.ndarray]
+    offset: tuple | None = None
+    whole: tuple | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * BYTES[self.dtype]
+
+
+def shards_of_arrays(arrays: dict) -> list[TensorShard]:
+    return [
+        TensorShard(name, FROM_NUMPY[str(a.dtype)], tuple(a.shape), lambda a=a: np.ascontiguousarray(a))
+        for name, a in arrays.items()
+    ]
+
+
+def file_of_rank(file: str, rank: int) -> str:
+    """What a rank's own file is called in the place of the one file `file`."""
+    return f"{file.removesuffix('.safetensors')}-rank{rank:05d}.safetensors"
+
+
+# ---- writing
+
+
+def header_of(parts: list[TensorShard]) -> tuple[bytes, dict[str, int]]:
+    """(all that stands before the tensors, where in the file each tensor begins). The widest come first: all are aligned."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    cut = {p.name: [p.offset, p.whole] for p in parts if p.whole is not None}
+    if cut:
+        header["__metadata__"]["parts"] = json.dumps(cut)
+    for p in _in_order(parts):
+        header[p.name] = {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [at, at + p.num_bytes]}
+        at += p.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    starts = {name: 8 + len(text) + e["data_offsets"][0] for name, e in header.items() if name != "__metadata__"}
+    return struct.pack("<Q", len(text)) + text, starts
+
+
+def _in_order(parts: list[TensorShard]) -> list[TensorShard]:
+    return sorted(parts, key=lambda p: (-BYTES[p.dtype], p.name))
+
+
+def write_file(path: Path, parts: list[TensorShard]) -> dict:
+    """Writes the file a tensor at a time and fsyncs it; {"size", "sha256"}. NonFiniteError for a tensor that is not finite."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def put(data) -> None:
+            nonlocal size
+            for start in range(0, len(data), HASHED_AT_ONCE):
+                piece = data[start : start + HASHED_AT_ONCE]
+                digest.update(piece)
+                file.write(piece)
+            size += len(data)
+
+        put(memoryview(header_of(parts)[0]))
+        for p in _in_order(parts):
+            array = p.read()
+            assert array.nbytes == p.num_bytes, (p.name, array.shape, p.shape)
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonFiniteError(f"{path.name}: tensor {p.name} is not finite; nothing was saved")
+            if array.size:
+                put(memoryview(array.reshape(-1).view(np.uint8)))
+            del array
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def index_of(folder: Path, written: dict[str, dict]) -> dict:
+    """What parts.json says of the ranks' files in `folder`, read from their headers. `written`: {file: size and digest}."""
+    files: dict[str, dict] = {}
+    for name in sorted(written):
+        header = read_header(folder / name)
+        places = json.loads(header.pop("__metadata__")["parts"])
+        tensors = files.setdefault(RANK.sub("", name), {})
+        for tensor, entry in header.items():
+            offset, whole = places[tensor]
+            found = tensors.setdefault(tensor, {"dtype": entry["dtype"], "shape": whole, "parts": []})
+            assert (found["dtype"], found["shape"]) == (entry["dtype"], whole), (tensor, name)
+            found["parts"].append({"file": name, "offset": offset, "shape": entry["shape"]})
+    for tensors in files.values():
+        for tensor, entry in tensors.items():
+            held = sum(prod(part["shape"]) for part in entry["parts"])
+            assert held == prod(entry["shape"]), f"{tensor}: {held} numbers of {entry['shape']}"
+    return {"files": written, "tensors": files}
+
+
+def read_header(path: Path) -> dict:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length))
+
+
+# ---- reading
+
+
+class StoredTensor:
+    """A tensor on disk, with numpy's `shape` and indexing by slices: what is asked for is read, and nothing else."""
+
+    def __init__(self, shape: tuple, dtype: str, places: list):
+        self.shape, self.dtype, self.places = (tuple(shape), dtype, places)  # [(open file, name, offset, shape)]
+
+    def __getitem__(self, region) -> np.ndarray:
+        region = region if isinstance(region, tuple) else () if region is Ellipsis else (region,)
+        region += (slice(None),) * (len(self.shape) - len(region))
+        spans = [s.indices(n)[:2] for s, n in zip(region, self.shape, strict=True)]
+        whole = None
+        for file, name, offset, shape in self.places:
+            # Where this part and what is asked for meet, in the numbers of the whole.
+            ends = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, offset, shape, strict=True)]
+            if any(a >= b for a, b in ends):
+                continue
+            found = _read(file, name, [slice(a - o, b - o) for (a, b), o in zip(ends, offset, strict=True)])
+            if ends == spans:
+                return found
+            if whole is None:
+                whole = np.empty([b - a for a, b in spans], found.dtype)
+            whole[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))] = found
+        if whole is None:  # none is asked for
+            whole = np.empty([max(0, b - a) for a, b in spans], NUMPY[self.dtype])
+        return whole
+
+
+NUMPY = {word: name for name, word in FROM_NUMPY.items()}
+
+
+def _read(file, name: str, region: list) -> np.ndarray:
+    return file.get_slice(name)[tuple(region)] if region else file.get_tensor(name)
+
+
+class CheckpointTensors(Mapping):
+    """{name: Stored} of a checkpoint's tensors called `file`: in that one file, or in the ranks' files that parts.json names."""
+
+    def __init__(self, folder: Path, file: str):
+        from safetensors import safe_open
+
+        if (folder / file).is_file():
+            one, header = safe_open(folder / file, framework="numpy"), read_header(folder / file)
+            header.pop("__metadata__", None)
+            self.found = {
+                name: StoredTensor(e["shape"], e["dtype"], [(one, name, (0,) * len(e["shape"]), e["shape"])])
+                for name, e in header.items()
+            }
+            return
+        tensors, opened = read_index(folder)["tensors"].get(file, {}), {}
+        for name in sorted({p["file"] for entry in tensors.values() for p in entry["parts"]}):
+            opened[name] = safe_open(folder / name, framework="numpy")
+        self.found = {
+            name: StoredTensor(
+                e["shape"], e["dtype"], [(opened[p["file"]], name, p["offset"], p["shape"]) for p in e["parts"]]
+            )
+            for name, e in tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self.found[name]
+
+    def __iter__(self):
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def read_index(folder: Path) -> dict:
+    return json.loads((folder / INDEX).read_text())
+
+
+def files_of(folder: Path, file: str) -> list[Path]:
+    """The ranks' files that hold the tensors of `file`; none where there is no parts.json."""
+    if not (folder / INDEX).is_file():
+        return []
+    tensors = read_index(folder)["tensors"].get(file, {})
+    return sorted({folder / p["file"] for entry in tensors.values() for p in entry["parts"]})
+
+
+def sharded_file_of(path: Path) -> str | None:
+    """The name of the one file in whose place this file of a rank stands; None for any other file."""
+    file = RANK.sub("", path.name)
+    return file if file != path.name and (path.parent / INDEX).is_file() else None
+
+
+def shapes_of(files) -> dict[str, tuple[int, ...]]:
+    """{tensor: its whole shape} where the files are those of ranks, else nothing."""
+    file = sharded_file_of(Path(files[0])) if files else None
+    if file is None:
+        return {}
+    tensors = read_index(Path(files[0]).parent)["tensors"][file]
+    return {name: tuple(entry["shape"]) for name, entry in tensors.items()}

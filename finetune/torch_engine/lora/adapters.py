@@ -1,0 +1,146 @@
+"""Which layers get an adapter, how adapters start, and PEFT's names, shapes and config for them on disk."""
+
+import re
+
+import torch
+from torch import nn
+
+from finetune.config import TrainConfig
+from finetune.errors import PlanError
+from finetune.torch_engine import experts
+from finetune.torch_engine.lora.init import assign, initialize, sampled
+from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters, scaling_of
+from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
+from finetune.torch_engine.lora.targets import WRAPPERS, tied_bases
+
+
+def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | None = None, share=None) -> None:
+    """Puts an adapter on each named layer. A is drawn from `seed` and the layer's name alone, on the CPU; or is `starts`'.
+
+    `starts`: {name: A}, or {name: (A, B)} where their product was taken out of the base (see change_base). `share`: what this
+    rank keeps, where the model is on meta; then DoRA's magnitudes are not yet made.
+    """
+    starts, modules = starts or {}, dict(model.named_modules())
+    s = settings
+    scaling = scaling_of(s.lora_rank, s.lora_alpha, s.use_rslora)
+    inside = {}
+    for name in names:
+        if name not in modules:
+            owner, _, parameter = name.rpartition(".")
+            inside.setdefault(owner, []).append(parameter)
+            continue
+        base = modules[name]
+        if isinstance(base, nn.Embedding):
+            layer = LoRAEmbedding(base, s.lora_rank, s.lora_alpha, s.use_rslora, s.use_dora)
+            with torch.no_grad():  # PEFT's: A zero, B normal
+                drawn = sampled(name, layer.lora_embedding_B.shape, "normal", s)
+                assign(share, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
+        else:
+            layer = LoRALinear(base, s.lora_rank, s.lora_alpha, s.lora_dropout, s.use_rslora, s.use_dora)
+            initialize(layer, name, starts.get(name), layer.in_features, s, share)
+            if s.use_dora and layer.start is not None:  # the magnitude of what the base was
+                with torch.no_grad():
+                    layer.lora_magnitude_vector.copy_(layer.weight_norm())
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer)
+    for owner, parameters in inside.items():
+        module = experts.wrapped(model, owner)
+        module.adapt(parameters, s.lora_rank, scaling)
+        for parameter, pair in module.pairs().items():
+            name = f"{owner}.{parameter}"
+            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], s, share)
+    for name, parameter in adapter_parameters(model).items() if share is not None else ():
+        if not share.has(parameter):
+            share.give(name, parameter, torch.zeros(parameter.shape))
+
+
+@torch.no_grad()
+def merge_adapters(model) -> None:
+    """Adds each adapter into its dense base weight, in fp32, and takes the adapter away. Adapted tied weights are untied."""
+    outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, WRAPPERS)]
+    if outer and tied_bases(model):
+        head = model.get_output_embeddings()
+        head = head.base if isinstance(head, WRAPPERS) else head
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, (LoRALinear, LoRAEmbedding)):
+            continue
+        merged, base = layer.merged_weight(), layer.base
+        turned = not isinstance(base, (nn.Linear, nn.Embedding))
+        base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, base)
+    experts.merge(model)
+
+
+def attach_adapter(model, folder) -> None:
+    """Puts a saved PEFT LoRA adapter (ours or anyone's) on a dense model. PlanError for what this version does not read."""
+    import json
+    from dataclasses import replace
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    file = Path(folder) / "adapter_config.json"
+    config = json.loads(file.read_text())
+    plain = {
+        "peft_type": ("LORA",),
+        "bias": ("none", None),
+        "rank_pattern": ({}, None),
+        "alpha_pattern": ({}, None),
+        "modules_to_save": (None, []),
+        "layer_replication": (None,),
+        "trainable_token_indices": (None,),
+    }
+    for key, fine in plain.items():
+        if key in config and config[key] not in fine:
+            raise PlanError(f"{file}: {key} {config[key]} is not read by this version. Merge it with peft first.")
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    _copy_outer_weights(model, tensors, file)
+    modules = dict(model.named_modules())
+    names = {
+        re.sub(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$", "", k.removeprefix(PREFIX)) for k in tensors
+    }
+    wished = config.get("target_parameters") or []
+    three_d = [n for n in experts.parameter_names(model) if any(n == w or n.endswith("." + w) for w in wished)]
+    owners = {n.rpartition(".")[0] for n in three_d}
+    names = sorted(n for n in names if n.removesuffix(".base_layer") not in owners)
+    for name in names:
+        if name not in modules:
+            raise PlanError(f"{file}: adapts {name}, which this base has not. Give the base it was trained on.")
+    settings = replace(
+        TrainConfig(),
+        lora_rank=config["r"],
+        lora_alpha=config["lora_alpha"],
+        use_dora=bool(config.get("use_dora")),
+        use_rslora=bool(config.get("use_rslora")),
+        lora_dropout=0.0,
+    )
+    add_adapters(model, names + three_d, settings)
+    ours = {disk_name(n): p for n, p in adapter_parameters(model).items()}
+    if set(ours) != set(tensors):
+        raise PlanError(f"{file}: does not fit its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            if parameter.shape != tensors[name].shape:
+                raise PlanError(
+                    f"{file}: {name} is {list(tensors[name].shape)}, {list(parameter.shape)} fits this base."
+                )
+            parameter.copy_(tensors[name])
+            parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def _copy_outer_weights(model, tensors: dict, file) -> None:
+    """PEFT saves an adapted embedding's or head's own weight beside the adapter: takes it from `tensors` into the base."""
+    for key in [k for k in tensors if k.endswith(".base_layer.weight")]:
+        name = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
+        saved, modules = tensors.pop(key), dict(model.named_modules())
+        weight = modules[name].weight if name in modules else None
+        if weight is None or weight.shape != saved.shape:
+            raise PlanError(
+                f"{file}: holds {name} {list(saved.shape)}, which this base has not. Merge it with peft first."
+            )
+        weight.copy_(saved)

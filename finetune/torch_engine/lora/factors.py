@@ -1,0 +1,92 @@
+"""Starts of an adapter that change the base: PiSSA, OLoRA and LoftQ, and the plain LoRA they are saved as.
+
+Each gives A_0, B_0 for a weight W; the base then holds W - s B_0 A_0, quantized under qlora, so training starts where the
+unchanged model stands. What is saved is LoRA of twice the rank on the unchanged base: A' = [A; A_0], B' = [B, -B_0], as s (B' A') =
+s (B A - B_0 A_0). PEFT's conversion of these starts has the same form.
+"""
+
+import math
+import zlib
+
+import torch
+
+LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
+# Power iterations of the randomised SVD. Meng et al. 2024, section 4.3, find 16 as good as the whole SVD; in LoftQ the next
+# step mends what the one before left.
+POWER_STEPS = {"pissa": 16, "loftq": 4}
+MORE_RANK = 8
+
+
+@torch.no_grad()
+def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: str, quantized) -> tuple:
+    """(A_0 [R, I], B_0 [O, R]) in fp32. `quantized(weight) -> weight` stores and reads back, as the run stores its base.
+
+    pissa: Meng et al. 2024, eq. 2-3: the largest R singular values, half on each side. olora: Büyükakyüz 2024: the first R
+    columns of Q and rows of R of W = QR. loftq: Li et al. 2023, algorithm 1: what quantization loses, quantized again
+    without what the adapter holds, LOFTQ_STEPS times. Where W has less rank than asked for, the rest starts as LoRA does.
+    """
+    weight = weight_OI.float()
+    if init == "olora":
+        q, r = torch.linalg.qr(weight)
+        return _padded(r[:rank], q[:, :rank], rank, seed, name)
+    if init == "pissa":
+        a, b = _leading_factors(weight, rank, POWER_STEPS[init], seed, name)
+    else:
+        a, b = None, None
+        for _ in range(LOFTQ_STEPS):
+            held = weight if a is None else weight - b @ a
+            a, b = _leading_factors(weight - quantized(held).float(), rank, POWER_STEPS[init], seed, name)
+    half = math.sqrt(scaling)
+    return _padded(a / half, b / half, rank, seed, name)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """What the draws of one layer begin with: the same on every machine and over any number of ranks."""
+    return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
+def _leading_factors(weight_OI, rank: int, steps: int, seed: int, name: str):
+    """The best approximation of `weight_OI` of that rank as B A, by a randomised SVD that seed and name decide."""
+    most = min(weight_OI.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, name))
+        u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=steps)
+    u, root, v = u[:, :rank], s[:rank].sqrt(), v[:, :rank]
+    return root.unsqueeze(1) * v.t(), u * root
+
+
+def _padded(a, b, rank: int, seed: int, name: str):
+    missing = rank - a.shape[0]
+    if missing <= 0:
+        return a.contiguous(), b.contiguous()
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    bound = 1 / math.sqrt(a.shape[1])
+    rows = torch.empty(missing, a.shape[1]).uniform_(-bound, bound, generator=generator).to(a.device)
+    return torch.cat([a, rows]), torch.cat([b, b.new_zeros(b.shape[0], missing)], 1)
+
+
+# ---- on disk: E experts share one pair of matrices, A [E * R, I] and B [O, R * E]; E is 1 for a linear
+
+
+def doubled_a(a, start_a, experts: int = 1):
+    """[A; A_0] of each expert."""
+    parts = (a.view(experts, -1, a.shape[1]), start_a.view(experts, -1, a.shape[1]))
+    return torch.cat(parts, 1).reshape(-1, a.shape[1])
+
+
+def doubled_b(b, start_b, experts: int = 1):
+    """[B, -B_0] of each expert."""
+    parts = (b.view(b.shape[0], -1, experts), -start_b.view(b.shape[0], -1, experts))
+    return torch.cat(parts, 1).reshape(b.shape[0], -1)
+
+
+def halves_a(both, experts: int = 1):
+    """(A, A_0) of what doubled_a made."""
+    a, start = both.view(experts, -1, both.shape[1]).chunk(2, 1)
+    return a.reshape(-1, both.shape[1]), start.reshape(-1, both.shape[1])
+
+
+def halves_b(both, experts: int = 1):
+    """(B, B_0) of what doubled_b made."""
+    b, start = both.view(both.shape[0], -1, experts).chunk(2, 1)
+    return b.reshape(both.shape[0], -1), -start.reshape(both.shape[0], -1)

@@ -1,0 +1,235 @@
+"""LoRA, rsLoRA and DoRA layers around a frozen linear, dense or quantized, and around an embedding.
+
+R rank, I in_features, O out_features, V vocabulary, H hidden size. Adapter weights are fp32; products run in the input's dtype.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from finetune.quantizers.linear import QuantizedLinear
+
+
+class LoRAProduct(torch.autograd.Function):
+    """z = x W^T + b + s (x A^T) B^T with W frozen: keeps x once, no gradient for W, no product in fp32 by accident."""
+
+    @staticmethod
+    def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, *stored):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            x_low = x.to(dtype)
+            rows = x_low.reshape(-1, x.shape[-1])
+            keep = None if keep is None else keep.to(dtype)
+            dropped = rows if keep is None else rows * keep
+            low_R = dropped @ lora_a_RI.to(dtype).t()
+            # The product keeps x's shape: a returned view could not be changed in place by the model's code.
+            out = F.linear(x_low, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+            out.view(len(rows), -1).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
+        ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
+        ctx.save_for_backward(rows, low_R, lora_a_RI, lora_b_OR, keep, *stored)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, low_R, lora_a_RI, lora_b_OR, keep, *stored = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
+        dropped = rows if keep is None else rows * keep
+        grad_low_R = (grad @ lora_b_OR.to(ctx.dtype)) * ctx.scaling
+        grad_a = (grad_low_R.t() @ dropped).to(lora_a_RI.dtype)
+        grad_b = (grad.t() @ low_R).to(lora_b_OR.dtype) * ctx.scaling
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ ctx.weight_of(stored, ctx.dtype)
+            if keep is None:
+                grad_x.addmm_(grad_low_R, lora_a_RI.to(ctx.dtype))
+            else:
+                grad_x += (grad_low_R @ lora_a_RI.to(ctx.dtype)) * keep
+            grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
+        return grad_x, grad_a, grad_b, None, None, None, None, *(None for _ in stored)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear with an adapter. `base` is nn.Linear, transformers' Conv1D or QuantizedLinear."""
+
+    num_experts = 1
+
+    def __init__(self, base, rank, alpha, dropout, use_rslora, use_dora):
+        super().__init__()
+        self.base = base
+        self.in_features, self.out_features = features(base)
+        device = next(base.parameters()).device
+        self.lora_A = nn.Parameter(torch.zeros(rank, self.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
+        self.scaling = scaling_of(rank, alpha, use_rslora)
+        self.dropout = dropout
+        self.start = None  # (A, B) whose product was taken out of the base: see lora_init.py
+        self.lora_magnitude_vector = None
+        self.row_square_O = None  # |w|^2 of each row of the frozen weight, made once
+        self.merged = None  # base and adapter as one dense weight while many small forwards run
+        # Where ranks hold pieces of the inputs (tensor_parallel.py): how many, which one, and what adds up squares over them.
+        self.pieces, self.mask_piece, self.across = 1, None, None
+        if use_dora:
+            self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
+
+    def _first_magnitude(self, device) -> torch.Tensor:
+        """|w| of each row; of weights on meta it is made when they are gathered (parallelize.start_magnitudes)."""
+        if device.type == "meta":
+            return torch.empty(self.out_features, device=device)
+        return self.weight_norm().detach().clone()
+
+    def stored(self) -> tuple:
+        return self.base.stored() if isinstance(self.base, QuantizedLinear) else (self.base.weight,)
+
+    def weight_of(self, stored, dtype) -> torch.Tensor:
+        """The frozen weight [O, I] in `dtype`."""
+        if isinstance(self.base, QuantizedLinear):
+            return self.base.weight_of(stored, dtype)
+        weight = stored[0].to(dtype)
+        return weight if isinstance(self.base, nn.Linear) else weight.t()
+
+    def exact_weight(self) -> torch.Tensor:
+        """The frozen weight in fp32 from what is stored, not from a copy kept in 16 bits."""
+        if isinstance(self.base, QuantizedLinear) and self.base.cached is not None:
+            if self.base.cached.dtype != torch.float32:
+                return self.base.dequantize(dict(zip(self.base.names, self.base.stored(), strict=True)), torch.float32)
+        return self.weight_of(self.stored(), torch.float32)
+
+    @torch.no_grad()
+    def weight_norm(self) -> torch.Tensor:
+        weight_OI = self.exact_weight()
+        if self.row_square_O is None:
+            self.row_square_O = weight_OI.square().sum(1)
+        return weight_norm(weight_OI, self.lora_A, self.lora_B, self.scaling, self.row_square_O, self.across)
+
+    @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """Base and adapter as one weight [O, I], fp32."""
+        weight_OI = torch.addmm(self.exact_weight(), self.lora_B.float(), self.lora_A.float(), alpha=self.scaling)
+        if self.lora_magnitude_vector is not None:
+            weight_OI *= (self.lora_magnitude_vector / self.weight_norm()).unsqueeze(1)
+        return weight_OI
+
+    def forward(self, x):
+        return self.product(x, self.base.bias)
+
+    def product(self, x, bias):
+        """The layer's output with this bias."""
+        if self.merged is not None:
+            return F.linear(x, self.merged, bias)
+        keep = self.dropout_mask(x) if self.dropout and self.training else None
+        if self.lora_magnitude_vector is None:
+            return LoRAProduct.apply(
+                x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, *self.stored()
+            )
+        gain_O = self.lora_magnitude_vector / self.weight_norm()
+        if keep is None:
+            both = LoRAProduct.apply(
+                x, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
+            )
+            out = both * gain_O.to(both.dtype)
+        else:  # PEFT drops the adapter's input only: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
+            x_kept = x * keep.view(x.shape)
+            both = LoRAProduct.apply(
+                x_kept, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
+            )
+            plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
+            out = plain - kept + both * gain_O.to(both.dtype)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def dropout_mask(self, x):
+        """[rows of x, I], 0 or 1 / (1 - p); a piece of the inputs has its piece of what all of them would draw."""
+        rows, piece = x.numel() // x.shape[-1], self.mask_piece
+        width = x.shape[-1] if piece is None else x.shape[-1] * self.pieces
+        keep = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        keep.bernoulli_(1 - self.dropout).div_(1 - self.dropout)
+        return keep if piece is None else keep[:, piece].contiguous()
+
+
+class LoRAEmbedding(nn.Module):
+    """A frozen embedding [V, H] with an adapter in PEFT's layout: A [R, V] starts at zero, B [H, R] at random."""
+
+    num_experts = 1
+
+    def __init__(self, base, rank, alpha, use_rslora, use_dora):
+        super().__init__()
+        self.base = base
+        device = base.weight.device
+        self.lora_embedding_A = nn.Parameter(torch.zeros(rank, base.num_embeddings, device=device))
+        self.lora_embedding_B = nn.Parameter(torch.zeros(base.embedding_dim, rank, device=device))
+        self.scaling = scaling_of(rank, alpha, use_rslora)
+        self.start = None
+        self.lora_magnitude_vector = None
+        self.row_square_O = None
+        if use_dora:  # a magnitude for each of the H columns of the table
+            meta = device.type == "meta"
+            norm = torch.empty(base.embedding_dim, device=device) if meta else self.weight_norm().clone()
+            self.lora_magnitude_vector = nn.Parameter(norm)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @torch.no_grad()
+    def weight_norm(self) -> torch.Tensor:
+        if self.row_square_O is None:
+            self.row_square_O = self.base.weight.float().square().sum(0)
+        return weight_norm(
+            self.base.weight.float().t(), self.lora_embedding_A, self.lora_embedding_B, self.scaling, self.row_square_O
+        )
+
+    @torch.no_grad()
+    def merged_weight(self) -> torch.Tensor:
+        """Base and adapter as one table [V, H], fp32."""
+        table_VH = torch.addmm(
+            self.base.weight.float(), self.lora_embedding_A.t(), self.lora_embedding_B.t(), alpha=self.scaling
+        )
+        if self.lora_magnitude_vector is not None:
+            table_VH *= self.lora_magnitude_vector / self.weight_norm()
+        return table_VH
+
+    def forward(self, ids):
+        out = self.base(ids)
+        low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx=self.base.padding_idx)
+        added = (low @ self.lora_embedding_B.t()) * self.scaling
+        scale = getattr(self.base, "embed_scale", None)  # Gemma multiplies in the embedding's own forward
+        if scale is not None:
+            added = added * torch.as_tensor(scale, device=added.device).to(added.dtype)
+        both = out + added
+        if self.lora_magnitude_vector is not None:
+            both = both * (self.lora_magnitude_vector / self.weight_norm())
+        return both.to(out.dtype)
+
+
+def scaling_of(rank: int, alpha: float, use_rslora: bool) -> float:
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
+
+
+@torch.no_grad()
+def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
+    """|w + s B A| of each row [O], fp32. DoRA (Liu et al. 2024, eq. 6) holds it constant in backward (section 4.3).
+
+    Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, so that no matrix of the weight's size is made twice. `across` adds up
+    squares over ranks that hold a piece of the inputs each.
+    """
+    a, b = a.float(), b.float()
+    cross = ((weight_OI @ a.t()) * b).sum(1)
+    square_O = row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.t())) * b).sum(1)
+    return (square_O if across is None else across(square_O)).clamp_min(0).sqrt()
+
+
+def features(base) -> tuple[int, int]:
+    """(in_features, out_features), Conv1D's stored the other way round."""
+    if isinstance(base, (nn.Linear, QuantizedLinear)):
+        return base.in_features, base.out_features
+    return tuple(base.weight.shape)
+
+
+def layers(model) -> dict[str, LoRALinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+def adapter_parameters(model) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if n.rpartition(".")[2].startswith("lora_")}

@@ -1,0 +1,100 @@
+"""Adapters on disk as PEFT stores them: tensor names, shapes and adapter_config.json."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.config import RESIDUAL_INITS, TrainConfig
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine import experts
+from finetune.torch_engine.lora import factors
+from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
+from finetune.torch_engine.lora.targets import original_names
+
+# Of a mixture, PEFT reads these in target_modules as its experts of transformers 4; by their weight they are what they are.
+PEFT_TAKES_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
+PREFIX = "base_model.model."
+
+
+def peft_owner(name: str, names: list[str], modules) -> str:
+    """The module under which PEFT keeps a target's adapter; of two parameters of one module the first is nested."""
+    if name in modules:
+        return name
+    owner, _, parameter = name.rpartition(".")
+    first, last = experts.weight_names(modules[owner])
+    return owner + (".base_layer" if parameter == first and f"{owner}.{last}" in names else "")
+
+
+def disk_name(name: str) -> str:
+    """PEFT's key of one of our parameters: '...q_proj.lora_A' -> 'base_model.model....q_proj.lora_A.weight'."""
+    return PREFIX + name + (".weight" if name.rpartition(".")[2] in ("lora_A", "lora_B") else "")
+
+
+def to_disk(model, named: dict, settings: TrainConfig) -> dict[str, torch.Tensor]:
+    """{PEFT's key: tensor} of the adapters: of twice the rank, on the unchanged base, where the start changed the base."""
+    out = {disk_name(n): p.detach().float().cpu() for n, p in named.items()}
+    if settings.init_lora_weights in RESIDUAL_INITS:
+        for name in named:
+            owner, _, leaf = name.rpartition(".")
+            layer, key = model.get_submodule(owner), disk_name(name)
+            if leaf.endswith("_A"):
+                start = layer.start[0] if layer.start else torch.zeros_like(out[key])
+                out[key] = factors.doubled_a(out[key], start, layer.num_experts)
+            elif leaf.endswith("_B"):
+                start = layer.start[1] if layer.start else torch.zeros_like(out[key])
+                out[key] = factors.doubled_b(out[key], start, layer.num_experts)
+    return out
+
+
+def from_disk(model, named: dict, tensors: dict, settings: TrainConfig) -> dict:
+    """The contrary of to_disk, for numpy arrays: what trains here, without the start's half."""
+    if settings.init_lora_weights not in RESIDUAL_INITS:
+        return tensors
+    out = dict(tensors)
+    for name in named:
+        owner, _, leaf = name.rpartition(".")
+        key, count = disk_name(name), model.get_submodule(owner).num_experts
+        if key in out and leaf.endswith(("_A", "_B")):
+            halves = factors.halves_a if leaf.endswith("_A") else factors.halves_b
+            out[key] = halves(torch.from_numpy(np.array(out[key])), count)[0].numpy()
+    return out
+
+
+def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
+    """adapter_config.json as PEFT reads it."""
+    modules = dict(model.named_modules())
+    chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
+    parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
+    if experts.has_experts(model) and not settings.use_dora:
+        as_parameters = [n for n in chosen if n.rpartition(".")[2] in PEFT_TAKES_FOR_EXPERTS]
+        chosen = [n for n in chosen if n not in as_parameters]
+        parameters += [f"{n}.weight" for n in as_parameters]
+    leaves = sorted({n.rpartition(".")[2] for n in chosen})
+    by_leaf = {n for n in original_names(model) if n.rpartition(".")[2] in leaves}
+    conv = any(
+        m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
+        for m in layers(model).values()
+    )
+    s, twice = settings, settings.init_lora_weights in RESIDUAL_INITS
+    plain = twice or s.init_lora_weights == "default"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": s.lora_rank * 2 if twice else s.lora_rank,
+        # alpha/r, or alpha/sqrt(r), stays what it was in training
+        "lora_alpha": s.lora_alpha * (2**0.5 if s.use_rslora else 2) if twice else s.lora_alpha,
+        "lora_dropout": 0.0 if parameters else s.lora_dropout,  # PEFT refuses any beside target_parameters
+        "target_modules": leaves if by_leaf == set(chosen) else chosen,
+        "target_parameters": parameters or None,
+        "use_dora": s.use_dora,
+        "use_rslora": s.use_rslora,
+        "init_lora_weights": True if plain else s.init_lora_weights,
+        "fan_in_fan_out": conv,
+        "bias": "none",
+        "modules_to_save": None,
+        "inference_mode": True,
+        "revision": s.revision,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }

@@ -1,0 +1,99 @@
+"""Which layers get an adapter: --lora_target_modules resolved against the loaded model."""
+
+import re
+
+from torch import nn
+
+import quantization_wrapper
+from finetune.errors import PlanError
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine import experts
+from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
+
+# What "default" means where a model does not call its projections q_proj and v_proj.
+DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
+WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
+
+
+def linear_names(model) -> list[str]:
+    """Every linear but the head, routers and one-output gates: what qlora quantizes, beside experts held as one parameter."""
+    head = model.get_output_embeddings()
+    routed = experts.has_experts(model)
+    parts = {id(part) for part in experts.quantized_parts(model)}
+    names = []
+    for name, module in model.named_modules():
+        linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
+        if not linear or module is head or id(module) in parts:
+            continue
+        router = routed and {"gate", "router"} & set(name.split(".")[-2:])
+        if not router and features(module)[1] > 1:
+            names.append(name)
+    return names
+
+
+def outer_names(model) -> list[str]:
+    """What an adapter is put on only when it is named: the head and embeddings."""
+    head = model.get_output_embeddings()
+    return [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)]
+
+
+def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
+    """The layers that get an adapter. `wish`: all, default, a comma list of names or endings, or a regex on whole names.
+
+    Experts held as one parameter are named by it, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
+    """
+    names, three_d = linear_names(model), experts.parameter_names(model)
+    if wish == "all":
+        return names if use_dora else names + three_d
+    if wish == "default":
+        for leaves in DEFAULT_TARGETS:
+            found = [n for n in names if n.rpartition(".")[2] in leaves]
+            if found:
+                return found
+        raise PlanError(
+            "--lora_target_modules default: this model has no query and value projections known by name. Use all."
+        )
+    names = names + three_d + outer_names(model)
+    if re.fullmatch(r"[\w.,\s]+", wish):
+        endings = [e.strip() for e in wish.split(",") if e.strip()]
+        if not endings:
+            raise PlanError(f"--lora_target_modules {wish!r}: names nothing. Name layers, or use all.")
+        chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
+        missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
+    else:
+        try:
+            chosen = [n for n in names if re.fullmatch(wish, n)]
+        except re.error as error:
+            raise PlanError(f"--lora_target_modules {wish}: is no regex ({error}). Give names, or a regex.") from None
+        missing = [] if chosen else [wish]
+    if missing:
+        leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
+        raise PlanError(
+            f"--lora_target_modules {missing[0]}: no layer of this model that can be adapted has that name. Name some of "
+            f"{leaves}, or use all."
+        )
+    if use_dora and set(chosen) & set(three_d):
+        first = next(n for n in chosen if n in three_d)
+        raise PlanError(
+            f"--use_dora true: PEFT has no DoRA for experts held as one parameter, such as {first}. "
+            "Name other layers in --lora_target_modules, or leave --use_dora out."
+        )
+    return chosen
+
+
+def tied(model) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def original_names(model) -> list[str]:
+    """Names of the modules as transformers made them: ours count under the name of what they stand around."""
+    ours = [n + "." for n, m in model.named_modules() if isinstance(m, WRAPPERS)]
+    return [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
+
+
+def tied_bases(model) -> bool:
+    """tied(model), where one of the two may have an adapter."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    one, two = (m.base if isinstance(m, WRAPPERS) else m for m in ends)
+    return two is not None and one.weight is two.weight

@@ -1,0 +1,155 @@
+"""What a run takes, by item: tensors that torch can count, and the process's peak for all the rest.
+
+Items have the names of finetune/memory.py. `workspace` is what the total holds beyond the counted: logits, temporaries, library
+buffers; below zero where gradients and activations were never there at the same time. `allocator` is what the process grew by
+after the largest microbatch had run once with its moments there.
+"""
+
+import contextlib
+import ctypes
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from backend_manager import resident_bytes
+from finetune.engine import MemoryStats
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.parallel.fsdp import local_shard
+
+
+class MemoryCounter:
+    """Counts each kind of tensor when it can have changed: weights once, moments after a step that made them, activations of
+    each microbatch larger than any before.
+    """
+
+    def __init__(self, model, trained: dict, device):
+        self.model, self.trained, self.device = model, trained, device
+        self.baseline, self.moments = 0, None
+        self.gradients, self.activations = 0, 0
+        self.most_tokens, self.grew, self.reference = 0, False, 0
+        self.standing, self.own = None, frozenset()
+
+    def begin(self, baseline: int) -> int:
+        """Peak bytes since the process began above `baseline`; counts the training from here on."""
+        self.baseline = baseline
+        return self.peak()
+
+    def peak(self) -> int:
+        """Peak bytes above the baseline since the last call."""
+        if self.device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(self.device)
+            total = module.max_memory_allocated()
+            module.reset_peak_memory_stats()
+            return total
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        total = max(0, peak_resident_bytes() - self.baseline)
+        reset_peak()
+        return total
+
+    @contextlib.contextmanager
+    def kept_by(self, batch):
+        """Counts what autograd keeps of the forward inside, where the batch is larger than any before."""
+        tokens = batch.input_ids_BS.size
+        if tokens <= self.most_tokens:
+            yield
+            return
+        if self.standing is None:
+            self._count_standing()
+        self.most_tokens, self.grew, kept = tokens, True, {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self.activations = max(self.activations, sum(kept.values()))
+
+    def count_gradients(self) -> None:
+        """Call it between backward and the optimizer's step."""
+        if not self.gradients:
+            grads = [p.grad for p in self.trained.values() if p.grad is not None]
+            self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
+
+    def _count_standing(self) -> None:
+        here = [p for p in self.model.parameters() if not p.is_meta]  # on meta: another pipeline stage's
+        parameters, buffers = [local_shard(p) for p in here], list(self.model.buffers())
+        cached = [m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None]
+        squares = [m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None]
+        frozen = [local_shard(p) for p in here if not p.requires_grad] + buffers + squares
+        self.standing = {
+            "base": self._bytes(frozen),
+            "trainable": self._bytes(self.trained.values()),
+            "dequantized": self._bytes(cached),
+        }
+        self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
+
+    def _bytes(self, tensors) -> int:
+        """Of those on the device: offloaded ones are in host memory."""
+        return storage_bytes([t for t in tensors if t.device.type == self.device.type])
+
+    def stats(self, optimizer) -> MemoryStats:
+        """Peak since the last call, by item."""
+        if self.standing is None:
+            self._count_standing()
+        first = self.moments is None
+        if not self.moments:  # made by the first step that is not skipped
+            states = optimizer.state.values()
+            self.moments = self._bytes(t for s in states for t in s.values() if torch.is_tensor(t))
+        total = self.peak()
+        if self.grew or first:
+            self.reference, self.grew = max(self.reference, total), first
+        counted = {
+            **self.standing,
+            "gradients": self.gradients,
+            "optimizer": self.moments,
+            "activations": self.activations,
+            "allocator": max(0, total - self.reference),
+        }
+        items = counted | {"workspace": total - sum(counted.values())}
+        return MemoryStats(total, {name: n for name, n in items.items() if n})
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the tensors, each storage once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def current_resident_bytes() -> int:
+    """Resident memory of this process now; 0 where the system does not tell."""
+    return _status("VmRSS") or 0
+
+
+def peak_resident_bytes() -> int:
+    """VmHWM of this process; where /proc is missing, the peak since its start."""
+    return _status("VmHWM") or resident_bytes()
+
+
+def _status(name: str) -> int | None:
+    try:
+        return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        return None
+
+
+def glibc():
+    """The C library, where it is glibc; else None."""
+    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+
+
+def map_blocks_from(size: int) -> None:
+    """glibc maps each block from so many bytes on by itself, so that freeing it gives it back at once."""
+    libc = glibc()
+    if libc is not None:
+        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+        libc.mallopt(mmap_threshold, size)
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

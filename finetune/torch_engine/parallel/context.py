@@ -1,0 +1,177 @@
+"""Context parallelism: each rank holds a part of every flat row's tokens, and gathers keys and values for its attention.
+
+A row is cut into twice as many chunks as ranks; a rank takes one from the front and one from the back, so that under a causal
+mask all have about the same work. Documents keep their bounds: a query sees keys of its own document alone.
+
+T tokens of the row with padding to whole chunks, C ranks, L tokens a rank (T / C), H heads, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from finetune.engine import IGNORE_INDEX, Batch
+from finetune.errors import PlanError
+from finetune.torch_engine.attention import DENSE_UP_TO
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+
+NAME = "documents_across_ranks"
+# torch 2.13 renamed them; the older names still work there, each with a warning in the middle of a run.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """Queries of one document within one chunk: where they stand on this rank, and which of the row's tokens they may see."""
+
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class Context:
+    """The layout of one row across the ranks of a context-parallel group. `order_T`: where each token stands after gathering."""
+
+    pieces: tuple[QueryChunk, ...]
+    order_T: torch.Tensor
+    back_T: torch.Tensor  # the contrary of order_T
+    group: object
+
+
+def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray:
+    """Which tokens of a row (its length a multiple of 2 * num_ranks) a rank holds, in their order."""
+    each = num_tokens // (2 * num_ranks)
+    first, last = rank * each, (2 * num_ranks - 1 - rank) * each
+    return np.concatenate([np.arange(first, first + each), np.arange(last, last + each)])
+
+
+def shard_batch(batch: Batch, ranks: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
+    """This rank's part of a flat batch, and how attention finds the rest. Padding is a document of its own, without targets."""
+    num_ranks, rank = ranks.dims.cp, ranks.coordinate("cp")
+    padding = -batch.input_ids_BS.size % (2 * num_ranks)
+
+    def padded(row_BS, fill):
+        return np.concatenate([row_BS.reshape(-1), np.broadcast_to(fill, padding).astype(row_BS.dtype)])
+
+    positions_T = padded(batch.position_ids_BS, np.arange(padding))
+    mine_L = rank_token_indices(len(positions_T), rank, num_ranks)
+    starts = [*np.flatnonzero(positions_T == 0).tolist(), len(positions_T)]
+    order = np.concatenate([rank_token_indices(len(positions_T), r, num_ranks) for r in range(num_ranks)])
+    part = Batch(
+        padded(batch.input_ids_BS, pad_id)[mine_L][None],
+        padded(batch.labels_BS, IGNORE_INDEX)[mine_L][None],
+        positions_T[mine_L][None],
+        padded(batch.document_ids_BS, -1)[mine_L][None],
+        batch.rows,
+    )
+    back = torch.from_numpy(np.argsort(order))
+    pieces = _query_chunks(mine_L, len(positions_T) // (2 * num_ranks), starts)
+    context = Context(pieces, back.to(device), torch.from_numpy(order).to(device), ranks.groups["cp"])
+    return part, context
+
+
+def _query_chunks(mine_L, each: int, starts: list[int]) -> tuple[QueryChunk, ...]:
+    found = []
+    for offset in (0, each):
+        begin, end = int(mine_L[offset]), int(mine_L[offset]) + each
+        for document, after in pairwise(starts):
+            first, last = max(begin, document), min(end, after)
+            if first < last:
+                queries = slice(offset + first - begin, offset + last - begin)
+                found.append(QueryChunk(queries, slice(document, last)))
+    return tuple(found)
+
+
+class _AllGatherSequence(torch.autograd.Function):
+    """[L, 2, K, D] of each rank -> [T, 2, K, D] in the row's order; the gradient is the ranks' sum at the own tokens."""
+
+    @staticmethod
+    def forward(ctx, x_L, context):
+        ctx.context = context
+        num_ranks = dist.get_world_size(context.group)
+        out = x_L.new_empty(num_ranks * len(x_L), *x_L.shape[1:])
+        ALL_GATHER(out, x_L.contiguous(), group=context.group)
+        return out[context.order_T]
+
+    @staticmethod
+    def backward(ctx, grad_T):
+        context = ctx.context
+        num_ranks = dist.get_world_size(context.group)
+        by_rank = grad_T[context.back_T].contiguous()
+        out = grad_T.new_empty(len(by_rank) // num_ranks, *grad_T.shape[1:])
+        REDUCE_SCATTER(out, by_rank, group=context.group)
+        return out, None
+
+
+def context_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    documents=None,
+    **kwargs,
+):
+    """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""
+    if not isinstance(documents, Context):
+        raise PlanError(
+            "--cp_degree: this model does not hand its layout down to its attention. Use --dp_shards instead."
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if key.shape[-1] == value.shape[-1]:
+        both = torch.stack([key[0].transpose(0, 1), value[0].transpose(0, 1)], 1)
+        key_T, value_T = _AllGatherSequence.apply(both, documents).unbind(1)
+    else:
+        key_T, value_T = (_AllGatherSequence.apply(t[0].transpose(0, 1), documents) for t in (key, value))
+    out = []
+    for piece in documents.pieces:
+        q = query[:, :, piece.queries]
+        k, v = (t[piece.keys].transpose(0, 1).unsqueeze(0) for t in (key_T, value_T))
+        out.append(_attention(q, k, v, scaling, dropout, sliding_window, softcap, s_aux))
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
+    """Causal attention of the last queries of a document to all its keys so far: [1, H, n, D]."""
+    num_queries, num_keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    dense = DENSE_UP_TO.get((q.device.type, q.dtype), 0)
+    windowed = window is not None and window < num_keys
+    square = num_queries == num_keys and not windowed
+    fused = softcap is None and sinks_H is None and num_keys > dense
+    allowed = None
+    if not (square and fused):
+        allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+        if windowed:
+            allowed = allowed.triu(num_keys - num_queries + 1 - window)
+    if fused:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+    per = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(per, 1), v.repeat_interleave(per, 1)
+    scores = q @ k.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    probs = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(q.dtype)
+    return (F.dropout(probs, dropout) if dropout else probs) @ v
+
+
+def register() -> None:
+    """Makes `model.set_attn_implementation(NAME)` possible. The mask function gives none: pieces bound themselves."""
+    AttentionInterface.register(NAME, context_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -1,0 +1,268 @@
+"""Tensor parallelism by the model's own plan (`base_model_tp_plan` in transformers' configs): each rank holds a piece of each linear.
+
+A column-parallel linear holds some output rows, a row-parallel one some input columns (Shoeybi et al. 2019, Megatron-LM).
+Pieces are plain tensors, dense or packed, cut from the quantized whole, so FSDP shards them like any others. Embeddings,
+norms and head stay whole on each rank; the head makes logits for its share of the target positions.
+"""
+
+import re
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from finetune.errors import PlanError
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+
+COLUMN = ("colwise", "colwise_gather_output")
+ROW = ("rowwise", "rowwise_split_input")
+PARTIAL = "replicated_with_grad_allreduce"  # a norm over the heads that a rank holds
+
+
+# ---- what crosses ranks in forward and in backward
+
+
+class _CopyToTensorParallelRegion(torch.autograd.Function):
+    """Itself; the gradient is the sum of the group's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _ReduceFromTensorParallelRegion(torch.autograd.Function):
+    """The sum of the group's; the gradient is itself."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        out = x.contiguous().clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherFromTensorParallelRegion(torch.autograd.Function):
+    """The group's tensors side by side along the last dimension; the gradient is its own piece."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return ranks.tp_all_gather(x, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[..., ctx.ranks.tp_slice(grad.shape[-1])], None
+
+
+class _ScatterToTensorParallelRegion(torch.autograd.Function):
+    """This rank's piece of the last dimension; the gradient is the group's side by side."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        ctx.ranks = ranks
+        return x[..., ranks.tp_slice(x.shape[-1])].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.ranks.tp_all_gather(grad, -1), None
+
+
+def copy_to_region(tensor: torch.Tensor | None, ranks: ProcessGroups):
+    """`tensor`, where each rank of a tensor-parallel group works on it in part: its gradient is the sum of theirs."""
+    if tensor is None or not tensor.requires_grad:
+        return tensor
+    return _CopyToTensorParallelRegion.apply(tensor, ranks.groups["tp"])
+
+
+class _SharedInput:
+    """`complete` of the last input, so that linears that read the same one (q, k and v) exchange its gradient once."""
+
+    def __init__(self):
+        self.of, self.completed = None, None
+
+    def __call__(self, x, ranks: ProcessGroups):
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        if self.of is None or self.of() is not x:
+            self.of, self.completed = weakref.ref(x), copy_to_region(x, ranks)
+        return self.completed
+
+
+# ---- cutting a model
+
+
+@dataclass
+class TPShards:
+    """What `split` did: {parameter: dimension it is cut along}, and the parameters whose gradients are partial."""
+
+    dims: dict = field(default_factory=dict)
+    partial: set = field(default_factory=set)
+
+
+def shard_layers(model, ranks: ProcessGroups) -> TPShards:
+    """Cuts the loaded model in place. Raises PlanError where its plan is missing, asks for what is not done, or does not divide."""
+    if ranks.dims.tp == 1:
+        return TPShards()
+    pieces, shared, said = TPShards(), _SharedInput(), f"--tp_degree {ranks.dims.tp}"
+    plan = plan_of(model, said)
+    head = model.get_output_embeddings()
+    outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
+    met = set()
+    for name, module in list(model.named_modules()):
+        kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
+        if kind is None or module is head or any(name.startswith(o + ".") for o in outer):
+            continue
+        met.add(kind)
+        if kind == PARTIAL:
+            pieces.partial |= {f"{name}.{n}" for n, _ in module.named_parameters()}
+        elif kind in COLUMN + ROW:
+            try:
+                _split_linear(name, module, kind, ranks, shared, pieces)
+            except ValueError as error:
+                raise PlanError(
+                    f"{said}: {name} cannot be cut: {error}. Use --dp_shards instead, a smaller --group_size or another quantizer."
+                ) from None
+        else:
+            raise PlanError(f"{said}: {name} is planned as {kind}, which is not done here. Use --dp_shards instead.")
+    if not met & set(COLUMN + ROW):
+        raise PlanError(
+            f"{said}: transformers' plan of {type(model).__name__} names no layer of it. Use --dp_shards instead."
+        )
+    return pieces
+
+
+def plan_of(model, said: str) -> dict[str, str]:
+    """{pattern of a module's whole name: kind} of the config's plan, for the decoder's modules. PlanError where there is none."""
+    config = model.config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise PlanError(
+            f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
+        )
+    odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
+    if odd:
+        what = "experts" if any("expert" in name for name in plan) else f"layers planned as {odd[0]}"
+        raise PlanError(f"{said}: {config.model_type} has {what}, which are not cut here. Use --dp_shards instead.")
+    decoder = model.get_decoder()
+    prefix = next((n + "." for n, m in model.named_modules() if m is decoder and n), "")
+    return {re.escape(prefix) + re.escape(n).replace(r"\*", r"\d+"): kind for n, kind in plan.items()}
+
+
+def _split_linear(name: str, module, kind: str, ranks: ProcessGroups, shared: _SharedInput, pieces: TPShards) -> None:
+    column = kind in COLUMN
+    base = module.base if isinstance(module, LoRALinear) else module
+    path = f"{name}.base" if base is not module else name
+    if isinstance(base, QuantizedLinear):
+        dims = _split_quantized(base, 0 if column else 1, ranks)
+        pieces.dims |= {f"{path}.{n}": dim for n, dim in dims.items()}
+    elif isinstance(base, nn.Linear):
+        _keep_piece(base, "weight", 0 if column else 1, ranks, path, pieces)
+        base.out_features, base.in_features = base.weight.shape
+    else:
+        raise ValueError(f"{type(base).__name__} keeps its weight the other way round")
+    if column:
+        _keep_piece(base, "bias", 0, ranks, path, pieces)
+    if base is not module:
+        _split_adapter(module, column, ranks, name, pieces)
+    forward = _column if column else _row
+    module.forward = partial(forward, module, ranks, kind, shared)
+
+
+def _split_adapter(layer: LoRALinear, column: bool, ranks: ProcessGroups, name: str, pieces: TPShards) -> None:
+    layer.row_square_O = None
+    if column:
+        cut, partly = {"lora_B": 0, "lora_magnitude_vector": 0}, ("lora_A",)
+    else:
+        layer.pieces, layer.mask_piece = ranks.dims.tp, ranks.tp_slice(layer.in_features)
+        cut, partly = {"lora_A": 1}, ("lora_B", "lora_magnitude_vector")
+        layer.across = lambda square_O: ranks.all_reduce(square_O, "tp")
+    for leaf, dim in cut.items():
+        _keep_piece(layer, leaf, dim, ranks, name, pieces)
+    pieces.partial |= {f"{name}.{leaf}" for leaf in partly if getattr(layer, leaf) is not None}
+    layer.in_features, layer.out_features = layer.lora_A.shape[1], layer.lora_B.shape[0]
+
+
+def _keep_piece(module, leaf: str, dim: int, ranks: ProcessGroups, path: str, pieces: TPShards) -> None:
+    old = getattr(module, leaf)
+    if old is None:
+        return
+    if old.shape[dim] % ranks.dims.tp:
+        raise ValueError(f"its {old.shape[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}")
+    index = (slice(None),) * dim + (ranks.tp_slice(old.shape[dim]),)
+    setattr(module, leaf, nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad))
+    pieces.dims[f"{path}.{leaf}"] = dim
+
+
+def _split_quantized(layer: QuantizedLinear, dim: int, ranks: ProcessGroups) -> dict[str, int]:
+    """Cuts packed codes and scales; {tensor: dimension} of those that were cut. ValueError where no cut gives the exact weight.
+
+    Which tensors run along the inputs is a matter of the method: ways to cut are tried, and the weights compared.
+    """
+    sizes = (layer.out_features, layer.in_features)
+    if sizes[dim] % ranks.dims.tp:
+        raise ValueError(f"its {sizes[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}")
+    index = (slice(None),) * dim + (ranks.tp_slice(sizes[dim]),)
+    wanted = layer.weight_of(layer.stored(), torch.float32)[index]
+    shape = tuple(wanted.shape)
+    dequantize = partial(
+        layer.dequantize.func, shape=shape, **{k: v for k, v in layer.dequantize.keywords.items() if k != "shape"}
+    )
+    stored = dict(zip(layer.names, layer.stored(), strict=True))
+    even = [n for n, t in stored.items() if t.ndim > dim and t.shape[dim] % ranks.dims.tp == 0]
+    ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
+    for chosen in ways:  # a pair of numbers a row may be of the whole row, or of each part of it
+        tensors = {
+            n: t.detach()[(slice(None),) * dim + (ranks.tp_slice(t.shape[dim]),)].clone() if n in chosen else t.detach()
+            for n, t in stored.items()
+        }
+        try:
+            same = torch.equal(dequantize(tensors, torch.float32), wanted)
+        except (RuntimeError, ValueError):
+            same = False
+        if same:
+            break
+    else:
+        what = ("rows", "columns")[dim]
+        raise ValueError(f"{sizes[dim]} {what} in {ranks.dims.tp} parts share scales across the cuts")
+    for n, tensor in tensors.items():
+        setattr(layer, n, nn.Parameter(tensor, requires_grad=False))
+    layer.dequantize, (layer.out_features, layer.in_features) = dequantize, shape
+    if layer.cached is not None:
+        layer.cached = layer.cached[index].clone()
+    return dict.fromkeys(chosen, dim)
+
+
+# ---- the linears' forwards
+
+
+def _column(module, ranks: ProcessGroups, kind: str, shared: _SharedInput, x):
+    out = type(module).forward(module, shared(x, ranks))
+    return _GatherFromTensorParallelRegion.apply(out, ranks) if kind == "colwise_gather_output" else out
+
+
+def _row(module, ranks: ProcessGroups, kind: str, _, x):
+    if kind == "rowwise_split_input":
+        x = _ScatterToTensorParallelRegion.apply(x, ranks)
+    if isinstance(module, nn.Linear):
+        out, bias = F.linear(x, module.weight), module.bias
+    else:
+        out, bias = module.product(x, None), (module.base if isinstance(module, LoRALinear) else module).bias
+    out = _ReduceFromTensorParallelRegion.apply(out, ranks.groups["tp"])
+    return out if bias is None else out + bias.to(out.dtype)

@@ -1,0 +1,139 @@
+"""Weights that lie on disk quantized already: MLX folders and bitsandbytes' 4-bit and 8-bit ones.
+
+Their codes and scales go into our layers as they are, or are dequantized where the model needs the weight itself, as an
+embedding does. `part` of a weight: a tensor beside it that holds its scales.
+"""
+
+import json
+from functools import partial
+
+import torch
+
+from finetune.quantizers import bnb, mlx, packing
+from finetune.quantizers.linear import Format, QuantizedLinear
+
+BNB4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def owner(name: str, checkpoint) -> tuple[str, bool]:
+    """(the weight a tensor belongs to, whether it is a part of it and not the weight itself)."""
+    head, _, leaf = name.rpartition(".")
+    if leaf in ("scales", "biases") and f"{head}.weight" in checkpoint.file_of:
+        return f"{head}.weight", True
+    if leaf in ("SCB", "weight_format") and f"{head}.weight" in checkpoint.file_of:
+        return f"{head}.weight", True
+    stem, dot, rest = name.partition(".weight.")
+    if dot and (rest in BNB4_PARTS or rest.startswith("quant_state.bitsandbytes__")):
+        return f"{stem}.weight", True
+    return name, False
+
+
+def parts(name: str, checkpoint) -> str | None:
+    """How a weight is stored: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor. One tensor beside it is enough to tell."""
+    head, _, leaf = name.rpartition(".")
+    if leaf != "weight":
+        return None
+    if f"{head}.scales" in checkpoint.file_of or f"{head}.biases" in checkpoint.file_of:
+        return "mlx"
+    if any(f"{name}.{part}" in checkpoint.file_of for part in BNB4_PARTS) or _quant_state(name, checkpoint):
+        return "bnb4"
+    if f"{head}.SCB" in checkpoint.file_of or f"{head}.weight_format" in checkpoint.file_of:
+        return "bnb8"
+    return None
+
+
+def _quant_state(name: str, checkpoint) -> str | None:
+    return next(
+        (
+            found
+            for kind in ("nf4", "fp4")
+            if (found := f"{name}.quant_state.bitsandbytes__{kind}") in checkpoint.file_of
+        ),
+        None,
+    )
+
+
+def read(name: str, checkpoint, expected: tuple) -> tuple:
+    """(its quantizer's module, tensors, shape [O, I], Format) of a weight stored quantized, with its parts.
+
+    Raises ValueError where a part is missing, or where they are not those of a weight of the expected shape.
+    """
+    kind, head = parts(name, checkpoint), name.rpartition(".")[0]
+    needed = {
+        "mlx": (f"{head}.scales", f"{head}.biases"),
+        "bnb4": (f"{name}.absmax", _quant_state(name, checkpoint) or f"{name}.quant_state.bitsandbytes__nf4"),
+        "bnb8": (f"{head}.SCB",),
+    }[kind]
+    for part in needed:
+        if part not in checkpoint.file_of:
+            raise ValueError(f"{part} is missing beside the weight whose scales it holds")
+    found = _READ[kind](name, checkpoint)
+    if found[2] != expected:
+        raise ValueError(f"it is {list(found[2])} in its files, {list(expected)} by config.json")
+    return found
+
+
+def layer(module, tensors: dict, shape: tuple, fmt: Format) -> QuantizedLinear:
+    """The layer of what `read` gave, its codes unchanged."""
+    return QuantizedLinear(tensors, shape, partial(module.dequantize, shape=shape, fmt=fmt))
+
+
+def dense(module, tensors: dict, shape: tuple, fmt: Format) -> torch.Tensor:
+    """The weight itself of what `read` gave, for where the model needs it."""
+    return module.dequantize(tensors, fmt.scale_dtype, shape, fmt)
+
+
+def _mlx(name, checkpoint):
+    head = name.rpartition(".")[0]
+    words, scales, biases = (checkpoint.read(n) for n in (name, f"{head}.scales", f"{head}.biases"))
+    packed = words.view(torch.uint8)
+    # bits * columns = 8 * bytes of a row, columns = groups * group_size: the config gives the one that files do not tell.
+    bits, group_size = checkpoint.mlx_format(head)
+    if scales.shape != biases.shape or scales.shape[0] != words.shape[0]:
+        raise ValueError(
+            f"its codes are of {words.shape[0]} rows, its scales {list(scales.shape)}, its biases {list(biases.shape)}"
+        )
+    shape = (words.shape[0], scales.shape[1] * group_size)
+    if packed.shape[1] * 8 != shape[1] * bits:
+        raise ValueError(f"its codes are {packed.shape[1]} bytes a row, not {bits} bits of {shape[1]} columns")
+    tensors = {"packed": packed, "scales": packing.as_bits(scales), "biases": packing.as_bits(biases)}
+    return mlx, tensors, shape, Format(bits, group_size, "affine", False, scales.dtype)
+
+
+def _bnb4(name, checkpoint):
+    state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
+    shape, block, nested = tuple(state["shape"]), state["blocksize"], "nested_blocksize" in state
+    by_rows = (shape[0], -1) if shape[1] % block == 0 else (-1,)
+    packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
+    if packed.nbytes * 2 != shape[0] * shape[1]:
+        raise ValueError(
+            f"its codes take {packed.nbytes} bytes, {shape[0] * shape[1] // 2} fit its shape {list(shape)}"
+        )
+    blocks = shape[0] * shape[1] // block
+    if absmax.numel() != blocks:
+        raise ValueError(f"it has {absmax.numel()} scales, {blocks} fit its shape {list(shape)}")
+    tensors = {"packed": packed.view(torch.uint8).reshape(by_rows)}
+    if nested:
+        if state["nested_blocksize"] != 256:
+            raise ValueError(f"its scales are quantized in blocks of {state['nested_blocksize']}, 256 are read")
+        offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
+        tensors |= {
+            "absmax": absmax.reshape(by_rows),
+            "absmax2": checkpoint.read(f"{name}.nested_absmax").float().view(torch.int32),
+            "offset": offset.view(torch.int32),
+        }
+    else:
+        tensors["absmax"] = absmax.float().view(torch.int32).reshape(by_rows)
+    dtype = getattr(torch, state["dtype"])
+    return bnb, tensors, shape, Format(4, block, state["quant_type"], nested, dtype)
+
+
+def _bnb8(name, checkpoint):
+    codes, absmax = checkpoint.read(name), checkpoint.read(name.removesuffix("weight") + "SCB")
+    if absmax.numel() != codes.shape[0]:
+        raise ValueError(f"it has {absmax.numel()} scales for {codes.shape[0]} rows")
+    tensors = {"packed": codes, "absmax": absmax.float().reshape(-1, 1).view(torch.int32)}
+    return bnb, tensors, tuple(codes.shape), Format(8, 64, None, False, torch.float16)
+
+
+_READ = {"mlx": _mlx, "bnb4": _bnb4, "bnb8": _bnb8}

@@ -1,0 +1,428 @@
+"""Weights from safetensors straight to where they stay: read, cast, quantized and let go, a few tensors at a time.
+
+The model is built without weights; transformers' own conversion mapping says which tensors of the files make which
+weight of the model. At no time are more than `workers` weights of the model in their unquantized form.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import tqdm
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers import conversion_mapping, core_model_loading
+
+import quantization_wrapper
+from finetune import safetensors_io
+from finetune.errors import PlanError
+from finetune.torch_engine import prequantized
+
+PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
+MOST_WORKERS = 4  # more tensors in flight cost memory and gain nothing on the disks tried
+
+
+class WeightFiles:
+    """The tensors of a folder's safetensors files, read one at a time into memory of their own (nothing stays mapped)."""
+
+    def __init__(self, files, quantization: dict | None = None):
+        self.file_of, self._open = {}, {}
+        self.quantization = quantization or {}
+        self.cut = {}  # in the files of several ranks
+        if safetensors_io.shapes_of(files):
+            self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
+            self.file_of = dict.fromkeys(self.cut, files[0])
+            return
+        for file in files:
+            self._open[file] = safe_open(file, framework="pt", backend="pread")
+            for name in self._open[file].keys():
+                if name in self.file_of:
+                    raise PlanError(
+                        f"{file.parent}: {name} is in {self.file_of[name].name} and in {file.name}. "
+                        "Download or save the model again."
+                    )
+                self.file_of[name] = file
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The tensor, or some of its rows: then no others are read."""
+        if name in self.cut:
+            return torch.from_numpy(self.cut[name][... if rows is None else rows])
+        file = self._open[self.file_of[name]]
+        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+
+    def mlx_format(self, layer: str) -> tuple[int, int]:
+        """(bits, group_size) of a layer of an MLX folder: its own in config.json's `quantization`, else the model's."""
+        own = self.quantization.get(layer)
+        chosen = own if isinstance(own, dict) else self.quantization
+        return chosen["bits"], chosen["group_size"]
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor in safetensors' words: F32, BF16, U8, ..."""
+        if name in self.cut:
+            return self.cut[name].dtype
+        return self._open[self.file_of[name]].get_slice(name).get_dtype()
+
+    def shape(self, name: str) -> tuple:
+        if name in self.cut:
+            return self.cut[name].shape
+        return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
+
+
+_building = threading.Lock()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta():
+    """Modules made inside, by this thread, have parameters without memory; their buffers are real, so that nothing computed is lost.
+
+    torch has no hook for it, so nn.Module's own method is changed for that while: one thread at a time, others see no change.
+    """
+    with _building:
+        register, builder = nn.Module.register_parameter, threading.get_ident()
+
+        def register_on_meta(module, name, parameter):
+            if parameter is not None and threading.get_ident() == builder:
+                parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            register(module, name, parameter)
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
+
+
+def empty_model(folder, dtype: torch.dtype):
+    """The folder's model with parameters on the meta device. Code in the folder is never run. Raises PlanError."""
+    transformers.logging.set_verbosity_error()
+    try:
+        try:
+            model = _built(folder, dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
+                raise
+            model = _built(folder, dtype)
+    except (
+        ValueError,
+        RuntimeError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        AssertionError,
+    ) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(f"--model_name {folder}: its config.json makes no causal language model: {first}") from error
+    model.name_or_path = str(folder)
+    return model.eval().requires_grad_(False)
+
+
+def _built(folder, dtype, **options):
+    config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    for name in ("quantization_config", "quantization"):  # the files' format is read by `stored`, not by transformers
+        if hasattr(config, name):
+            delattr(config, name)
+    with _parameters_on_meta():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+
+
+def load_dense(folder, dtype, device="cpu"):
+    """The folder's model with plain weights in `dtype`, in evaluation mode; no missing weight is ever filled in at random."""
+    model = empty_model(folder, dtype)
+    load_weights(model, folder, dtype, torch.device(device), {})
+    return model.requires_grad_(True)
+
+
+def config_dtype(config: dict) -> torch.dtype:
+    """The dtype a config.json names, fp32 where it names none."""
+    name = (
+        config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype") or "float32"
+    )
+    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
+
+
+@dataclass
+class _WeightTask:
+    """One or more weights of the model that are made together: by name, or by a conversion of several tensors."""
+
+    target: str
+    names: list = field(default_factory=list)
+    mapping: object = None  # transformers' WeightConverter, with its sources collected
+
+
+def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None) -> list[str]:
+    """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
+
+    `share`: what this rank keeps of each; the parameters then stay on meta. None: everything.
+
+    `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(module, name, tensor, config)`
+    stores one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
+    weights that are missing, of another shape, or stored in a way that is not read.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    checkpoint = WeightFiles(files_of(folder), config.get("quantization"))
+    wanted = model.state_dict()
+    weights, extra = _assign_tensors(model, checkpoint, wanted)
+    said = f"--model_name {model.name_or_path}"
+    _check(said, checkpoint, weights, wanted)
+    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, share)
+    place.compare_tied(weights)
+    missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
+    _run(place, weights, workers)
+    missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
+    tied = set(model.all_tied_weights_keys)
+    missing |= place.same_tied()
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    apart = sorted(tied - set(model.all_tied_weights_keys))
+    lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
+    if lost:
+        raise PlanError(
+            f"{said}: lacks {len(lost)} weights of its config, such as {lost[0]}. "
+            "Give a folder whose weights fit its config.json."
+        )
+    for module in model.modules():
+        module._buffers |= {n: b if b is None else b.to(device) for n, b in module._buffers.items()}
+    if share is not None:
+        share.forget_all_but(model.parameters())
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
+    lines = [
+        f"{name} is another weight in its files than the one config.json ties it to: both are kept" for name in apart
+    ]
+    if extra:
+        lines.append(f"{len(extra)} tensors of its files are no part of the model, such as {extra[0]}: left out")
+    return lines
+
+
+def _run(place, weights, workers: int) -> None:
+    """Calls `place` for each weight, `workers` at a time, which share the processor's threads."""
+    threads = torch.get_num_threads()
+    workers = min(MOST_WORKERS, threads) if workers < 1 else workers
+    each = max(1, threads // workers)
+    bar = tqdm.tqdm(total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty())
+    try:
+        with bar, ThreadPoolExecutor(workers, "loading", torch.set_num_threads, (each,)) as pool:
+            waiting = [pool.submit(place, weight) for weight in weights]
+            try:
+                for done in waiting:
+                    done.result()
+                    bar.update()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[str]]:
+    """What is made of which tensors, in the order of the layers, by transformers' own mapping; and the names left over."""
+    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    weights, extra, prefix = {}, [], model.base_model_prefix
+    for name in sorted(checkpoint.file_of, key=core_model_loading.dot_natural_key):
+        whole, part = prequantized.owner(name, checkpoint)  # of a weight stored quantized, its scales go with it
+        if part:
+            continue
+        target, pattern = core_model_loading.rename_source_key(whole, renamings, converters, prefix, wanted)
+        if target not in wanted and whole in wanted:
+            target, pattern = core_model_loading.rename_source_key(whole, [], [], prefix, wanted)
+        if target not in wanted:
+            extra.append(name)
+            continue
+        weight = weights.setdefault(target, _WeightTask(target))
+        weight.names.append(whole)
+        if pattern is not None:
+            weight.mapping = weight.mapping or deepcopy(by_pattern[pattern])
+            weight.mapping.add_tensor(target, whole, pattern, partial(checkpoint.read, whole))
+    return list(weights.values()), extra
+
+
+def _check(said, checkpoint, weights, wanted) -> None:
+    """Raises PlanError, from the files' headers, for a weight of another shape or of a type that is no weight's."""
+    for weight in weights:
+        expected = wanted[weight.target]
+        for name in weight.names:
+            kind = checkpoint.kind(name)
+            plain = prequantized.parts(name, checkpoint) is None
+            if plain and expected.is_floating_point() and kind not in PLAIN_KINDS:
+                raise PlanError(
+                    f"{said}: {name} is of type {kind} and has no scales beside it; weights are read as "
+                    f"{', '.join(PLAIN_KINDS)}. Download or save the model again."
+                )
+            found = checkpoint.shape(name)
+            if plain and weight.mapping is None and found != tuple(expected.shape):
+                raise PlanError(
+                    f"{said}: {weight.target} is {list(found)} in its files, {list(expected.shape)} by its config. "
+                    "Give a folder whose weights fit its config.json."
+                )
+
+
+class WeightLoader:
+    """Called with one _Weight after another, from several threads: reads it, and puts what it becomes into the model."""
+
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, share=None):
+        self.share, self.digests = share, {}  # of weights that may be tied, whole: ranks see rows alone
+        self.model, self.checkpoint, self.dtype, self.device, self.said = (model, checkpoint, dtype, device, said)
+        self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
+        # A folder that is stored quantized says itself which layers are not.
+        self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
+        strict = model._keep_in_fp32_modules_strict or ()
+        kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept)) if kept else None
+
+    def targets_of(self, weight: _WeightTask) -> list[str]:
+        """Names of the model that this makes. A conversion may make several of one tensor."""
+        if weight.mapping is None:
+            return [weight.target]
+        first = weight.mapping.target_patterns[0]
+        return [weight.target.replace(first, other) for other in weight.mapping.target_patterns]
+
+    @torch.no_grad()
+    def __call__(self, weight: _WeightTask) -> None:
+        try:
+            if weight.mapping is not None:
+                made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
+                made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+            elif prequantized.parts(weight.names[0], self.checkpoint):
+                found = prequantized.read(weight.names[0], self.checkpoint, self.shape_of(weight.target))
+                if weight.target in self.quantized:
+                    self.put_layer(weight.target, prequantized.layer(*found))
+                    return
+                made = {weight.target: prequantized.dense(*found)}
+            else:
+                rows = self.local_rows(weight.target)
+                made = {weight.target: self.checkpoint.read(weight.names[0], rows)}
+                if rows is not None:
+                    self.put(weight.target, made.pop(weight.target), part=True)
+        except (ValueError, KeyError, IndexError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PlanError(
+                f"{self.said}: {weight.target} cannot be made of its files: {first}. Download or save the model again."
+            ) from error
+        while made:
+            self.put(*made.popitem())
+
+    def lacks(self, parameter) -> bool:
+        return parameter.is_meta and not (self.share is not None and self.share.has(parameter))
+
+    def local_rows(self, name: str) -> slice | None:
+        """The rows that are enough of a plain weight of the model; None: it must be whole."""
+        parent, _, leaf = name.rpartition(".")
+        module, shape = self.model.get_submodule(parent), self.shape_of(name)
+        if self.share is None or leaf in module._buffers or name in self.digests or not shape:
+            return None
+        rows, config = self.share.rows(name, shape[0]), self.config_of(name)
+        linear = config is None or isinstance(module, nn.Linear)
+        if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
+            return None
+        # Neither files nor quantizers take no rows: one stands for them.
+        return rows if rows.start < rows.stop else slice(0, 1)
+
+    def compare_tied(self, weights) -> None:
+        """Of a share: weights that the config ties and the files hold twice are compared whole, by their digests."""
+        found = {w.target for w in weights} if self.share is not None else set()
+        for pair in self.model.all_tied_weights_keys.items():
+            self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
+
+    def same_tied(self) -> set[str]:
+        """The second of each such pair, where both are the same. Those that are not are no longer tied."""
+        same = set()
+        for target, source in list(self.model.all_tied_weights_keys.items()):
+            if target in self.digests and self.digests[target] == self.digests[source]:
+                same.add(target)
+            elif target in self.digests:
+                self.model.all_tied_weights_keys.pop(target)
+        return same
+
+    def config_of(self, name: str):
+        return None if self.all_stored else self.quantized.get(name)
+
+    def shape_of(self, name: str) -> tuple:
+        parent, _, leaf = name.rpartition(".")
+        return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
+
+    def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
+        """`part`: the tensor holds the rows of `rows_of` alone."""
+        parent, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(parent)
+        old = getattr(module, leaf)
+        if old.shape != tensor.shape and not part:
+            raise PlanError(
+                f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(old.shape)} by its config. "
+                "Give a folder whose weights fit its config.json."
+            )
+        if tensor.is_floating_point():
+            low = self.fp32 is None or not self.fp32.search(name)
+            tensor = tensor.to(self.dtype if low else torch.float32)
+        if name in self.digests:
+            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+        config = self.config_of(name)
+        if (
+            config is not None
+            and leaf == "weight"
+            and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
+        ):
+            self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part)
+        elif config is not None:
+            self.hold(module, leaf, tensor.to(self.device), config)
+            if self.share is not None:
+                self.share.module(name, getattr(module, leaf))
+        else:
+            buffer = leaf in module._buffers
+            shared = self.share is not None and not buffer and old.ndim
+            if shared:
+                parameter = self.share.parameter(name, tensor, old.shape if part else None)
+            else:
+                tensor = tensor.to(self.device)
+                parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
+            with self.lock:
+                if buffer:
+                    module._buffers[leaf] = tensor
+                else:
+                    owner = self.model.get_submodule(parent)  # a linear may have become a quantized one meanwhile
+                    setattr(owner, leaf, parameter)
+
+    def quantize(self, name, tensor, config, conv1d):
+        weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
+        try:
+            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may hold some of them
+            return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d, rows)
+        except ValueError as error:
+            raise PlanError(
+                f"--quantization_backend {config.backend}: {name}: {error}. "
+                "Use another --group_size, or nf4, which takes any width."
+            ) from error
+
+    def put_layer(self, name: str, layer, part: bool = False) -> None:
+        """Replaces the linear whose weight `name` is; a bias that was there, or comes later, is the new one's."""
+        path = name.rpartition(".")[0]
+        parent, _, leaf = path.rpartition(".")
+        if self.share is not None:
+            self.share.module(path, layer, layer.out_features if part else None)
+        with self.lock:
+            layer.bias = self.model.get_submodule(path).bias
+            setattr(self.model.get_submodule(parent), leaf, layer.eval())
+
+
+def files_of(folder) -> list[Path]:
+    """The weight files of a folder that finetune.model_files.files has checked."""
+    folder = Path(folder)
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if (folder / safetensors_io.INDEX).is_file():
+        return safetensors_io.files_of(folder, whole.name)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
