@@ -52,7 +52,7 @@ def probed() -> list[str]:
     lines += ["| " + " | ".join(doctor.HEAD) + " |", "|" + "---|" * len(doctor.HEAD)]
     lines += ["| " + " | ".join(row) + " |" for row in doctor.rows(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
-    return lines + [""] * bool(failed) + [f"- `{pair}` does not work there: {why}" for pair, why in failed.items()]
+    return lines + [""] * bool(failed) + [f"- `{pair}` fails there: {why}" for pair, why in failed.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Command lines and config files, read strictly: no abbreviations, unknown names answered with the nearest known one."""
+"""Strict parsing of command lines and config files: no abbreviations; an unknown name gets the nearest known one."""
 
 import argparse
 import difflib
@@ -10,13 +10,16 @@ from pathlib import Path
 from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
 
-MAX_NAME_BYTES = 255  # of one part of a path, on every file system in use
+MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MUST_NAME = ("model_name", "dataset", "output_dir")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are PlanErrors that name the nearest flag. Dashes and underscores are the same in a flag."""
+    """ArgumentParser whose errors are PlanErrors naming the nearest flag.
+
+    Dashes and underscores are equivalent in flags.
+    """
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -27,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             first = unknown[0].split("=")[0]
             if not first.startswith("-"):
-                raise PlanError(f"{first}: is not a flag, and this command takes no other arguments. See --help.")
+                raise PlanError(f"{first}: not a flag, and this command takes no positional arguments. See --help.")
             raise PlanError(f"{first}: unknown flag.{_nearest(first, self._option_string_actions)} See --help.")
         return known
 
@@ -48,7 +51,7 @@ def _nearest(word, known) -> str:
 
 
 def convert(name: str, value, where: str | None = None):
-    """The value of flag `name` in its own type, from a string or a YAML scalar. Raises PlanError."""
+    """Value of flag `name` converted to its type, from a string or a YAML scalar. Raises PlanError."""
     field, where = FIELDS[name], where or f"--{name}"
     meta, kind = field.metadata, field.type
     if value is None:
@@ -58,54 +61,55 @@ def convert(name: str, value, where: str | None = None):
         word = "true" if word in TRUE else "false" if word in FALSE else word
         if kind is bool:
             if word not in ("true", "false"):
-                raise PlanError(f"{where} {value}: is no yes or no. Use true or false.")
+                raise PlanError(f"{where} {value}: not a boolean. Use true or false.")
             return word == "true"
         value = word
     if meta["auto"] and str(value).lower() == "auto":
         return "auto"
     if kind in (int, float):
         if isinstance(value, bool):
-            raise PlanError(f"{where} {value}: is no number. Give one, such as {field.default}.")
+            raise PlanError(f"{where} {value}: not a number. Give one, such as {field.default}.")
         try:
             number = kind(value) if not (kind is int and isinstance(value, float)) else _whole(value)
         except (TypeError, ValueError, OverflowError):
-            what = "whole number" if kind is int else "number"
-            raise PlanError(f"{where} {_shown(value)}: is no {what}. Give one, such as {field.default}.") from None
+            what = "an integer" if kind is int else "a number"
+            raise PlanError(f"{where} {_shown(value)}: not {what}. Give one, such as {field.default}.") from None
         low, above = meta["minimum"], meta["above"]
         if number != number or (low is not None and number < low) or (above is not None and number <= above):
             raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
         if meta["nonzero"] and number == 0:
-            no = "ranks. Use -1, or leave it out" if meta["group"] == "machine" else "rows. Use -1 for all of them"
+            no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
             raise PlanError(f"{where} 0: leaves no {no}.")
         if number == float("inf"):
-            raise PlanError(f"{where} {_shown(value)}: is infinite. Give a number, such as {field.default}.")
+            raise PlanError(f"{where} {_shown(value)}: not finite. Give a number, such as {field.default}.")
         if kind is int and number >= 2**63:
             raise PlanError(f"{where} {_shown(value)}: must be below 2**63 ({2**63}).")
         return number
     if not isinstance(value, str):
-        raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be text.")
+        raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be a string.")
     if meta["choices"]:
         word = value if value in meta["choices"] else value.lower()
         if word not in meta["choices"]:
             raise PlanError(
-                f"{where} {value}: is none of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}"
+                f"{where} {value}: not one of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}"
             )
         return word
     if "\0" in value:
-        raise PlanError(f"{where}: holds a NUL byte. Remove it.")
+        raise PlanError(f"{where}: contains a NUL byte. Remove it.")
     if name in MUST_NAME and not value.strip():
-        raise PlanError(f"{where} {value!r}: names nothing. Leave it out or give a name.")
+        raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
     if {"DIR", "FILE"} & set((meta["metavar"] or "").split("|")):
         longest = max(len(os.fsencode(part)) for part in value.split("/"))
         if longest > MAX_NAME_BYTES:
             raise PlanError(
-                f"{where} {_shown(value)}: a name in it has {longest} bytes, the most is {MAX_NAME_BYTES}. Shorten it."
+                f"{where} {_shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
+                "Shorten it."
             )
     return value
 
 
 def _shown(value) -> str:
-    """A value as a message shows it, cut where it is very long."""
+    """A value as messages show it, truncated to 80 characters."""
     text = str(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
@@ -117,7 +121,7 @@ def _whole(value: float) -> int:
 
 
 def add_flags(parser: Parser) -> None:
-    """Adds every field of TrainConfig, grouped. Unset flags are absent from the parsed namespace."""
+    """Adds every field of TrainConfig to `parser`, grouped. Unset flags are absent from the parsed namespace."""
     for key, title in GROUPS.items():
         group = parser.add_argument_group(title)
         for name, field in FIELDS.items():
@@ -138,12 +142,12 @@ def add_flags(parser: Parser) -> None:
 
 
 class _OneValue(argparse.Action):
-    """Converts, and refuses a flag given twice with different values (aliases included)."""
+    """Converts the value; rejects a flag given twice with different values (aliases included)."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         new, old = convert(self.dest, value, option_string), getattr(namespace, self.dest, None)
         if old is not None and old != new:
-            raise PlanError(f"{option_string} {value}: --{self.dest} was already given as {old}. Give it once.")
+            raise PlanError(f"{option_string} {value}: --{self.dest} was already set to {old}. Give it once.")
         setattr(namespace, self.dest, new)
 
 
@@ -156,14 +160,17 @@ def _metavar(name, field) -> str:
 
 def help_text(field) -> str:
     default = field.default
-    shown = "decided by the plan" if default is None else str(default).lower() if isinstance(default, bool) else default
+    shown = "unset" if default is None else str(default).lower() if isinstance(default, bool) else default
     if default is None and "default:" in field.metadata["help"]:
         return field.metadata["help"]
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
 def read_config(path: str) -> dict:
-    """The overrides in a YAML file of flags, or those of a run_plan.json. Raises PlanError naming file and key."""
+    """{flag: value} from a YAML file of flags, or as requested in a run_plan.json.
+
+    Raises PlanError naming file and key.
+    """
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"--config {path}: no such file. Give a YAML file of flags or a run_plan.json.")
@@ -175,27 +182,30 @@ def read_config(path: str) -> dict:
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"{path}:{error.lineno}: {error.msg}. Mend the JSON.") from None
+            raise PlanError(f"{path}:{error.lineno}: {error.msg}. Fix the JSON.") from None
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: cannot be read as JSON ({_fact(error)}). Mend the JSON.") from None
+            raise PlanError(f"{path}: cannot be parsed as JSON ({_fact(error)}). Fix the JSON.") from None
         if isinstance(content, dict) and "requested" in content:
             content = content["requested"]
     else:
         content = _read_yaml(path, text)
     if not isinstance(content, dict):
-        raise PlanError(f"{path}: holds {type(content).__name__}, must hold `flag: value` lines.")
+        raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
     return checked(content, path)
 
 
 def checked(content: dict, path: str) -> dict:
-    """{flag: value} of a file's content, each value in its flag's own type. Raises PlanError naming file and key."""
+    """{flag: value} from parsed file content, each value converted to its flag's type.
+
+    Raises PlanError naming file and key.
+    """
     overrides = {}
     for key, value in content.items():
         name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
             raise PlanError(f"{path}: unknown key '{key}'.{_nearest(key, NAMES)}")
         if name == "config":
-            raise PlanError(f"{path}: 'config' inside a config file is not read. Remove it.")
+            raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
         new = convert(name, value, f"{path}: {key}")
         if name in overrides and overrides[name] != new:
             raise PlanError(f"{path}: '{key}' gives --{name} a second value. Give it once.")
@@ -214,28 +224,28 @@ def _read_yaml(path: str, text: str):
                     raise PlanError(f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once.")
             return super().construct_mapping(node, deep)
 
-    # YAML 1.1 reads 2e-4 as text; convert() turns it into the flag's own type.
+    # YAML 1.1 reads 2e-4 as a string; convert() turns it into a float.
     try:
         return yaml.load(text, Loader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or error}. Mend the YAML.") from None
+        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or error}. Fix the YAML.") from None
     except PlanError:
         raise
-    except (ValueError, RecursionError) as error:  # a date such as 2026-13-45 is a ValueError to yaml
-        raise PlanError(f"{path}: cannot be read as YAML ({_fact(error)}). Mend the YAML.") from None
+    except (ValueError, RecursionError) as error:  # yaml raises ValueError for a date such as 2026-13-45
+        raise PlanError(f"{path}: cannot be parsed as YAML ({_fact(error)}). Fix the YAML.") from None
 
 
 def _fact(error) -> str:
-    return "nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 
 def parse_overrides(argv, parser: Parser) -> dict:
-    """{flag: value} of what the user set: the config file's, then the command line's."""
+    """{flag: value} of what the user set: the config file, overridden by the command line."""
     return with_config(vars(parser.parse_args(argv)))
 
 
 def with_config(given: dict) -> dict:
-    """The overrides given, over those in the file that --config names."""
+    """`given` merged over the values in its --config file, if any."""
     return {**read_config(given["config"]), **given} if given.get("config") else given

@@ -1,4 +1,4 @@
-"""Every probe with its numbers and reasons, as text and as JSON; and what to use on this machine."""
+"""Probe results as text and JSON (--doctor), and recommended settings for this machine (--recommend)."""
 
 import json
 
@@ -7,17 +7,19 @@ from backend_manager import CAPABILITIES, GIB, BackendManager
 
 OOM_ADVICE = {
     "cuda": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
-    "mps": "close other programs, PYTORCH_MPS_HIGH_WATERMARK_RATIO, --quantization_backend quanto or nf4, shorter --context_length",
+    "mps": "close other programs, PYTORCH_MPS_HIGH_WATERMARK_RATIO, --quantization_backend quanto or nf4, "
+    "shorter --context_length",
     "mlx": "--use_gradient_checkpointing, a smaller --microbatch_tokens, shorter --context_length",
     "xpu": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
     "cpu": "--low_memory, a smaller --microbatch_tokens, --use_gradient_checkpointing, a smaller model",
 }
-LARGE_GIB = 24  # above it guide S1's tree trains without quantization
+LARGE_GIB = 24  # above this, guide S1's decision tree trains without quantization
 
 
 def examine(manager: BackendManager) -> dict:
-    """What is known of this machine and what every pair of quantizer and width did on its device. Probes all that is not
-    cached: some ten seconds the first time.
+    """Capabilities of this machine and probe results of every (quantizer, bits) pair on its device.
+
+    Probes what is not cached: about ten seconds the first time.
     """
     pairs = {}
     if CAPABILITIES[manager.backend].engine == "torch":
@@ -27,17 +29,17 @@ def examine(manager: BackendManager) -> dict:
 
 
 def lines(manager: BackendManager, found: dict) -> list[str]:
-    """The examination as a person reads it."""
+    """The probe results as lines of text."""
     text = [*manager.summary_lines(), "", *table(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
-    return text + [f"  {pair} does not work here: {why}" for pair, why in failed.items()]
+    return text + [f"  {pair} fails here: {why}" for pair, why in failed.items()]
 
 
-HEAD = ("method", "bits", "passes", "bits/weight", "weight error", "product error", "time of a layer")
+HEAD = ("method", "bits", "passes", "bits/weight", "weight error", "product error", "layer time")
 
 
 def rows(pairs: dict) -> list[tuple[str, ...]]:
-    """One row of HEAD's columns for each probed pair."""
+    """One table row per probed pair, in HEAD's columns."""
     out = []
     for pair, p in pairs.items():
         name, bits = pair.split("/")
@@ -50,9 +52,9 @@ def rows(pairs: dict) -> list[tuple[str, ...]]:
 
 
 def table(pairs: dict) -> list[str]:
-    """HEAD and rows in columns."""
+    """HEAD and rows as aligned lines."""
     if not pairs:
-        return ["quantizers: this backend has its own, which are not probed here"]
+        return ["quantizers: this backend has its own, which are not probed"]
     body = [HEAD, *rows(pairs)]
     widths = [max(len(row[i]) for row in body) for i in range(len(HEAD))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in body]
@@ -63,7 +65,7 @@ def as_json(found: dict) -> str:
 
 
 def recommend(manager: BackendManager) -> list[str]:
-    """Guide S1's decision tree, walked on this machine: each question with its answer here, then the flags."""
+    """Guide S1's decision tree for this machine: each question with its answer, then the flags."""
     available, why_not = ({str(b) for b in manager.available}, {str(b): w for b, w in manager.unavailable.items()})
     memory = manager.get_memory_info()["total"] / GIB
     backend, caps = str(manager.backend), manager.capabilities
@@ -80,19 +82,20 @@ def recommend(manager: BackendManager) -> list[str]:
     precision = "bf16" if caps.supports_bfloat16 else "fp32" if backend == "cpu" else "fp16"
     train_type = "lora" if memory > LARGE_GIB and backend != "cpu" else "qlora"
     why = {
-        "lora": f"more than {LARGE_GIB} GiB: the base need not be quantized; --dry_run says whether your model fits",
-        "qlora": "a quantized base leaves the memory to activations and longer rows",
+        "lora": f"more than {LARGE_GIB} GiB: the base need not be quantized; --dry_run shows whether your model fits",
+        "qlora": "a quantized base leaves more memory for activations and longer rows",
     }[train_type]
-    text.append(f"  --precision {precision}: {caps.reasons.get('bf16', 'bf16 works here')}")
+    text.append(f"  --precision {precision}: {caps.reasons.get('bf16', 'bf16 is supported')}")
     text.append(f"  --train_type {train_type}: {why}")
     if train_type == "qlora":
-        text.append("  --quantization_backend auto: the first that passes its probe; --doctor prints them all")
+        text.append("  --quantization_backend auto: the first that passes its probe; --doctor lists all")
     if backend == "mps":
-        text.append("  MLX is the faster of the two on Apple silicon; MPS is the one where you need torch")
+        text.append("  MLX is faster on Apple silicon; use MPS if you need torch")
     if backend == "cpu":
         text.append(
-            "  to try things: the flags as they stand; to work: OMP_NUM_THREADS at the number of cores, and a small model"
+            "  for experiments: these flags; for real work: set OMP_NUM_THREADS to the number of cores and use a "
+            "small model"
         )
-    text.append(f"when memory runs out on {backend}: {OOM_ADVICE[backend]}")
+    text.append(f"if memory runs out on {backend}: {OOM_ADVICE[backend]}")
     text.append(f"python train.py --backend {backend} --train_type {train_type} --precision {precision} --dry_run")
     return text

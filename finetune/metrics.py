@@ -1,6 +1,6 @@
-"""Everything a run says: console lines, the live progress line, metrics.jsonl, Weights & Biases.
+"""All output of a run: console lines, the live progress line, metrics.jsonl, Weights & Biases.
 
-The only room that prints while a run lasts; built with `quiet` on every rank but the first.
+The only module that prints during training; every rank but 0 builds it with `quiet`.
 """
 
 import json
@@ -17,9 +17,9 @@ GIB = 2**30
 
 
 class Metrics:
-    """Writes events to `output_dir`/metrics.jsonl and shows them. `offset`: the byte a resumed run goes on from.
+    """Writes events to `output_dir`/metrics.jsonl and prints them. `offset`: the byte at which a resumed run continues.
 
-    `quiet`: neither writes nor shows; what it is told, another rank tells.
+    `quiet`: neither writes nor prints; rank 0 does.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Metrics:
         self.handle = open(self.file, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
 
     def event(self, kind: str, **values) -> None:
-        """Appends one JSON line; each is flushed, so that a crash tears at most the last."""
+        """Appends one JSON line and flushes it, so that a crash truncates at most the last."""
         if self.quiet:
             return
         with storage(self.file):
@@ -58,7 +58,7 @@ class Metrics:
             self.tracker.log(numbers, step=values["step"])
 
     def offset(self) -> int:
-        """Bytes written so far, on disk."""
+        """Bytes of metrics.jsonl on disk so far."""
         if self.quiet:
             return 0
         with storage(self.file):
@@ -89,7 +89,7 @@ class Metrics:
             f"step {step:>5}/{total} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | "
             f"{rate:,.0f} tok/s | mem {memory['total'] / GIB:.2f} GiB"
         )
-        line += " | skipped: fp16 gradient overflowed" if skipped else ""
+        line += " | skipped: fp16 gradient overflow" if skipped else ""
         if self.live:
             recent = self.times[-20:]
             left = (total - step) * sum(recent) / len(recent)
@@ -99,7 +99,7 @@ class Metrics:
             print(line, flush=True)
 
     def say(self, text: str) -> None:
-        """A line of text, above the live line where there is one."""
+        """Prints a line of text, above the live line if there is one."""
         if self.quiet:
             return
         if self.live_text:
@@ -127,7 +127,7 @@ class Metrics:
 
 
 def tracker(settings, plan_json, quiet=False):
-    """A Weights & Biases run where --log_to wandb asks for one, else None."""
+    """A Weights & Biases run if --log_to is wandb, else None."""
     if settings.log_to != "wandb" or quiet:
         return None
     import wandb
@@ -142,7 +142,7 @@ def tracker(settings, plan_json, quiet=False):
 
 
 def read_events(output_dir, kind: str | None = None) -> list[dict]:
-    """The events of a run's metrics.jsonl."""
+    """Events in a run's metrics.jsonl."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return [e for e in events if kind in (None, e["event"])]
@@ -160,7 +160,7 @@ def _duration(seconds: float) -> str:
 
 
 def table(rows: list[tuple]) -> str:
-    """Rows of text in aligned columns; the first row is the head."""
+    """Rows of text in aligned columns; the first row is the header."""
     cells = [[str(c) for c in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,4 +1,7 @@
-"""How a process starts and ends: environment before any framework, signals, one line and an exit code for each failure."""
+"""Process start and exit: environment variables, signals, one error line and an exit code per failure.
+
+No framework is imported here: libraries read the environment at import.
+"""
 
 import contextlib
 import errno
@@ -11,12 +14,12 @@ from finetune.errors import EXPECTED, PlanError, StorageError
 
 
 def prepare_environment() -> None:
-    """TrainConfig that libraries read when they are first imported. Whatever the user has set stays.
+    """Sets environment variables that libraries read at import. Values set by the user are kept.
 
-    OpenMP threads that spin while they wait steal the core another thread needs: on a shared machine a tenth of the speed.
+    OpenMP threads that busy-wait take cores from other threads: a tenth of the speed on a shared machine.
     """
     if sys.platform == "win32":
-        raise PlanError("Windows: is not supported (no flock). Use Linux, macOS, or WSL.")
+        raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -25,9 +28,9 @@ def prepare_environment() -> None:
 
 
 class StopSignal:
-    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. The second leaves at once.
+    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. A second one exits immediately.
 
-    `heard` is this process's own; `signal` is what the run acts on. Several ranks settle it together, between steps.
+    `heard` is the signal this process received; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
 
     def __init__(self, alone: bool = True):
@@ -45,13 +48,13 @@ class StopSignal:
             self.signal = number
 
     def sync(self, all_reduce_max) -> None:
-        """`all_reduce_max(number) -> the largest of all ranks`. Every rank calls it at the same point."""
+        """Synchronizes the signal over ranks. `all_reduce_max(number)`: all-reduce max. Collective."""
         if not self.alone:
             self.signal = all_reduce_max(self.received or 0) or None
 
     @contextlib.contextmanager
     def forwarding(self, send):
-        """Handles both signals inside by `send(number)`: the process that started the ranks has nothing to save itself."""
+        """Forwards both signals through `send(number)` inside: the launcher process has nothing to save itself."""
 
         def handle(number, frame):
             self.received = number
@@ -68,7 +71,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def _handling(self, handle):
-        """Puts the former handlers back at the end. Only the main thread may install handlers."""
+        """Restores the previous handlers on exit. Only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -81,19 +84,19 @@ class StopSignal:
 
 
 def mute_nonzero_ranks(rank: int) -> None:
-    """Of several ranks the first speaks; whatever the others print goes nowhere."""
+    """Discards the stdout of every rank but 0."""
     if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open as long as the process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the life of the process
         os.environ["TQDM_DISABLE"] = "1"
 
 
 def log_error(text) -> None:
-    """The line of a failure, on stderr."""
+    """Prints the one-line message of a failure to stderr."""
     print(f"error: {text}" if not str(text).startswith("error") else text, file=sys.stderr, flush=True)
 
 
 def parse_or_exit(parser) -> None:
-    """Leaves for --help, and for a command line that is wrong with its one line; returns for a right one."""
+    """Exits for --help, and with one error line for an invalid command line; returns for a valid one."""
     try:
         parser.parse_args()
     except PlanError as error:
@@ -105,9 +108,9 @@ def _raise(error):
 
 
 def exit_with(main) -> None:
-    """Runs `main() -> exit code` and leaves with it; an expected failure is one line on stderr and its own code.
+    """Runs `main() -> exit code` and exits with it; an expected failure prints one line and exits with its code.
 
-    os._exit: a thread that still reads weights would otherwise be waited for.
+    os._exit: a normal exit would wait for threads that are still reading weights.
     """
     try:
         code = main()

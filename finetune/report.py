@@ -1,4 +1,4 @@
-"""What a run says before its first step and after its last: the plan in words, the closing table, what to do next."""
+"""Printed reports: the plan before the first step, the closing table after the last, and the next command to run."""
 
 import shlex
 
@@ -9,16 +9,17 @@ from finetune.metrics import GIB, table
 
 
 def plan_lines(plan) -> list[str]:
-    """The settled plan, and every adjustment with its reason."""
+    """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
     where = "an assumed accelerator" if s.assume_memory and plan.room.device != plan.backend else plan.backend
     base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
-    what = f"the new layers ({s.train_type})" if s.llama_pro_path else s.train_type
+    what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
         f"{what} of {s.model_name} on {where} in {s.precision}{base}",
         *ranks_line(plan),
-        f"rows a step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
-        f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens a forward",
+        f"rows per step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation "
+        f"{s.gradient_accumulation_steps} "
+        f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens per forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),
         *(f"  note: {notice}" for notice in plan.notices),
         f"output: {s.output_dir}",
@@ -26,7 +27,7 @@ def plan_lines(plan) -> list[str]:
 
 
 def ranks_line(plan) -> list[str]:
-    """How many ranks and who distributes; nothing for one."""
+    """The line on world size and distributed implementation; nothing for a single rank."""
     if plan.dims.world_size == 1:
         return []
     by = "" if plan.distribution == "ptd" else f", by accelerate: {NAMES[plan.distribution]}"
@@ -34,15 +35,15 @@ def ranks_line(plan) -> list[str]:
 
 
 def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
-    """The line that ends a diverged run: step, rows, what is left to go on from."""
+    """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     good, _ = newest_checkpoint(root)
-    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint was made yet"
+    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint exists yet"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
 
 
 def ask_command(output_dir: str, form: str, row: dict) -> str:
-    """The command that puts a row's own question to the result."""
+    """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
     if form == "chat":
         messages = chat_messages(row, "")
@@ -56,13 +57,13 @@ def ask_command(output_dir: str, form: str, row: dict) -> str:
     return shlex.join(command)
 
 
-# Items of the prediction that only the total measures: one row of the table holds their sum.
+# Predicted items that are measured only in the total; the table shows their sum in one row.
 UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "allocator", "gathered")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:
-    """Predicted beside measured bytes, item by item; the counted items first, then what only the total shows."""
-    rows = [("memory", "predicted", "measured", "off by")]
+    """Predicted and measured bytes per item: directly measured items first, then those measured only in the total."""
+    rows = [("memory", "predicted", "measured", "error")]
 
     def add(name, one, other):
         off = f"{one / other - 1:+.1%}" if other > 0 else ""
@@ -81,7 +82,7 @@ def memory_table(predicted: dict, measured: dict) -> str:
 
 
 def closing_lines(run, code: int) -> list[str]:
-    """The closing table: what changed, how long each phase took, what it cost, where it is. `run` is train.Run."""
+    """The closing report: metrics before and after, phase times, peak memory, output location. `run` is train.Run."""
     s, r, state = run.plan.settings, run.results, run.state
     lines, before, after = [""], r.get("before"), r.get("after")
     if after and code == 0:
@@ -92,7 +93,7 @@ def closing_lines(run, code: int) -> list[str]:
         lines += [table(rows), ""]
     if "sample after" in r:
         asked, wanted, source = r["sample"]
-        lines += [f"one of them ({source}):", asked, f"wanted: {wanted}"]
+        lines += [f"scored example ({source}):", asked, f"expected: {wanted}"]
         lines += [f"before: {r.get('sample before', '(resumed)')}", f"after:  {r['sample after']}", ""]
     tokens = state.num_tokens - r.get("tokens before", 0)
     rate = tokens / run.seconds["training"] if run.seconds.get("training") else 0
@@ -108,7 +109,7 @@ def closing_lines(run, code: int) -> list[str]:
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
         return lines + [
-            f"stopped by a signal, saved in {s.output_dir}/checkpoints/step-{state.step}; "
-            f"go on with --resume {s.output_dir}"
+            f"stopped by a signal, saved to {s.output_dir}/checkpoints/step-{state.step}; "
+            f"continue with --resume {s.output_dir}"
         ]
     return lines + ([f"saved: {s.output_dir}", f"try it: {r['command']}"] if s.save_model else [])

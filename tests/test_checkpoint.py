@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_step_or_a_newer_format_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     other = folder.with_name("step-7")
     shutil.copytree(folder, other)
-    with pytest.raises(CheckpointDamagedError, match="its manifest is of step 1"):
+    with pytest.raises(CheckpointDamagedError, match="its manifest is for step 1"):
         verify_checkpoint(other)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_step_or_a_newer_format_is_refused(tmp_path):
 
 
 def test_a_tensor_that_is_not_finite_is_never_saved(tmp_path):
-    with pytest.raises(NonFiniteError, match="tensor a of step 1"):
+    with pytest.raises(NonFiniteError, match="tensor a at step 1"):
         save(tmp_path, 1, np.nan)
     assert newest_checkpoint(tmp_path) == (None, [])
 

@@ -29,7 +29,7 @@ def test_a_pair_that_fails_is_a_row_and_a_reason():
     results = {"hqq/4": {"error": "hqq is not installed: pip install hqq"}}
     assert doctor.rows(results) == [("hqq", "4", "no", "-", "-", "-", "-")]
     text = doctor.lines(BackendManager("cpu", verbose=False), {"quantization": results})
-    assert text[-1] == "  hqq/4 does not work here: hqq is not installed: pip install hqq"
+    assert text[-1] == "  hqq/4 fails here: hqq is not installed: pip install hqq"
 
 
 def test_the_tree_ends_in_flags_that_parse():
@@ -37,7 +37,7 @@ def test_the_tree_ends_in_flags_that_parse():
 
     text = doctor.recommend(BackendManager("cpu", verbose=False))
     assert text[0].startswith("NVIDIA or AMD GPU? ") and any(
-        line.startswith("when memory runs out on cpu") for line in text
+        line.startswith("if memory runs out on cpu") for line in text
     )
     build_parser().parse_args(text[-1].split()[2:])
 

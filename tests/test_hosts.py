@@ -100,7 +100,7 @@ def test_a_rank_killed_on_one_host_ends_the_other(hosts, base, tmp_path, victim)
         assert time.monotonic() - began < 30
     finally:
         end(process)
-    line = f"error: rank {victim} of 2 died; the others were ended. Start it again."
+    line = f"error: rank {victim} of 2 died; the others were stopped. Start it again."
     said = errors_in(tmp_path / f"h{2 - victim}.log")
     assert said == [line] and not errors_in(tmp_path / f"h{1 + victim}.log")
     assert process.returncode == (137 if victim == 0 else 69)  # the first host's code
@@ -125,7 +125,7 @@ def test_a_cable_pulled_between_hosts_ends_both_after_rank_timeout(hosts, base, 
     assert process.returncode == 69
     for host, other in ((1, 1), (2, 0)):  # neither can hear what the other says
         said = errors_in(tmp_path / f"h{host}.log")
-        assert len(said) == 1 and said[0].startswith(f"error: rank {other} of 2 is silent"), said
+        assert len(said) == 1 and said[0].startswith(f"error: rank {other} of 2 sent no heartbeat"), said
         assert (tmp_path / f"h{host}.code").read_text().strip() == "69"
 
 
@@ -254,7 +254,7 @@ def test_a_slurm_job_that_is_told_to_stop_saves_and_comes_back(slurm, tiny_model
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     said = (tmp_path / "job.log").read_text()
-    assert "go on with --resume" in said and "resumed from" in said
+    assert "continue with --resume" in said and "resumed from" in said
     assert losses(tmp_path / "out") == pytest.approx(one_process(tiny_model, many, tmp_path / "one"), rel=LOSS)
 
 

@@ -40,7 +40,7 @@ def test_overwrite_never_touches_a_folder_that_holds_a_model(run, tiny_model, tm
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(PlanError, match="is the model's own folder"):
         run(model_name=str(folder), output_dir=str(folder), overwrite=True, max_steps=1)
-    with pytest.raises(PlanError, match="holds a model that no run of ours wrote"):
+    with pytest.raises(PlanError, match="holds a model that was not written by this tool"):
         run(output_dir=str(folder), overwrite=True, max_steps=1)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 

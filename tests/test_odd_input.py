@@ -102,8 +102,8 @@ def test_a_text_config_that_is_no_object_is_no_shape():
     ("content", "fact"),
     [
         ("{", "is not JSON ("),
-        ("[2]", "holds list, must hold an object"),
-        ("5", "holds int, must hold an object"),
+        ("[2]", "contains list, must contain an object"),
+        ("5", "contains int, must contain an object"),
         ('{"eos_token_id": "2"}', 'eos_token_id is "2", must be a token id'),
         ('{"eos_token_id": [2, "3"]}', 'eos_token_id is [2, "3"], must be a token id'),
         ('{"eos_token_id": {"a": 1}}', 'eos_token_id is {"a": 1}, must be a token id'),
@@ -140,19 +140,19 @@ PLAN = {
 @pytest.mark.parametrize(
     ("plan", "fact"),
     [
-        ([], ": holds list, must hold an object."),
-        (5, ": holds int, must hold an object."),
+        ([], ": contains list, must contain an object."),
+        (5, ": contains int, must contain an object."),
         ({}, ": 'requested' is missing."),
         (PLAN | {"requested": []}, ": 'requested' is list, must be an object."),
         (PLAN | {"settled": "x"}, ": 'settled' is str, must be an object."),
-        (PLAN | {"settled": PLAN["settled"] | {"batch_size": "x"}}, ": settled batch_size x: is no whole number."),
-        (PLAN | {"settled": PLAN["settled"] | {"precision": 5}}, ": settled precision: is int 5, must be text."),
+        (PLAN | {"settled": PLAN["settled"] | {"batch_size": "x"}}, ": settled batch_size x: not an integer."),
+        (PLAN | {"settled": PLAN["settled"] | {"precision": 5}}, ": settled precision: is int 5, must be a string."),
         (PLAN | {"settled": {}}, ": 'settled' has no batch_size."),
         (PLAN | {"requested": {"lora_rnk": 4}}, ": unknown key 'lora_rnk'. Nearest: lora_rank."),
-        (PLAN | {"requested": {"lora_rank": "many"}}, ": lora_rank many: is no whole number."),
-        (PLAN | {"requested": {"lora_rank": [4]}}, ": lora_rank [4]: is no whole number."),
-        (PLAN | {"requested": {"dataset": 5}}, ": dataset: is int 5, must be text."),
-        (PLAN | {"requested": {"optimizer": "adamm"}}, ": optimizer adamm: is none of "),
+        (PLAN | {"requested": {"lora_rank": "many"}}, ": lora_rank many: not an integer."),
+        (PLAN | {"requested": {"lora_rank": [4]}}, ": lora_rank [4]: not an integer."),
+        (PLAN | {"requested": {"dataset": 5}}, ": dataset: is int 5, must be a string."),
+        (PLAN | {"requested": {"optimizer": "adamm"}}, ": optimizer adamm: not one of "),
     ],
 )
 def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan, fact):
@@ -191,20 +191,20 @@ def test_a_file_is_no_run(rows_file):
 @pytest.mark.parametrize(
     ("flag", "value", "fact"),
     [
-        ("lr", "inf", " inf: is infinite."),
-        ("lr", "1e999", " 1e999: is infinite."),
+        ("lr", "inf", " inf: not finite."),
+        ("lr", "1e999", " 1e999: not finite."),
         ("seed", 2**63, f" {2**63}: must be below 2**63"),
         ("batch_size", 10**99, f" {10**79}...: must be below 2**63"),
-        ("batch_size", "9" * 5000, f" {'9' * 80}...: is no whole number."),
+        ("batch_size", "9" * 5000, f" {'9' * 80}...: not an integer."),
         ("dataset_samples", 0, " 0: leaves no rows. Use -1"),
         ("score_samples", 0, " 0: leaves no rows. Use -1"),
         ("world_size", 0, " 0: leaves no ranks. Use -1"),
         ("dp_shards", 0, " 0: leaves no ranks. Use -1"),
-        ("model_name", "", " '': names nothing. Leave it out"),
-        ("dataset", "", " '': names nothing. Leave it out"),
-        ("output_dir", " ", " ' ': names nothing. Leave it out"),
+        ("model_name", "", " '': is empty. Give a name"),
+        ("dataset", "", " '': is empty. Give a name"),
+        ("output_dir", " ", " ' ': is empty. Give a name"),
         *(
-            (flag, "a" * 300, f" {'a' * 80}...: a name in it has 300 bytes, the most is 255.")
+            (flag, "a" * 300, f" {'a' * 80}...: a path component has 300 bytes, the maximum is 255.")
             for flag in (
                 "model_name",
                 "dataset",
@@ -215,7 +215,7 @@ def test_a_file_is_no_run(rows_file):
                 "config",
             )
         ),
-        ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a name in it has 306 bytes"),
+        ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a path component has 306 bytes"),
     ],
 )
 def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
@@ -235,14 +235,14 @@ def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("batch_size: .inf", ": batch_size inf: is no whole number."),
-        ("batch_size: .nan", ": batch_size nan: is no whole number."),
+        ("batch_size: .inf", ": batch_size inf: not an integer."),
+        ("batch_size: .nan", ": batch_size nan: not an integer."),
         ("batch_size: 1.0e+300", ": batch_size 1e+300: must be below 2**63"),
-        ("lr: .inf", ": lr inf: is infinite."),
-        ("lr: 1" + "0" * 400, f": lr 1{'0' * 79}...: is no number."),
-        ("dataset: ''", ": dataset '': names nothing."),
-        ("dataset: 2026-13-45", ": cannot be read as YAML (month must be in 1..12)."),
-        ("dataset: " + "[" * 5000, ": cannot be read as YAML (nested too deep)."),
+        ("lr: .inf", ": lr inf: not finite."),
+        ("lr: 1" + "0" * 400, f": lr 1{'0' * 79}...: not a number."),
+        ("dataset: ''", ": dataset '': is empty."),
+        ("dataset: 2026-13-45", ": cannot be parsed as YAML (month must be in 1..12)."),
+        ("dataset: " + "[" * 5000, ": cannot be parsed as YAML (nested too deeply)."),
     ],
 )
 def test_a_value_in_a_config_file_names_file_and_key(flags, tmp_path, text, fact):
@@ -254,4 +254,4 @@ def test_a_value_in_a_config_file_names_file_and_key(flags, tmp_path, text, fact
 def test_json_nested_too_deep_is_one_line(flags, tmp_path):
     file = tmp_path / "run.json"
     file.write_text("[" * 100_000)
-    assert refused(flags, config=file) == f"{file}: cannot be read as JSON (nested too deep). Mend the JSON."
+    assert refused(flags, config=file) == f"{file}: cannot be parsed as JSON (nested too deeply). Fix the JSON."

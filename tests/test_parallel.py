@@ -327,10 +327,13 @@ def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(tp_degree=4, world_size=4), "2 key/value heads are no multiple of it. Use one of 1, 2."),
-        (dict(pp_degree=3, world_size=3), "2 layers are no multiple of it. Use one of 1, 2."),
-        (dict(cp_degree=2, world_size=2, batch_layout="padded"), "contradicts --cp_degree 2, which cuts flat rows"),
-        (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, and the world size is 3"),
+        (dict(tp_degree=4, world_size=4), "does not divide num_key_value_heads 2. Use one of 1, 2."),
+        (dict(pp_degree=3, world_size=3), "does not divide num_hidden_layers 2. Use one of 1, 2."),
+        (
+            dict(cp_degree=2, world_size=2, batch_layout="padded"),
+            "contradicts --cp_degree 2, which splits only flat (padding-free) sequences",
+        ),
+        (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, but the world size is 3"),
     ],
 )
 def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flags, message):
@@ -523,7 +526,9 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(
         _, err = process.communicate(timeout=40)
         assert time.monotonic() - began < 30
         assert process.returncode == 69
-        assert err.strip() == f"error: rank {victim} of 2 was killed by SIGKILL; the others were ended. Start it again."
+        assert (
+            err.strip() == f"error: rank {victim} of 2 was killed by SIGKILL; the others were stopped. Start it again."
+        )
         assert len(mine) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in mine)
     finally:
         ranks.finish(process)
@@ -546,7 +551,7 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
         assert time.monotonic() - began < 5 + GRACE_S + 10
     finally:
         ranks.finish(process)
-    assert process.returncode == 69 and err.startswith(f"error: rank {victim} of 2 is silent"), err
+    assert process.returncode == 69 and err.startswith(f"error: rank {victim} of 2 sent no heartbeat"), err
     stacks = list((tmp_path / "out" / "stacks").glob("rank-*.txt"))
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
 
@@ -562,7 +567,7 @@ def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, vi
     finally:
         [ranks.finish(p) for p in processes]
     assert other.returncode == 69, err
-    assert err.strip() == f"error: rank {victim} of 2 died; the others were ended. Start it again."
+    assert err.strip() == f"error: rank {victim} of 2 died; the others were stopped. Start it again."
 
 
 @pytest.mark.slow
@@ -596,7 +601,7 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
         out, err = process.communicate(timeout=60)
     finally:
         ranks.finish(process)
-    assert process.returncode == code and "go on with --resume" in out, err
+    assert process.returncode == code and "continue with --resume" in out, err
     saved, events = newest_checkpoint(tmp_path / "out")[0], read_events(tmp_path / "out")
     assert len(steps_of(tmp_path / "out")) == 1
     assert saved.step == events[-1]["step"] and events[-1]["exit_code"] == code

@@ -172,7 +172,7 @@ def test_a_rank_that_cannot_write_ends_all_and_one_that_sees_no_folder_makes_the
     found = ranks.run(2, "tests.part_cells:faults", {"folder": str(tmp_path)}, tmp_path / "ranks")
     for entry in found:
         assert entry["code"] == 74 and entry["error"].startswith("rank 1: ") and "too large" in entry["error"]
-        assert "The checkpoints before are intact." in entry["error"]
+        assert "Earlier checkpoints are intact." in entry["error"]
     assert found[0]["left"] == ["latest", "step-1"]
     assert [verify_checkpoint(f).step for f in steps_of(tmp_path / "full")] == [3, 1]
     (line,) = found[0]["told"]

@@ -107,20 +107,20 @@ def test_older_product_names_map_or_say_what_is_missing(word):
 
 
 REFUSED = [
-    (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, and the world size is 1"),
+    (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, but the world size is 1"),
     (dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: contradicts --tp_degree 2"),
     (
         dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
         "--score_dataset a.jsonl: a pipeline generates no answers",
     ),
-    (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, and the world size is 1"),
-    (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, and the world size is 3"),
+    (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, but the world size is 1"),
+    (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, but the world size is 3"),
     (dict(world_size=4, dp_degree=2, dp_shards=3), "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6"),
     (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its scales are of blocks of one rank's rows"),
     (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
     (
         dict(world_size=4, sharding_strategy="hybrid_full_shard"),
-        "--sharding_strategy hybrid_full_shard: replicates over",
+        "--sharding_strategy hybrid_full_shard: replicates across",
     ),
     (dict(world_size=4, sharding_strategy="full_shard", dp_degree=2), "--dp_degree 2: contradicts --sharding_strategy"),
     (
@@ -291,15 +291,15 @@ def test_every_field_parses_its_default_and_all_its_choices():
     [
         (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
         (["--data"], "--data: unknown flag"),
-        (["--train_type", "qlra"], "--train_type qlra: is none of full, lora, qlora"),
-        (["--lr", "fast"], "--lr fast: is no number"),
+        (["--train_type", "qlra"], "--train_type qlra: not one of full, lora, qlora"),
+        (["--lr", "fast"], "--lr fast: not a number"),
         (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
-        (["--batch_size", "2.5"], "--batch_size 2.5: is no whole number"),
+        (["--batch_size", "2.5"], "--batch_size 2.5: not an integer"),
         (["--lr", "nan"], "--lr nan: must be > 0"),
         (["--lr", "-1"], "--lr -1: must be > 0"),
-        (["--use_dora", "maybe"], "--use_dora maybe: is no yes or no"),
-        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already given as 32"),
-        (["extra"], "extra: is not a flag"),
+        (["--use_dora", "maybe"], "--use_dora maybe: not a boolean"),
+        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already set to 32"),
+        (["extra"], "extra: not a flag"),
         (["--lr"], "Argument --lr"),
     ],
 )
@@ -329,13 +329,13 @@ def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
     ("text", "message"),
     [
         ("lora_rnk: 4\n", "unknown key 'lora_rnk'. Nearest: lora_rank"),
-        ("batch_size: many\n", "batch_size many: is no whole number"),
-        ("batch_size: [1]\n", "is no whole number"),
-        ("dataset: 5\n", "dataset: is int 5, must be text"),
+        ("batch_size: many\n", "batch_size many: not an integer"),
+        ("batch_size: [1]\n", "not an integer"),
+        ("dataset: 5\n", "dataset: is int 5, must be a string"),
         ("lr: 1\nlr: 2\n", "key 'lr' is given twice"),
-        ("- a\n", "holds list"),
-        ("a: [\n", "Mend the YAML"),
-        ("!!python/object/apply:os.system ['true']\n", "Mend the YAML"),
+        ("- a\n", "contains list"),
+        ("a: [\n", "Fix the YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "Fix the YAML"),
     ],
 )
 def test_a_wrong_yaml_file_is_one_line_that_names_file_and_key(tmp_path, text, message):

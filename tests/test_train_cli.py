@@ -209,7 +209,7 @@ def test_a_dry_run_prints_the_plan_without_a_framework_in_under_a_second(base):
         times.append(time.perf_counter() - start)
         assert out.returncode == 0, out.stderr
     assert min(times) < 1.0
-    assert "rows a step: 4" in out.stdout and "precision: auto ->" in out.stdout
+    assert "rows per step: 4" in out.stdout and "precision: auto ->" in out.stdout
 
 
 def test_help_shows_every_flag_with_its_default():
@@ -336,7 +336,7 @@ def test_a_signal_saves_once_and_its_code_is_the_exit_code(long_run, tmp_path, n
         time.sleep(0.002)
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == code and "go on with --resume" in output
+    assert process.returncode == code and "continue with --resume" in output
     assert len(steps_of(tmp_path / "out")) == 1
     saved = newest_checkpoint(tmp_path / "out")[0]
     assert saved.step == _lines(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""One run's output_dir: who may write there, what a checkpoint of ours holds, how a run is found and taken up again."""
+"""A run's output_dir: its lock, the content of its checkpoints, and finding and resuming a saved run."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "opti
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run on disk that --resume named: its folder, its saved plan, and the step-N folder asked for, if one was."""
+    """A saved run named by --resume: its folder, its saved plan, and the requested step-N folder, if any."""
 
     output_dir: Path
     saved_plan: dict
@@ -49,7 +49,7 @@ class SavedRun:
 
 
 def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
-    """What --resume means. None: start anew (not asked for, or auto and nothing there). Raises PlanError."""
+    """The run that --resume names; None to start from scratch (unset, or auto and nothing saved). Raises PlanError."""
     if resume is None:
         return None
     step_folder = None
@@ -71,7 +71,7 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
         saved = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(
-            f"--resume {resume}: {root} holds no run_plan.json, so no run of ours. Give its output_dir."
+            f"--resume {resume}: {root} has no run_plan.json, so it is not a run of this tool. Give an output_dir."
         ) from None
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointDamagedError(f"{file}: cannot be read ({error})") from None
@@ -79,10 +79,10 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
 
 
 def _checked_plan(saved, file: Path) -> dict:
-    """A saved plan that a resumed run can be compared with, its overrides in the flags' own types. Raises PlanError."""
+    """A saved plan with its requested and settled values converted to the flags' types. Raises PlanError."""
     again = "Restore the file as the run wrote it, or start in another --output_dir."
     if not isinstance(saved, dict):
-        raise PlanError(f"{file}: holds {type(saved).__name__}, must hold an object. {again}")
+        raise PlanError(f"{file}: contains {type(saved).__name__}, must contain an object. {again}")
     for key in ("requested", "settled"):
         if not isinstance(saved.get(key), dict):
             fact = f"is {type(saved[key]).__name__}, must be an object" if key in saved else "is missing"
@@ -95,7 +95,7 @@ def _checked_plan(saved, file: Path) -> dict:
 
 
 def finished_state(root: Path) -> TrainState | None:
-    """The state of a run that ended well, else None."""
+    """State of a run that finished, else None."""
     try:
         values = json.loads((root / "train_state.json").read_text())
     except (OSError, ValueError):
@@ -109,14 +109,14 @@ def _state(values: dict) -> TrainState:
 
 
 def weights_file(plan: RunPlan) -> str:
-    """The file of a checkpoint that holds what trains."""
+    """File name of the trainable weights in a checkpoint."""
     return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
 
 
 class OutputDir:
-    """The folder while this process owns it. `identity` ties checkpoints to their base, tokenizer and data.
+    """The output_dir while this process holds its lock. `identity` ties checkpoints to base model, tokenizer and data.
 
-    `in_parts`: each rank writes its own files of a checkpoint; settled by settle_parts.
+    `in_parts`: sharded checkpoints, to which each rank writes its own files; set by settle_parts.
     """
 
     in_parts = False
@@ -128,29 +128,34 @@ class OutputDir:
         self.run_id = plan.digest()[:16]
         if not holds_a_run(self.root) and (self.root / "config.json").exists():
             self.close()
-            raise PlanError(f"--output_dir {self.root}: holds a model that no run of ours wrote. Give another folder.")
+            raise PlanError(
+                f"--output_dir {self.root}: holds a model that was not written by this tool. Give another folder."
+            )
         if holds_a_run(self.root) and not resumed and not plan.settings.overwrite:
             self.close()
             raise PlanError(
-                f"--output_dir {self.root}: holds another run. Use --resume auto to go on, or --overwrite true to "
+                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite "
+                "true to "
                 "replace it."
             )
 
     def begin(self, resumed_step: int | None) -> list[str]:
-        """Makes the folder this run's, once nothing can be refused: leftovers of crashes go, with --overwrite the run before,
-        and checkpoints after `resumed_step` (None: a run that starts anew), whose names it returns.
+        """Claims the folder for this run, after every check has passed; returns the names of deleted checkpoints.
+
+        Removes leftovers of crashes, the previous run with --overwrite, and checkpoints newer than `resumed_step`
+        (None: a new run).
         """
         clean_leftovers(self.root)
         if resumed_step is None and self.plan.settings.overwrite:
             clear_run(self.root)
-        (self.root / "train_state.json").unlink(missing_ok=True)  # first: from here on the run is not complete
+        (self.root / "train_state.json").unlink(missing_ok=True)  # first: from now on the run is not complete
         return [] if resumed_step is None else drop_newer(self.root, resumed_step)
 
     def close(self) -> None:
-        """Frees the folder, and takes it away where nothing was written to it."""
+        """Releases the lock, and removes the folder if nothing was written to it."""
         if not holds_a_run(self.root):
             (self.root / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it holds files of somebody's
+            with contextlib.suppress(OSError):  # it holds someone else's files
                 self.root.rmdir()
         self.lock.release()
 
@@ -162,7 +167,7 @@ class OutputDir:
         self.write_json("run_plan.json", plan.to_json())
 
     def save_step(self, engine, state: TrainState, identity: dict, configs: dict, metrics_offset: int) -> Path:
-        """Commits checkpoints/step-N: weights, moments, random state, where the data stood, the plan. Collective."""
+        """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective."""
         tensors, written, beside = {"rng.safetensors": engine.rng_state()}, {}, None
         if self.in_parts:
             beside, written = self._write_parts(engine, state.step)
@@ -187,9 +192,10 @@ class OutputDir:
         return commit_checkpoint(self.root, state.step, beside, written, texts, keep_last, self.run_id)
 
     def settle_parts(self, engine) -> list[str]:
-        """Settles how checkpoints are written, once the folder is this run's; lines worth telling. Collective.
+        """Chooses sharded or gathered checkpoints, once the folder is claimed; returns notices to print. Collective.
 
-        Parts of ranks need a folder that all ranks see: where one does not, tensors are gathered to the first.
+         Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
+        rank 0.
         """
         if not engine.writes_parts:
             return []
@@ -200,8 +206,9 @@ class OutputDir:
         if not blind:
             return []
         return [
-            f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to the first rank, a tensor at a "
-            "time, and held there whole. Use a folder that all hosts share."
+            f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to rank 0, one "
+            "tensor at a time, "
+            "and held there in full. Use a file system that all hosts share."
         ]
 
     def _put_sign(self, engine) -> Path:
@@ -213,9 +220,9 @@ class OutputDir:
         sign.unlink(missing_ok=True)
 
     def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
-        """(the folder of a checkpoint that is not committed yet, {file: size and digest} of what all ranks wrote to it).
+        """Writes all ranks' shards; (folder of the uncommitted checkpoint, {file: size and digest}). Collective.
 
-        What one rank fails with is raised in all, and the folder is gone. Collective.
+        A failure on one rank is raised on all, and the folder is removed.
         """
         beside, failed = None, None
         try:
@@ -247,7 +254,10 @@ class OutputDir:
             shutil.rmtree(beside, ignore_errors=True)
 
     def find_checkpoint(self, step_folder: Path | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
-        """(checkpoint to go on from or None, lines about skipped ones). CheckpointDamagedError where all there are are damaged."""
+        """(checkpoint to resume from or None, notices about skipped ones).
+
+        CheckpointDamagedError if none of them verifies.
+        """
         if step_folder is not None:
             return verify_checkpoint(step_folder), []
         saved, skipped = newest_checkpoint(self.root)
@@ -256,19 +266,23 @@ class OutputDir:
         return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
 
     def saved_start(self, found: SavedRun) -> dict | None:
-        """The adapter of the checkpoint that the run goes on from, where its start changed the base; else None."""
+        """Adapter of the checkpoint to resume from if its initialization changed the base weights; else None."""
         if self.plan.settings.init_lora_weights not in RESIDUAL_INITS or not self.plan.adapter:
             return None
         saved, _ = self.find_checkpoint(found.step_folder)
         return saved.tensors(self.weights_file) if saved else None
 
     def restore(self, engine, saved: VerifiedCheckpoint, identity: dict) -> tuple[TrainState, int]:
-        """Puts the checkpoint into the engine; (its state, where metrics.jsonl stood). PlanError where base or data differ."""
+        """Loads a checkpoint into the engine; (its state, offset in metrics.jsonl).
+
+        PlanError if base or data differ.
+        """
         content = saved.json("train_state.json")
         for what, value in content["identity"].items():
             if identity.get(what) != value:
                 raise PlanError(
-                    f"--resume: the {what} is not the one the checkpoint {saved.folder} was made with. Restore it."
+                    f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
+                    "Restore it."
                 )
         read = saved.tensors if self.plan.adapter else saved.slices
         engine.load_state(
@@ -277,7 +291,7 @@ class OutputDir:
         return _state(content), content["metrics_bytes"]
 
     def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
-        """Puts the present weights at the top level (or in `folder`), each file whole or not at all."""
+        """Writes the current weights to the output_dir (or `folder`), each file atomically."""
         folder = folder or self.root
         with storage(folder):
             folder.mkdir(exist_ok=True)
@@ -297,9 +311,9 @@ class OutputDir:
 
 
 class NonMasterOutputDir(OutputDir):
-    """The folder as ranks other than the first know it: read for a checkpoint to go on from, never written to.
+    """The output_dir on ranks other than 0: read to resume from a checkpoint, never written to.
 
-    What is gathered for a file is gathered by all ranks, so saving and publishing ask the engine as the owner does.
+    Gathers are collective, so saving and publishing call the engine on these ranks as on rank 0.
     """
 
     def __init__(self, plan: RunPlan, resumed: bool):

@@ -1,7 +1,7 @@
-"""The on-disk format: a checkpoint exists only if its manifest verifies, and the newest good one is never at risk.
+"""Atomic checkpoints on disk: one exists only if its manifest verifies, and the newest valid one is never at risk.
 
-Written beside its place, fsynced, its manifest last, renamed when whole; then `latest` is replaced, then old ones go.
-Tensors are safetensors, everything else JSON; nothing here reads or writes a pickle. See docs/checkpoint_format.md.
+Written to a temporary sibling folder, fsynced, manifest last, then renamed; then `latest` is replaced and old ones are
+deleted. Tensors are safetensors, everything else is JSON; no pickle anywhere. See docs/checkpoint_format.md.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInU
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WRITING = ".writing-"  # begins the name of a file that is not whole yet
+WRITING = ".writing-"  # name prefix of an incomplete file
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint on disk that verified."""
+    """A verified checkpoint on disk."""
 
     folder: Path
     step: int
@@ -40,18 +40,18 @@ class VerifiedCheckpoint:
         return {tensor: stored[...] for tensor, stored in self.slices(name).items()}
 
     def slices(self, name: str) -> safetensors_io.CheckpointTensors:
-        """{tensor: what reads its slices} of a file, or of the ranks' files in its place."""
+        """{tensor: lazy slice reader} of a file, or of its per-rank shards."""
         return safetensors_io.CheckpointTensors(self.folder, name)
 
 
 class Lock:
-    """Owns an output_dir while the process lives: flock, which the kernel frees however the process ends."""
+    """Exclusive lock on an output_dir: an flock, which the kernel releases however the process ends."""
 
     def __init__(self, output_dir: Path):
         self.file = output_dir / ".lock"
         with storage(output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
-            self.handle = open(self.file, "a+")  # noqa: SIM115  held open as long as the lock
+            self.handle = open(self.file, "a+")  # noqa: SIM115  open as long as the lock is held
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,11 +59,11 @@ class Lock:
             owner = self.handle.read().strip() or "another process"
             self.handle.close()
             raise OutputDirInUseError(
-                f"--output_dir {output_dir}: is in use by {owner}. Wait for it, or give another."
+                f"--output_dir {output_dir}: in use by {owner}. Wait for it, or give another folder."
             ) from None
         except OSError as error:
             raise StorageError(
-                f"--output_dir {output_dir}: its file system has no locks ({error.strerror})."
+                f"--output_dir {output_dir}: its file system does not support locks ({error.strerror})."
             ) from error
         self.handle.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -76,7 +76,7 @@ class Lock:
 
 @contextlib.contextmanager
 def storage(path: Path):
-    """Turns a failing write under `path` into a StorageError that says what is missing."""
+    """Converts a failed write under `path` into a StorageError that names the cause and the free bytes."""
     try:
         yield
     except OSError as error:
@@ -88,19 +88,20 @@ def storage(path: Path):
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(where).free:,} bytes free"
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            raise PlanError(f"--output_dir {path}: is a file, or lies under one. Give a folder.") from error
-        raise StorageError(f"{path}: {error.strerror or error} ({free}). The checkpoints before are intact.") from error
+            raise PlanError(f"--output_dir {path}: is a file, or is inside one. Give a folder.") from error
+        raise StorageError(f"{path}: {error.strerror or error} ({free}). Earlier checkpoints are intact.") from error
 
 
 def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int, run_id: str) -> Path:
-    """Commits checkpoints/step-N. `tensors`: {file: {name: array}}; `texts`: {file: str}. Raises NonFiniteError, StorageError.
+    """Writes and commits checkpoints/step-N atomically. Raises NonFiniteError, StorageError.
 
-    The caller holds the Lock. A crash at any point leaves the newest valid checkpoint the old one or the new one.
+    `tensors`: {file: {name: array}}; `texts`: {file: str}. The caller holds the Lock. After a crash at any point, the
+    newest valid checkpoint is the previous one or this one.
     """
     for file, arrays in tensors.items():
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise NonFiniteError(f"{file}: tensor {name} of step {step} is not finite; nothing was saved")
+                raise NonFiniteError(f"{file}: tensor {name} at step {step} is not finite; nothing was saved")
     beside = begin_checkpoint(output_dir, step)
     with storage(_target(output_dir, step)):
         written = {
@@ -115,7 +116,7 @@ def _target(output_dir: Path, step: int) -> Path:
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """Makes the folder in which the files of checkpoints/step-N are written before `commit`. The caller holds the Lock."""
+    """Creates the temporary folder that `commit` turns into checkpoints/step-N. The caller holds the Lock."""
     target = _target(output_dir, step)
     beside = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     with storage(target):
@@ -125,7 +126,7 @@ def begin_checkpoint(output_dir: Path, step: int) -> Path:
 
 
 def write_parts(beside: Path, rank: int, tensors: dict) -> dict:
-    """Writes one rank's own files, of {file: [Part]}; {file: size and digest}, on disk when this returns."""
+    """Writes one rank's shards, {file: [Part]}, and syncs them to disk; {file: size and digest}."""
     written = {}
     with storage(beside):
         for file, found in tensors.items():
@@ -139,7 +140,10 @@ def write_parts(beside: Path, rank: int, tensors: dict) -> dict:
 def commit_checkpoint(
     output_dir: Path, step: int, beside: Path, written: dict, texts: dict, keep_last: int, run_id: str
 ) -> Path:
-    """Makes `beside` checkpoints/step-N, with `texts` and the manifest. `written`: {file: size and digest} of what is on disk in it."""
+    """Renames `beside` to checkpoints/step-N after writing `texts` and the manifest.
+
+    `written`: {file: size and digest} of the files already in it.
+    """
     target = _target(output_dir, step)
     with storage(target):
         entries = dict(written)
@@ -150,8 +154,7 @@ def commit_checkpoint(
             size = (beside / file).stat().st_size
             if size != entry["size"]:
                 raise StorageError(
-                    f"{beside / file}: holds {size} bytes, {entry['size']} were written. "
-                    "The checkpoints before are intact."
+                    f"{beside / file}: has {size} bytes, {entry['size']} were written. Earlier checkpoints are intact."
                 )
         manifest = {"format_version": FORMAT_VERSION, "step": step, "run_id": run_id, "files": entries}
         _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
@@ -182,7 +185,7 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes `path` so that a reader sees the old text or the new one, never a part."""
+    """Replaces the text of `path` atomically: a reader sees the old text or the new one."""
     replace_bytes(path, text.encode())
 
 
@@ -195,7 +198,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_tensors(path: Path, arrays: dict) -> None:
-    """A safetensors file under its final name, whole or not at all."""
+    """Writes a safetensors file atomically."""
     replace_bytes(path, _tensor_bytes(arrays))
 
 
@@ -220,13 +223,16 @@ def _sha256(file) -> str:  # Python 3.10
 
 
 def verify_checkpoint(folder: Path) -> VerifiedCheckpoint:
-    """The checkpoint in `folder`, every file read and its digest compared. CheckpointDamagedError says which file and how."""
+    """The checkpoint in `folder`, with the digest of every file verified.
+
+    Raises CheckpointDamagedError naming file and fact.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, step = manifest["format_version"], manifest["step"]
         entries = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        raise CheckpointDamagedError(f"{folder}: has no {MANIFEST}; it was not finished") from None
+        raise CheckpointDamagedError(f"{folder}: has no {MANIFEST}; it was not completed") from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointDamagedError(f"{folder / MANIFEST}: cannot be read ({error})") from None
     if version > FORMAT_VERSION:
@@ -234,31 +240,31 @@ def verify_checkpoint(folder: Path) -> VerifiedCheckpoint:
             f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
         )
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
-        raise CheckpointDamagedError(f"{folder}: its manifest is of step {step}")
+        raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
     for name, (size, digest) in entries.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise CheckpointDamagedError(f"{path}: is missing")
         if path.stat().st_size != size:
-            raise CheckpointDamagedError(f"{path}: holds {path.stat().st_size} bytes, {size} were written")
+            raise CheckpointDamagedError(f"{path}: has {path.stat().st_size} bytes, {size} were written")
         if digest_of(path) != digest:
-            raise CheckpointDamagedError(f"{path}: its content is not what was written (sha256 differs)")
-    if safetensors_io.INDEX in entries:  # digests of the ranks' files stand in both
+            raise CheckpointDamagedError(f"{path}: its content has changed (sha256 differs)")
+    if safetensors_io.INDEX in entries:  # the digests of the per-rank shards are in both
         for name, entry in safetensors_io.read_index(folder)["files"].items():
             if entries.get(name) != (entry["size"], entry["sha256"]):
-                raise CheckpointDamagedError(f"{folder / name}: is not the file that {safetensors_io.INDEX} names")
+                raise CheckpointDamagedError(f"{folder / name}: does not match its digest in {safetensors_io.INDEX}")
     return VerifiedCheckpoint(folder, step, manifest)
 
 
 def steps_of(output_dir: Path) -> list[Path]:
-    """step-N folders, newest first, verified or not."""
+    """step-N folders, newest first, valid or not."""
     root = output_dir / "checkpoints"
     found = [p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
     return sorted(found, key=lambda p: -int(p.name[5:]))
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """(the newest checkpoint that verifies or None, a line for each newer one that was skipped)."""
+    """(newest checkpoint that verifies, or None; one line per newer one that was skipped)."""
     skipped = []
     for folder in steps_of(output_dir):
         try:
@@ -269,7 +275,10 @@ def newest_checkpoint(output_dir: Path) -> tuple[VerifiedCheckpoint | None, list
 
 
 def drop_newer(output_dir: Path, step: int) -> list[str]:
-    """Deletes checkpoints after `step`, the one a run goes on from: they are of a line that is given up. Their names."""
+    """Deletes checkpoints after `step`, from which a run resumes: they belong to an abandoned branch.
+
+    Returns their names.
+    """
     newer = [folder for folder in steps_of(output_dir) if int(folder.name[5:]) > step]
     for folder in newer:
         shutil.rmtree(_to_trash(folder), ignore_errors=True)
@@ -283,7 +292,7 @@ def _to_trash(folder: Path) -> Path:
 
 
 def rotate(output_dir: Path, keep_last: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints that verify by size; one that does not is no reason to delete another."""
+    """Deletes all but the newest `keep_last` checkpoints; those with wrong file sizes do not count towards them."""
     kept = 0
     for folder in steps_of(output_dir):
         if kept >= keep_last:
@@ -303,7 +312,7 @@ def _whole(folder: Path) -> bool:
 
 
 def clean_leftovers(output_dir: Path) -> None:
-    """Removes what a crash left half-made. The caller holds the Lock."""
+    """Removes incomplete files and folders left by a crash. The caller holds the Lock."""
     root = output_dir / "checkpoints"
     for folder in (output_dir, output_dir / "best", root):
         for leftover in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
@@ -317,7 +326,7 @@ def holds_a_run(output_dir: Path) -> bool:
 
 
 def clear_run(output_dir: Path) -> None:
-    """--overwrite: removes what a run of ours wrote here, and nothing else; nothing at all where there was none."""
+    """Removes the files of a previous run and nothing else (--overwrite); a no-op if the folder holds no run."""
     if not holds_a_run(output_dir):
         return
     for folder in ("checkpoints", "best"):
@@ -344,6 +353,6 @@ def clear_run(output_dir: Path) -> None:
 
 
 def newest_run(root: Path) -> Path | None:
-    """The most recent output_dir under `root`: what --resume auto takes when no --output_dir is given."""
+    """The most recent output_dir under `root`: the choice of --resume auto without --output_dir."""
     runs = [p.parent for p in root.glob("*/run_plan.json")]
     return max(runs, key=lambda p: (p / "run_plan.json").stat().st_mtime, default=None)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 
-FOLDER = "FINETUNE_RANKS_FOLDER"  # set for ranks that we started: plan.json, port, what each has to say at its end
+FOLDER = "FINETUNE_RANKS_FOLDER"  # set for ranks spawned here; the folder holds plan.json, port, results and failures
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place among the ranks of the job. `launcher` None: there is one rank, this process."""
+    """Rank, world size and rendezvous address of this process. `launcher` None: a single process."""
 
     rank: int = 0
     size: int = 1
@@ -29,14 +29,14 @@ class RankEnv:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of ranks that the first process started; None under a launcher."""
+        """Folder shared with the process that spawned the ranks; None under a launcher."""
         return Path(os.environ[FOLDER]) if self.launcher == "spawned" else None
 
 
 def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv | None:
-    """This process's place as a launcher's environment says; None where there is no launcher. Raises PlanError.
+    """Rank and world size from a launcher's environment variables; None without a launcher. Raises PlanError.
 
-    `host`, `port`: where rank 0 listens, for environments without MASTER_ADDR and MASTER_PORT.
+    `host`, `port`: the rendezvous address of rank 0 if MASTER_ADDR and MASTER_PORT are unset.
     """
     e = environment
     if "RANK" in e or int(e.get("WORLD_SIZE") or 1) > 1:
@@ -91,17 +91,17 @@ def _number(e, name, default=None) -> int:
     try:
         return int(e[name]) if name in e else default
     except ValueError:
-        raise PlanError(f"{name}={e[name]}: is no number.") from None
+        raise PlanError(f"{name}={e[name]}: not a number.") from None
 
 
 # ---- the network between hosts
 
 
 def network_interface(world: RankEnv, store, timeout_s: float) -> str | None:
-    """The network interface through which this rank and those of other hosts reach each other; None where none is found.
+    """Network interface through which this rank reaches the other hosts; None if not found. Collective.
 
-    `store`: has set, wait and get, as torch's. Collective. A host's own name may stand for an address that only itself can reach
-    (Debian's 127.0.1.1), so the first host looks towards another rank.
+    `store`: a torch Store (set, wait, get). A host's own name may resolve to a loopback address
+    (Debian's 127.0.1.1), so the first host uses the route to another rank instead.
     """
     mine = _address_towards(os.environ.get("MASTER_ADDR", world.host))
     store.set(f"address-{world.rank}", mine)
@@ -115,11 +115,11 @@ def network_interface(world: RankEnv, store, timeout_s: float) -> str | None:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the way to another, IPv4. Nothing is sent."""
+    """This host's IPv4 source address on the route to `host`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
-        except OSError:  # no such name or no way there in IPv4
+        except OSError:  # unknown host, or no IPv4 route to it
             return "127.0.0.1"
         return probe.getsockname()[0]
 

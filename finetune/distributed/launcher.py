@@ -1,7 +1,7 @@
-"""The ranks of one job: who started them, starting them here, and noticing when one of them dies or falls silent.
+"""The ranks of one job: launcher detection, spawning local ranks, and a watchdog for ranks that die or hang.
 
-Under a launcher (torchrun, accelerate, SLURM, RANK and WORLD_SIZE set by hand) a process is a rank already and starts nothing.
-Otherwise the first process starts the ranks, hands each the settled plan in a folder of theirs, and waits. No framework here.
+Under a launcher (torchrun, accelerate, SLURM, or RANK and WORLD_SIZE set by hand) this process already is a rank.
+Otherwise it spawns the ranks, hands each the final plan through a temporary folder, and waits. No framework here.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import RankLostError
 
-GRACE_S = 10.0  # ranks end by themselves within this after one of them has; then they are ended
+GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
 ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 
 
@@ -27,10 +27,10 @@ ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 
 
 def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
-    """Starts `number` ranks of `program` here with the plan `wire` and waits; what rank 0 left as its result.
+    """Spawns `number` local ranks of `program` with the plan `wire`, waits, and returns the result of rank 0.
 
-    Raises what a rank failed with; RankLostError, naming it, where one was killed. Afterwards no rank is left. `listening`: a
-    context in which signals call its function (launch.Stop's).
+    Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call. `listening`: a
+    context manager that forwards signals to its argument (launch.Stop.forwarding).
     """
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
@@ -62,14 +62,14 @@ def _start(program: Path, folder: Path, rank: int, number: int):
         FOLDER: str(folder),
     }
     warnings = [f"-W{option}" for option in sys.warnoptions]
-    # A session of its own: Ctrl-C reaches the first process alone, which passes it on once.
+    # A new session: Ctrl-C reaches only the launcher process, which forwards it once.
     return subprocess.Popen(
         [sys.executable, *warnings, str(program)], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
 
 
 def _wait(children) -> list:
-    """The codes that all ended with; None for those that had not ended GRACE_S after the first that failed."""
+    """Exit codes of all ranks; None for those still running GRACE_S after the first failure."""
     failed_at = None
     while any(child.poll() is None for child in children):
         if failed_at is None and any(child.poll() for child in children):
@@ -89,7 +89,7 @@ def _send(child, number: int, group: bool = False) -> None:
 
 
 def _failure(folder: Path, codes: list):
-    """The exception that tells how the ranks failed, None where they did not. What all others fail of comes first."""
+    """The exception that caused_by_peer how the ranks failed, or None. The root cause takes precedence over RankLostError."""
     told = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
     told.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
@@ -98,11 +98,11 @@ def _failure(folder: Path, codes: list):
     broken = [rank for rank, code in enumerate(codes) if code is not None and code > 0 and code not in ERRORS_BY_CODE]
     if broken and not (folder / "result.json").exists():
         rank = broken[0]
-        return RuntimeError(f"rank {rank} of {len(codes)} ended with code {codes[rank]}; what it wrote is above")
+        return RuntimeError(f"rank {rank} of {len(codes)} exited with code {codes[rank]}; see its output above")
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         return RankLostError(
-            f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were ended. Start it again."
+            f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were stopped. Start it again."
         )
     if told:
         return RankLostError(told[0]["text"])
@@ -111,7 +111,7 @@ def _failure(folder: Path, codes: list):
 
 
 def write_failure(world: RankEnv, code: int, text: str) -> None:
-    """Leaves a failure where the first process finds it."""
+    """Writes this rank's failure for the process that spawned it."""
     content = {"rank": world.rank, "code": code, "text": text, "time": time.time()}
     _write(world.folder / f"failed-{world.rank}.json", json.dumps(content))
 
@@ -125,7 +125,7 @@ def write_port(world: RankEnv, port: int) -> None:
 
 
 def wait_for_port(world: RankEnv, timeout_s: float = 300.0) -> RankEnv:
-    """The world with the port that rank 0 found free."""
+    """`world` with the rendezvous port that rank 0 opened."""
     file, end = world.folder / "port", time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > end:

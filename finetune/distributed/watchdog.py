@@ -17,16 +17,16 @@ from finetune.errors import RankLostError
 BEAT_S = 0.5
 
 
-# ---- noticing that one is gone
+# ---- watchdog
 
 
 class Watchdog(threading.Thread):
-    """A thread of each rank that tells rank 0 twice a second that it lives, and hears of those that do not.
+    """Watchdog thread of each rank: exchanges a heartbeat with rank 0 and ends this process when a rank is lost.
 
-    A closed connection is a dead rank, `timeout_s` without a word a silent one: the process may be stopped or its host gone.
-    Then this rank writes the stacks of its threads into `stacks` and leaves with code 69, whatever it was waiting in.
-    `speak(text)` is called in one rank only, with the line that names the rank; `on_exit(code)` before each ends.
-    `peer_is_gone(error)`: whether an exception is a collective's that broke.
+    A closed connection means a dead rank; no heartbeat for `timeout_s` means a hung process or a lost host. This rank
+    then dumps the stacks of its threads into `stacks` and exits with code 69, even from inside a blocked collective.
+    `speak(text)` logs the line that names the lost rank, on one rank only; `on_exit(code)` runs before each exit.
+    `peer_is_gone(error)`: True for the exception of a collective that failed because its peer is gone.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Watchdog(threading.Thread):
 
     @staticmethod
     def listen(host: str = "") -> socket.socket:
-        """Rank 0's end: a free port, on which the others call."""
+        """Opens the listening socket of rank 0 on a free port."""
         listener = socket.create_server((host, 0))
         listener.setblocking(False)
         return listener
@@ -71,11 +71,12 @@ class Watchdog(threading.Thread):
             for rank, when in list(self.heard.items()):
                 if now - when > self.timeout_s and rank not in self.done:
                     self._lost(
-                        f"rank {rank} of {self.world.size} is silent since {now - when:.0f} s (--rank_timeout {self.timeout_s:g}); the "
+                        f"rank {rank} of {self.world.size} sent no heartbeat for {now - when:.0f} s "
+                        f"(--rank_timeout {self.timeout_s:g}); the "
                         f"stacks of the others are in {self.stacks}. Start it again."
                     )
             if self.world.folder is not None and os.getppid() != parent:
-                os._exit(RankLostError.exit_code)  # the first process is gone: nobody waits for us
+                os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
 
     def _read(self, connection) -> None:
         if connection is self.listener:
@@ -95,7 +96,7 @@ class Watchdog(threading.Thread):
         if not new:
             self.selector.unregister(connection)
             if rank not in self.done and not self.closing.is_set():
-                self._lost(f"rank {rank} of {self.world.size} died; the others were ended. Start it again.")
+                self._lost(f"rank {rank} of {self.world.size} died; the others were stopped. Start it again.")
             return
         self.heard[rank] = time.monotonic()
         *lines, self.buffers[rank] = (self.buffers[rank] + new).split(b"\n")
@@ -103,14 +104,14 @@ class Watchdog(threading.Thread):
             word, _, rest = line.decode().partition(" ")
             if word == "bye":
                 self.done.add(rank)
-            elif word == "end":  # one failed or was lost, and said so: it is told already
+            elif word == "end":  # a rank failed or was lost, and it is already reported
                 code, _, text = rest.partition(" ")
                 self._leave(int(code), text, speaks=False)
             elif word == "failed":
                 self._failed(rank, rest)
 
     def _failed(self, rank: int, rest: str) -> None:
-        """Another rank says what it failed with. Where all failed alike, rank 0's own line comes within a moment."""
+        """Handles another rank's failure. If all ranks failed alike, rank 0 reports its own error within moments."""
         code, _, text = rest.partition(" ")
         self.done.add(rank)
         if not self.closing.wait(3.0):
@@ -124,7 +125,7 @@ class Watchdog(threading.Thread):
         )
 
     def _leave(self, code: int, text: str, speaks: bool) -> None:
-        """Ends this process at once: the main thread may be waiting for a rank that will never answer."""
+        """Exits immediately: the main thread may be blocked in a collective with a rank that will never answer."""
         with self.lock:
             if self.closing.is_set():
                 return
@@ -151,18 +152,19 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(OSError):
             self.peers[rank].sendall(f"{line}\n".encode())
 
-    # ---- for the main thread
+    # ---- called by the main thread
 
     def caused_by_peer(self, error: BaseException) -> bool:
-        """Whether a collective broke because of another rank. Waits then: the watch ends this process within a moment, with the
-        line that names the rank, unless it finds all of them well.
+        """True if a collective failed because a peer is gone.
+
+        Waits first: the watchdog ends this process within moments, naming the lost rank, unless all ranks are alive.
         """
         gone = self.peer_is_gone(error)
         self.closing.wait(GRACE_S / 2 if gone else 0)
         return gone
 
     def announce_failure(self, code: int, text: str) -> None:
-        """Call it before leaving with a failure of this rank, so that the others leave too."""
+        """Announces a failure of this rank, so that the other ranks exit too. Call it before exiting."""
         with self.lock:
             self.closing.set()
             word = f"end {code} {text}" if self.world.rank == 0 else f"failed {code} {json.dumps(text)}"
@@ -170,7 +172,7 @@ class Watchdog(threading.Thread):
                 self._tell(rank, word)
 
     def close(self) -> None:
-        """Call it when all ranks are through."""
+        """Says goodbye to the peers. Call it when all ranks have finished."""
         with self.lock:
             self.closing.set()
             for rank in self.peers:

@@ -3,41 +3,43 @@
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import ModelShape
 
-DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute type
-# Leaves that read one input, and which: autograd keeps it once.
+DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute dtype
+# Linears that share one input, which autograd saves once.
 READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "mlp"),
 }
-LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused by torch: their input is kept, no fp32 copy
+LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused in torch: saves the input, not an fp32 copy
 PARALLEL_BLOCKS = ("falcon", "cohere")
 FOUR_NORMS = ("gemma2", "gemma3")
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "olmo2")
 UNGATED = ("gpt2", "gpt_neox", "falcon")
 
 
-# ---- what a microbatch keeps for backward
+# ---- activations saved for backward
 
 
 def attention_activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
-    """Bytes that one layer's attention keeps: queries, keys, values, and probabilities where products make them."""
+    """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = z.shape, z.compute, 0
     dense_up_to = DENSE_UP_TO[b] if z.device == "cpu" and load.layout == "padding_free" else 0
     for rows, length in load.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
         if (shape.softcap and load.layout == "padding_free") or length <= dense_up_to:
-            copies = (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap  # dropped ones and their mask
+            copies = (
+                (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
+            )  # dropped-out probabilities and their mask
             total += padded * (z.q + 2 * z.k) * b + squares * (4 + b * copies)
             continue
-        repeated = load.layout == "padded" and not load.even  # a mask of keys: no grouped kernel
+        repeated = load.layout == "padded" and not load.even  # an explicit mask: no GQA kernel
         total += padded * ((3 * z.q if repeated else z.q + 2 * z.k) * b + 4 * shape.num_heads)
-        if load.layout == "padding_free" and not load.even:  # what attention gives is picked apart again
+        if load.layout == "padding_free" and not load.even:  # the output is gathered back into token order
             total += padded * z.q * b
     return total
 
 
 def norm_activation_bytes(z: ModelCost) -> tuple[float, float]:
-    """(bytes a token and layer, bytes a token less in the first layer, whose input asks for no gradient)."""
+    """(bytes per token and layer, bytes per token to subtract for the first layer, whose input needs no gradient)."""
     h, kind = z.shape.hidden_size, z.shape.kind
     if kind in LAYER_NORMS:
         each, count = h * z.weight + 2 * z.weight, 1 if kind in PARALLEL_BLOCKS else 2
@@ -51,7 +53,7 @@ def norm_activation_bytes(z: ModelCost) -> tuple[float, float]:
 
 
 def input_activation_bytes(z: ModelCost) -> float:
-    """Bytes a token over all layers that linears keep: inputs (once for those that share one), low-rank products, masks."""
+    """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
     b, s, total, shared = z.compute, z.settings, 0.0, {}
     for name, rows, columns in z.adapted:
         path, _, leaf = name.rpartition(".")
@@ -66,7 +68,7 @@ def input_activation_bytes(z: ModelCost) -> float:
 
 
 def product_activation_bytes(z: ModelCost) -> tuple[float, float]:
-    """(bytes a token and layer of a block's MLP between its linears, the same for a routed block)."""
+    """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
     shape, b = z.shape, z.compute
     f, extra = shape.intermediate_size or 0, 0
     if shape.kind == "gpt2":
@@ -82,7 +84,7 @@ def product_activation_bytes(z: ModelCost) -> tuple[float, float]:
 
 
 def layer_activation_bytes(z: ModelCost, load: MicrobatchShape) -> float:
-    """Bytes one layer keeps of the microbatch, without checkpointing."""
+    """Bytes saved by one layer for the microbatch, without activation checkpointing."""
     tokens, plain_layers = load.num_tokens, num_layers_without_adapters(z.shape)
     plain, routed = product_activation_bytes(z)
     routed_part = 1 - plain_layers / z.shape.num_layers
@@ -92,7 +94,7 @@ def layer_activation_bytes(z: ModelCost, load: MicrobatchShape) -> float:
 
 
 def num_layers_without_adapters(shape: ModelShape) -> int:
-    """Layers whose MLP is no set of experts."""
+    """Number of layers with a dense MLP (no experts)."""
     if not shape.num_experts:
         return shape.num_layers
     return len(
@@ -101,7 +103,7 @@ def num_layers_without_adapters(shape: ModelShape) -> int:
 
 
 def activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
-    """Bytes autograd keeps from forward to backward: all layers', or their inputs where they are recomputed."""
+    """Bytes autograd saves from forward to backward: all, or only layer inputs with activation checkpointing."""
     shape, s, tokens, b = z.shape, z.settings, load.num_tokens, z.compute
     h, layers = shape.hidden_size, shape.num_layers
     if s.use_activation_cpu_offload:
@@ -119,12 +121,12 @@ def activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
             total += len(load.lengths) * max(load.lengths) ** 2
         total += dequantized_activation_bytes(z)
     if z.full:
-        total += 4 * shape.vocab_size * h  # the head's gradient, made beside the logits
+        total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
     return int(total)
 
 
 def dequantized_activation_bytes(z: ModelCost) -> int:
-    """Copies of weights in the compute type that autograd keeps."""
+    """Bytes of weight copies in the compute dtype that autograd saves."""
     if z.full:
         return z.compute * z.shape.linear_weights if z.autocast else 0
     if z.settings.use_dora and z.settings.lora_dropout and z.settings.train_type == "qlora":

@@ -1,6 +1,8 @@
-"""What fits in a device's memory, and what would make it fit: the questions that the plan puts to finetune/memory.py.
+"""Memory budget: what fits on a device, and the cheapest changes that make a run fit.
 
-A change's price is what it costs besides: part of the speed as measured in dev/LOG.md, rounding, or rows that are cut.
+Bytes are from finetune/memory.py.
+
+The price of a change is its cost in speed (measured in dev/LOG.md), in rounding error, or in truncated rows.
 """
 
 import math
@@ -27,18 +29,18 @@ UNITS = {
     "GIB": GIB,
     "TIB": 2**40,
 }
-# What a plan may fill: the rest is the driver's context, or the process's own code and other programs.
+# Usable fraction of memory: the rest is for the driver context, or this process's code and other programs.
 USABLE_PART = 0.92
 PROCESS_BYTES = {"cpu": 512 * 2**20}
 DEFAULT_MICROBATCH_TOKENS = 2048
-MOST_AUTO_ROWS = 64  # more rows a step seldom learn better, and always take fewer steps an epoch
-STEPS_AN_EPOCH = 8  # --batch_size auto leaves an epoch at least so many
+MOST_AUTO_ROWS = 64  # more rows per step rarely learn better, and always mean fewer steps per epoch
+STEPS_AN_EPOCH = 8  # minimum steps per epoch with --batch_size auto
 MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory of one device, over how many of them weights are cut by rows, and the degrees that cut the model otherwise."""
+    """Memory of one device, the number of FSDP shards, and the other degrees that split the model."""
 
     memory_bytes: int
     device: str = "cpu"
@@ -51,12 +53,12 @@ class MemoryBudget:
 
     @property
     def sharing(self) -> int:
-        """How many devices hold one copy of the weights together."""
+        """Number of devices that share one replica of the weights."""
         return self.ranks * self.dims.tp * self.dims.pp
 
     @property
     def devices(self) -> int:
-        """How many there are, replicas too."""
+        """Total number of devices, replicas included."""
         return self.sharing * self.dims.dp_replicate
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Option:
-    """TrainConfig that take less, what they cost besides, and the ranks they need."""
+    """TrainConfig that save memory: their price, and the world size they need."""
 
     text: str
     price: str
@@ -80,21 +82,21 @@ def gib(size: float) -> str:
 
 
 def parse_size(text: str, flag: str = "--assume_memory") -> int:
-    """Bytes of a size such as 24GiB, 80GB or 16384MiB; a bare number is GiB. Raises PlanError."""
+    """Bytes in a size such as 24GiB, 80GB or 16384MiB; a bare number is in GiB. Raises PlanError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", text, re.I)
     unit = found and found[2].upper()
     if unit and not unit.endswith("B"):
         unit += "B"
     if not found or unit not in UNITS:
-        raise PlanError(f"{flag} {text[:80]}: is no size. Give one such as 24GiB.")
+        raise PlanError(f"{flag} {text[:80]}: not a size. Give one such as 24GiB.")
     size = float(found[1]) * (UNITS[unit] if unit else GIB)
     if not 2**20 <= size < 2**60:
-        raise PlanError(f"{flag} {text[:80]}: must be from 1MiB to below 1EiB. Give one such as 24GiB.")
+        raise PlanError(f"{flag} {text[:80]}: must be at least 1MiB and below 1EiB. Give one such as 24GiB.")
     return int(size)
 
 
 def full_microbatch(settings: TrainConfig, rows: int | None = None) -> MicrobatchShape:
-    """The largest microbatch that settings allow before data is read: full rows. `rows`: so many in one forward instead."""
+    """The largest microbatch the settings allow, before data is read: rows of full length. `rows`: rows per forward."""
     length = settings.context_length
     most = max(1, (settings.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // length)
     in_batch = settings.batch_size if isinstance(settings.batch_size, int) else most
@@ -107,12 +109,12 @@ def full_microbatch(settings: TrainConfig, rows: int | None = None) -> Microbatc
 def predicted_bytes(
     settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape | None = None
 ) -> int:
-    """Predicted bytes a rank."""
+    """Predicted bytes per rank."""
     return predicted(settings, shape, room, load or full_microbatch(settings))["total"]
 
 
 def predicted(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape) -> dict:
-    """memory.estimate of what one rank has of the model and of a microbatch."""
+    """memory.estimate for one rank's part of the model and microbatch."""
     part, load = memory.per_rank(shape, load, room.dims)
     stages = room.dims.pp
     in_flight = 2 * stages if settings.pp_schedule == "gpipe" and stages > 1 else stages
@@ -124,7 +126,7 @@ def fits(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: Mic
 
 
 def largest_rows(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, most: int = 4096) -> int:
-    """Most rows of context_length tokens whose one forward fits; 0 where not even one does."""
+    """Maximum rows of context_length tokens that fit in one forward; 0 if none does."""
     if not fits(settings, shape, room, full_microbatch(settings, 1)):
         return 0
     low, high = 1, 2
@@ -137,13 +139,13 @@ def largest_rows(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, m
     return low
 
 
-# ---- what the plan leaves to memory
+# ---- settings chosen by memory
 
 
 def settle_memory(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, given: set) -> dict:
-    """{setting: (value, reason)} for use_gradient_checkpointing auto, batch_size auto and microbatch_tokens unset.
+    """{setting: (value, reason)} for use_gradient_checkpointing auto, batch_size auto and unset microbatch_tokens.
 
-    Smaller microbatches cost less speed than recomputation, so they are tried first, down to one row.
+    Smaller microbatches cost less speed than activation checkpointing, so they are tried first, down to one row.
     """
     chosen, auto_rows = {}, settings.batch_size == "auto"
     words = [settings.use_gradient_checkpointing]
@@ -170,7 +172,8 @@ def settle_memory(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, 
         whole = predicted_bytes(replace(used, microbatch_tokens=default), shape, room)
         chosen["microbatch_tokens"] = (
             used.microbatch_tokens,
-            f"{default} tokens a forward would take {gib(whole)} of {gib(room.usable)}, these {gib(predicted_bytes(used, shape, room))}",
+            f"{default} tokens per forward would take {gib(whole)} of {gib(room.usable)}, these take "
+            f"{gib(predicted_bytes(used, shape, room))}",
         )
     return chosen
 
@@ -179,16 +182,16 @@ def _checkpointing(used, without, shape, room, load=None) -> tuple[str, str]:
     word, plain = used.use_gradient_checkpointing, predicted_bytes(without, shape, room, load)
     recomputed = predicted_bytes(replace(used, use_gradient_checkpointing="true"), shape, room, load)
     if word == "false":
-        return word, f"{gib(plain)} predicted without it fit in {gib(room.usable)}; {gib(recomputed)} with it"
-    fact = "fit" if recomputed <= room.usable else "do not fit either"
+        return (word, f"{gib(plain)} predicted without it fits in {gib(room.usable)}; {gib(recomputed)} with it")
+    fact = "fits" if recomputed <= room.usable else "does not fit either"
     return (
         word,
-        f"{gib(plain)} predicted without it do not fit in {gib(room.usable)}; {gib(recomputed)} with it {fact}",
+        f"{gib(plain)} predicted without it does not fit in {gib(room.usable)}; {gib(recomputed)} with it {fact}",
     )
 
 
 def _settle_rows(plain, shape, room, words, given) -> dict:
-    """batch_size auto: the most rows, a power of two, that one forward can take; MOST_AUTO_ROWS at most."""
+    """Resolves batch_size auto: the largest power of two of rows that fits in one forward, at most MOST_AUTO_ROWS."""
     bounded = "microbatch_tokens" in given
     chosen = {}
     for word in words:
@@ -203,13 +206,13 @@ def _settle_rows(plain, shape, room, words, given) -> dict:
     used = replace(used, batch_size=rows, microbatch_tokens=tokens)
     load = full_microbatch(used)
     took = f"{gib(predicted_bytes(used, shape, room, load))} predicted of {gib(room.usable)}"
-    why = f"the most rows of {used.context_length} tokens whose one forward fits: {took}"
+    why = f"the most rows of {used.context_length} tokens that fit in one forward: {took}"
     if bounded:
-        why = f"--microbatch_tokens {tokens} bounds a forward, not rows: {took}"
+        why = f"--microbatch_tokens {tokens} limits the tokens per forward, not the rows: {took}"
     if rows == MOST_AUTO_ROWS:
-        why += f"; more than {MOST_AUTO_ROWS} rows are taken only where asked for"
+        why += f"; more than {MOST_AUTO_ROWS} rows only if requested"
     chosen["batch_size"] = (rows, why)
-    chosen["microbatch_tokens"] = (tokens, "one forward takes the whole batch")
+    chosen["microbatch_tokens"] = (tokens, "one forward takes the full batch")
     if len(words) > 1:
         without = replace(used, use_gradient_checkpointing="false")
         chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, room, load)
@@ -217,18 +220,18 @@ def _settle_rows(plain, shape, room, words, given) -> dict:
 
 
 def rows_for_data(rows: int, num_rows: int) -> tuple[int, str | None]:
-    """(rows of batch_size auto for a data set of num_rows, why they are fewer than memory allows)."""
+    """(batch_size auto for num_rows of data, the reason if it is less than memory allows)."""
     most = max(1, num_rows // STEPS_AN_EPOCH)
     if rows <= most:
         return rows, None
-    return 2 ** int(math.log2(most)), f"{num_rows} rows of data leave {STEPS_AN_EPOCH} steps or more an epoch"
+    return 2 ** int(math.log2(most)), f"{num_rows} rows of data give at least {STEPS_AN_EPOCH} steps per epoch"
 
 
-# ---- what would make it fit
+# ---- changes that would make it fit
 
 
 def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[Option]:
-    """Every change that takes less, cheapest first, each on its own."""
+    """Every change that saves memory, cheapest first, each on its own."""
     s, now, found = settings, predicted_bytes(settings, shape, room), []
 
     def offer(text, price, **new):
@@ -240,14 +243,16 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
     if s.microbatch_tokens > s.context_length:
         offer(
             f"--microbatch_tokens {s.context_length}",
-            "2 to 6 % of the speed; the result stays the same",
+            "2 to 6 % of the speed; identical result",
             microbatch_tokens=s.context_length,
         )
     if s.cache_dequantized == "true":
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if room.device == "cpu" and not s.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if s.optimizer in ("adam", "adamw", "adadelta") and room.ranks * room.dims.tp == 1:  # refused where rows are cut
+    if (
+        s.optimizer in ("adam", "adamw", "adadelta") and room.ranks * room.dims.tp == 1
+    ):  # not supported with row-wise sharding
         offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
     if s.train_type == "qlora" and not s.double_quant and s.quantization_backend in ("nf4", "bnb"):
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)
@@ -263,7 +268,7 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
         offer(
             "--use_cpu_offload true",
             f"{gib(host.get('host', 0))} of host memory a rank, from which weights come anew for each "
-            "forward and backward; the result stays the same",
+            "forward and backward; identical result",
             use_cpu_offload=True,
         )
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(s.precision)
@@ -274,8 +279,8 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
     )
     plain = {"fp32": "fp32"}.get(s.precision, s.precision.split("_")[0])
     if s.train_type == "full":
-        offer("--train_type lora", "adapters train, not every weight", train_type="lora", precision=plain)
-        offer("--train_type qlora", "adapters train on a base rounded to 4 bits", precision=plain, **quantized)
+        offer("--train_type lora", "trains adapters, not all weights", train_type="lora", precision=plain)
+        offer("--train_type qlora", "trains adapters on a base rounded to 4 bits", precision=plain, **quantized)
     if s.train_type == "lora":
         offer("--train_type qlora", "the base rounded to 4 bits; about 3 % of the speed", **quantized)
     if s.train_type != "full" and s.lora_rank > 8:
@@ -286,7 +291,7 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
         tokens = length if s.microbatch_tokens <= s.context_length else s.microbatch_tokens
         offer(
             f"--context_length {length}",
-            "longer rows lose the front of their prompt",
+            "longer rows are truncated at the start of the prompt",
             context_length=length,
             microbatch_tokens=tokens,
         )
@@ -303,7 +308,7 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
 
 
 def cheapest_combination(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[Option]:
-    """The cheapest changes, one upon another, until it fits; the last one's `fits` says whether they are enough."""
+    """The cheapest changes, accumulated until it fits; `fits` of the last one says whether they suffice."""
     taken, s = [], settings
     for _ in range(12):
         offered = [c for c in options(s, shape, room) if c.text.split()[0] not in {t.text.split()[0] for t in taken}]
@@ -317,7 +322,7 @@ def cheapest_combination(settings: TrainConfig, shape: ModelShape, room: MemoryB
 
 
 def fewest_devices(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> int | None:
-    """Devices of this memory that would be enough for these settings, cut over more shards and otherwise as they are."""
+    """Minimum number of such devices for these settings with more FSDP shards, otherwise unchanged."""
     ranks = room.ranks
     while ranks <= MOST_RANKS:
         wider = replace(room, ranks=ranks)
@@ -328,51 +333,53 @@ def fewest_devices(settings: TrainConfig, shape: ModelShape, room: MemoryBudget)
 
 
 def remedy_lines(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[str]:
-    """What would make it fit, cheapest first, each with what it saves and what it costs."""
+    """Lines listing the changes that would make it fit, cheapest first, each with its saving and its price."""
     single, lines = options(settings, shape, room), []
     enough = [c for c in single if c.fits]
     if enough:
-        lines.append("any one of these makes it fit, cheapest first:")
+        lines.append("any one of these would make it fit, cheapest first:")
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in enough]
     else:
         steps = cheapest_combination(settings, shape, room)
         if steps and steps[-1].fits:
-            lines.append("these together make it fit, cheapest first:")
+            lines.append("these together would make it fit, cheapest first:")
         elif steps:
             least = predicted_bytes(steps[-1].settings, shape, room)
-            lines.append(f"nothing makes it fit here: all of these together leave {gib(least)} for {gib(room.usable)}:")
+            lines.append(
+                f"nothing makes it fit here: all of these together still need {gib(least)} of {gib(room.usable)}:"
+            )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
             devices = fewest_devices(steps[-1].settings, shape, room)
             if devices:
-                lines.append(f"with all of them, {devices} devices of this size are enough")
+                lines.append(f"with all of them, {devices} devices of this size suffice")
             lines.append(
                 f"or {room.devices} device{'s' * (room.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )
     devices = fewest_devices(settings, shape, room)
     if devices and devices > room.devices:
-        lines.append(f"unchanged, {devices} devices of this size are enough")
+        lines.append(f"unchanged, {devices} devices of this size suffice")
     return lines
 
 
 def report_lines(
     settings: TrainConfig, shape: ModelShape | None, room: MemoryBudget | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
-    """(the memory table of a dry run in words, and what ranks send each other; whether it fits)."""
+    """(lines of the dry run's memory table and communication volume, whether it fits)."""
     if shape is None or room is None or not (shape.known and shape.linears):
-        why = "the model is not on this disk" if shape is None else "config.json says too little of its sizes"
-        why = "this device's memory is not known" if room is None else why
+        why = "the model is not on this disk" if shape is None else "config.json lacks some of its dimensions"
+        why = "this device's memory is unknown" if room is None else why
         return [f"memory: not predicted, {why}"], True
     load = full_microbatch(settings)
     found = predicted(settings, shape, room, load)
     ok, total = found["total"] <= room.usable, found["total"]
-    forward = f"{len(load.lengths)} x {settings.context_length} tokens a forward"
+    forward = f"{len(load.lengths)} x {settings.context_length} tokens per forward"
     lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({room}), {forward}:"]
     lines += [f"  {name:<12} {gib(size):>12}" for name, size in found["items"].items()]
     verdict = "fits" if ok else f"does not fit, by {gib(total - room.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(room.usable)} usable: {verdict}")
     if "host" in found:
-        lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory a rank, while it trains")
+        lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training")
     loading = memory.loading_bytes(settings, shape, room.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(settings, shape, room)
@@ -381,12 +388,13 @@ def report_lines(
     if dims and dims.world_size > 1:
         sent = communication.bytes_per_step(dims, communication.traffic_of(settings, shape, dims, load)).items()
         lines.append(
-            "each rank sends a step of full rows: "
+            "each rank sends per step of full rows: "
             + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
         )
     if largest:
         lines.append(
-            f"largest batch that fits in one forward: --batch_size {largest} at --context_length {settings.context_length}"
+            f"largest batch that fits in one forward: --batch_size {largest} at --context_length "
+            f"{settings.context_length}"
         )
     if not ok:
         lines += remedy_lines(settings, shape, room)
@@ -394,7 +402,7 @@ def report_lines(
 
 
 def parameter_rows(model_size_b: float, context_length: int, memory_bytes: int, device: str, most: int = 4096) -> int:
-    """Most rows of one forward in qlora with recomputation, for a Llama-shaped model of so many billion parameters."""
+    """Maximum rows per forward, for a Llama-like model of that many billion weights, qlora, activation checkpointing."""
     settings = replace(
         TrainConfig(),
         train_type="qlora",
@@ -412,7 +420,7 @@ def parameter_rows(model_size_b: float, context_length: int, memory_bytes: int, 
 
 
 def llama_like(num_weights: float) -> ModelShape:
-    """A Llama-shaped model of about so many weights: depth and width grow together, h = 128 layers, f = 8/3 h, tied."""
+    """A Llama-like ModelShape of about num_weights: depth and width scale together, h = 128 layers, f = 8/3 h, tied."""
     vocab = 32000
 
     def off(width: int) -> float:

@@ -1,9 +1,9 @@
-"""Bytes that one rank hands to each kind of collective in a step, from the degrees and the sizes of what is exchanged.
+"""Communication volume: bytes that one rank passes to each collective per step, from the degrees and tensor sizes.
 
-FSDP2 (Zhao et al. 2023, section 3.1): a layer's weights are gathered for its forward and again for its backward, those outside
-the layers once, gradients are scattered as sums: (2 P + P0) / N gathered and T reduced a microbatch. DDP sums T once a step.
-Tensor parallelism (Shoeybi et al. 2019, section 3) sums hidden states twice a layer in forward and twice in backward.
-Figures and losses that all ranks tell each other are left out: a few hundred bytes.
+FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward and again in backward, those outside the
+layers once, and reduce-scatters gradients: (2 P + P0) / N gathered and T reduced per microbatch. DDP all-reduces T once
+per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states twice per layer in forward and
+twice in backward. Scalars such as losses are left out: a few hundred bytes.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,16 @@ from finetune.estimate.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What a step moves on one rank. Weights and gradients in bytes, as the ranks of one shard group together hold them.
+    """Tensor sizes that determine one rank's communication in a step.
 
-    `layers`, `outside`: stored weights in the decoder's layers and around them; `trained`: gradients; `partial`: gradients of which
-    each rank of a tensor-parallel group has a part; `tied`: of a trained table that two pipeline stages hold.
-    `tokens`: positions of each microbatch, of all context-parallel ranks together; `element`: bytes of a hidden state's number;
-    `key_value_width`: numbers of one token's keys and values of a layer; `head`: of the head's weight where it trains;
-    `first_is_frozen`: what goes into the first layer needs no gradient; `shared_head`: tensor-parallel ranks make logits of
-    some positions each.
+    Bytes of weights and gradients are per shard group.
+
+    `layers`, `outside`: stored weights inside and outside the decoder layers; `trained`: gradients; `partial`:
+    gradients that are partial sums on each tensor-parallel rank; `tied`: of trained tied embeddings on two pipeline
+    stages. `tokens`: positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state
+    element; `key_value_width`: elements of keys and values per token and layer; `head`: bytes of the head's weight if
+    it trains; `first_is_frozen`: the input of the first layer needs no gradient; `shared_head`: each tensor-parallel
+    rank computes the logits of some of the positions.
     """
 
     layers: int
@@ -45,7 +47,7 @@ class StepTraffic:
 
 
 def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dict[str, int]:
-    """{collective: bytes} that a rank of pipeline stage `stage` puts into it in one step, in words of torch.distributed."""
+    """{collective: bytes} that a rank of pipeline stage `stage` passes to it per step, by torch.distributed names."""
     found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)
     count, positions = len(work.tokens), sum(work.tokens) // dims.cp
     exchanges = 1 if work.no_sync else count
@@ -61,9 +63,9 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
     runs = 2 if work.recomputed else 1
     if dims.tp > 1:
         frozen = work.first_is_frozen and stage == 0
-        # After attention and after the MLP; recomputation needs no output of the layer's last product.
+        # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
         found["all_reduce"] += hidden * work.num_layers * (1 + runs)
-        found["all_reduce"] += hidden * (work.num_layers * 2 - frozen)  # the gradients of what went into both
+        found["all_reduce"] += hidden * (work.num_layers * 2 - frozen)  # gradients of the inputs of both
         if work.shared_head and stage == dims.pp - 1:
             found["all_reduce"] += hidden + count * work.head
         found["all_reduce"] += work.partial // dims.shards
@@ -78,7 +80,7 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
 
 
 def traffic_of(settings, shape: ModelShape, dims: ParallelDims, load: MicrobatchShape) -> StepTraffic:
-    """What a step of full rows moves, from the model's sizes. `load`: one microbatch."""
+    """Tensor sizes of a step of full rows, from the model's dimensions. `load`: one microbatch."""
     z = ModelCost(shape, settings)
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if z.full else z.weight)
     trained = 4 * sum(memory.trainable_tensors(z))

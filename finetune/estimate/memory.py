@@ -1,8 +1,9 @@
-"""Bytes a run will need, by item, from a model's sizes, the settings and the largest microbatch, before weights are read.
+"""Predicted memory of a run per item, from the model's dimensions, the settings and the largest microbatch.
 
-Saved activations are counted tensor by tensor as autograd keeps them for this engine's layers; the constants below the table
-of types were fitted to runs of `python benchmarks/memory_table.py --fit`, whose shapes are not those of docs/memory.md.
-h hidden, f intermediate, q and k widths of query and key/value heads, T tokens of the microbatch, b bytes of the compute type.
+ Activations are counted per tensor as autograd saves them for this engine's layers; the constants below the dtype
+table were fitted with `python benchmarks/memory_table.py --fit`, on shapes other than those of docs/memory.md. h
+hidden, f intermediate, q and k widths of query and KV heads, T tokens of the microbatch, b bytes of the compute
+dtype.
 """
 
 import re
@@ -21,27 +22,27 @@ from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, weight_bytes
 
-# Moments of one trained weight. SGD has momentum; 8-bit Adam has two bytes and a scale a block of 256 for each.
+# Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
+# each.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
-EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for tensors smaller than this
+EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
-LOADING_BYTES, QUANTIZING_BYTES = (
-    36 * 2**20,
-    20 * 2**20,
-)  # code that loading pages in; what quantizing takes beside weights
-LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS, here as many as shown to matter
+LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
+LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS; more made no measurable difference
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
-# What glibc's heap grows by beyond what is in use, because an aligned block does not fit the hole that its like has left: a
-# part of what is kept, and of one layer where each layer's tensors come and go. With --low_memory larger blocks are mapped.
+# Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
+# saved
+# activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
 HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.2, 3.6, 0.25
 
 
-# ---- what stands all the time
+# ---- weights and optimizer state
 
 
 def base_bytes(z: ModelCost, ranks: int = 1) -> int:
-    """Frozen weights as stored: quantized linears and experts with their scales, all else in the weights' type. Of several
-    ranks that cut each tensor by rows, one's.
+    """Bytes of the frozen weights: quantized linears and experts with their scales, all others in the weight dtype.
+
+    With row-wise sharding over `ranks`, those of one rank.
     """
     if z.full:
         return 0
@@ -59,13 +60,13 @@ def base_bytes(z: ModelCost, ranks: int = 1) -> int:
         )
     quantized_too = dense_tensors(z.shape, others=False)
     counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
-    # New layers, which train, are none of them: the same part of the quantized as of all layers.
+    # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - z.shape.new_layers / z.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * z.weight
 
 
 def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int]]:
-    """(rows, columns) of every unquantized tensor as ranks cut it: of experts held as one, rows are experts."""
+    """(rows, columns) of every unquantized tensor as it is sharded row-wise: fused experts are sharded by expert."""
     linears = [item[1:] for item in shape.linears]
     if shape.kind in STORED_TRANSPOSED:
         linears = [(columns, rows) for rows, columns in linears]
@@ -74,7 +75,7 @@ def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int
 
 
 def _quantized_experts(z: ModelCost) -> list[tuple[int, int]]:
-    """(rows, columns) of experts as they are quantized: one by one where a method looks at a whole matrix."""
+    """(rows, columns) of experts as they are quantized: one by one if the method needs the full matrix."""
     matrices, s = z.shape.expert_matrices(), z.settings
     if s.n_bits not in METHODS[s.quantization_backend].whole:
         return matrices
@@ -82,7 +83,7 @@ def _quantized_experts(z: ModelCost) -> list[tuple[int, int]]:
 
 
 def new_weights(z: ModelCost) -> list[int]:
-    """Weights of each tensor of the layers that expand.py added, which train whole; empty without them."""
+    """Number of weights in each tensor of the layers added by expand.py, which train in full; empty without them."""
     shape = z.shape
     if not shape.new_layers or z.full:
         return []
@@ -92,7 +93,7 @@ def new_weights(z: ModelCost) -> list[int]:
 
 
 def trainable_tensors(z: ModelCost, ranks: int = 1) -> list[int]:
-    """Number of weights of each tensor that trains. Of several ranks that cut each by rows, one's."""
+    """Number of weights in each trainable tensor; with row-wise sharding over `ranks`, those of one rank."""
     if z.full:
         shapes = dense_tensors(z.shape)
     elif z.shape.new_layers:
@@ -114,7 +115,7 @@ def optimizer_bytes(z: ModelCost, tensors: list[int]) -> int:
 
 
 def frozen_extras(z: ModelCost) -> int:
-    """|w|^2 of each row, which DoRA keeps; the start of an adapter whose start changed the base."""
+    """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if z.full:
         return 0
     starts = 4 * sum(trainable_tensors(z)) if z.settings.init_lora_weights in RESIDUAL_INITS else 0
@@ -122,11 +123,11 @@ def frozen_extras(z: ModelCost) -> int:
     return starts + (4 * rows if z.settings.use_dora else 0)
 
 
-# ---- what comes and goes within a step
+# ---- temporaries within a step
 
 
 def logits_bytes(z: ModelCost, load: MicrobatchShape) -> int:
-    """Peak of the chunked cross-entropy: logits, their exponentials; the head cast or its gradient's parts."""
+    """Peak bytes of the chunked cross-entropy: logits, exponentials, and the cast head or its gradient."""
     vocab, h, b = z.shape.vocab_size, z.shape.hidden_size, z.compute
     rows = min(max(128, LOGITS_CHUNK_BYTES // (4 * vocab)), max(1, load.num_targets))
     total = 8 * rows * vocab + 2 * load.num_tokens * h * b
@@ -137,7 +138,7 @@ def logits_bytes(z: ModelCost, load: MicrobatchShape) -> int:
 
 
 def dequantized_once(z: ModelCost) -> tuple[int, int]:
-    """(peak, held) bytes while the largest frozen weight is made dense for a product; zeros where it is stored so."""
+    """(peak, held) bytes while the largest frozen weight is dequantized for a matmul; zeros if it is stored dense."""
     n, b = z.shape.largest_linear(), z.compute
     if z.full:
         return 0, 0
@@ -150,10 +151,10 @@ def dequantized_once(z: ModelCost) -> tuple[int, int]:
 
 
 def step_bytes(z: ModelCost, load: MicrobatchShape, kept: int) -> dict:
-    """{'total', 'logits', 'workspace'}: the most that is taken at once above weights and moments, gradients included.
+    """{'total', 'logits'}: peak bytes within a step beyond weights and optimizer state, gradients included.
 
-    The larger of: the loss, made while all is kept; the last layer's backward, its recomputation included; the end of
-    backward, when all gradients are there.
+    The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; the
+    end of backward, with all gradients live.
     """
     shape, b, tokens = z.shape, z.compute, load.num_tokens
     h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(z))
@@ -181,7 +182,7 @@ def step_bytes(z: ModelCost, load: MicrobatchShape, kept: int) -> dict:
 
 
 def allocator_bytes(z: ModelCost, load: MicrobatchShape, kept: int) -> int:
-    """What the heap keeps beyond what is in use; nothing on devices whose own allocator is asked for its peak."""
+    """Bytes of heap fragmentation; zero on devices whose allocator reports its own peak."""
     if z.device != "cpu":
         return 0
     recomputed = z.settings.use_gradient_checkpointing == "true"
@@ -190,7 +191,7 @@ def allocator_bytes(z: ModelCost, load: MicrobatchShape, kept: int) -> int:
 
 
 def cached_bytes(z: ModelCost) -> int:
-    """Dense copies of the quantized weights, where they are kept."""
+    """Bytes of cached dequantized weights."""
     s, shape = z.settings, z.shape
     if s.train_type != "qlora" or s.cache_dequantized != "true":
         return 0
@@ -201,8 +202,9 @@ def cached_bytes(z: ModelCost) -> int:
 
 
 def per_rank(shape: ModelShape, load: MicrobatchShape, dims: ParallelDims) -> tuple[ModelShape, MicrobatchShape]:
-    """What one rank sees of the model and of a microbatch under tensor, pipeline and context parallelism: of a pipeline the stage
-    that holds most. Embedding and head stay whole on it.
+    """One rank's part of the model and of a microbatch under tensor, pipeline and context parallelism.
+
+    For a pipeline, the largest stage. Embedding and head are not split.
     """
     if dims.cp > 1:
         load = replace(
@@ -240,12 +242,11 @@ def per_rank(shape: ModelShape, load: MicrobatchShape, dims: ParallelDims) -> tu
 def estimate(
     settings, shape: ModelShape, load: MicrobatchShape, device: str = "cpu", ranks: int = 1, in_flight: int = 1
 ) -> dict:
-    """{'total': bytes, 'items': {name: bytes}} a rank at the peak of training above the process after its imports.
+    """{'total': bytes, 'items': {name: bytes}}: peak memory per rank in training, above the process after its imports.
 
-    `ranks` share one copy of weights, gradients and moments (FSDP2); a pipeline keeps the activations of `in_flight` microbatches.
-    `overlap` is what is never there at once, below zero.
-    With --use_cpu_offload {'host': bytes} beside the total: what a rank keeps in host memory instead. Zeros where the config
-    says too little.
+    `ranks`: FSDP2 shards of weights, gradients and optimizer state. `in_flight`: microbatches whose activations a
+    pipeline stage keeps. Item `overlap` is negative: the amount counted twice. With --use_cpu_offload also
+    {'host': bytes}, the memory moved to the host. Zeros if the config lacks dimensions.
     """
     if not shape.known or not shape.linears:
         return {"total": 0, "items": {}}
@@ -280,7 +281,10 @@ def estimate(
 
 
 def peak_of(before: dict | None, now: dict) -> dict:
-    """The larger of two peaks. Counted items are the latest, which never fall; workspace is what the total holds beyond them."""
+    """The larger of two peaks.
+
+    Counted items are the latest values, which never decrease; workspace is the rest of the total.
+    """
     total = max(now["total"], before["total"] if before else 0)
     items = {name: n for name, n in now["items"].items() if name != "workspace"}
     items["allocator"] = max(items.get("allocator", 0), before["items"].get("allocator", 0) if before else 0)
@@ -288,8 +292,9 @@ def peak_of(before: dict | None, now: dict) -> dict:
 
 
 def gathered_bytes(z: ModelCost) -> int:
-    """What a sharded rank holds whole for a while: two layers, one of them fetched ahead, and the root's group, which is the
-    embedding and, where it is not tied to it, the head.
+    """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched) and the FSDP root group.
+
+    The root group is the embedding and, unless tied, the head.
     """
     shape = z.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
@@ -300,9 +305,10 @@ def gathered_bytes(z: ModelCost) -> int:
 
 
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
-    """Host memory of a rank at the peak of loading: the base as it stays, and the weights in flight in their unquantized form.
+    """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
-    Starts that look at unquantized weights have those whole first. Of several ranks each reads its rows alone, where it can.
+    Adapter initializations from unquantized weights hold all of those first. Sharded ranks read only their own rows if
+    they can.
     """
     z = ModelCost(shape, settings)
     ranks = 1 if loads_full_model(settings) else ranks
@@ -321,7 +327,9 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
         return base_bytes(z) + LOADING_BYTES + trainable
     stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
     width = stored + (z.weight if z.weight != round(stored) else 0)
-    # Files hold experts one by one; they are joined, twice, before they are quantized. Embeddings come first, when little is there.
+    # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
+    # first,
+    # when little memory is in use.
     experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
     workers = settings.loading_workers if settings.loading_workers > 0 else LOADING_WORKERS
     in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if settings.low_memory else workers)

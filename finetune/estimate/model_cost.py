@@ -15,14 +15,14 @@ DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
     ("Wqkv",),
     ("q", "v"),
 )
-OUTER_NAMES = ("model.embed_tokens", "lm_head")  # as most models call them
+OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """The largest microbatch of a run: its rows' lengths, how many of its tokens are targets, and how it is laid out.
+    """The largest microbatch of a run: row lengths, number of target tokens, and layout.
 
-    `several`: a step has more than one microbatch, so gradients stand while the next one runs.
+    `several`: gradient accumulation, so gradients are live during the next forward.
     """
 
     lengths: tuple[int, ...]
@@ -32,7 +32,7 @@ class MicrobatchShape:
 
     @classmethod
     def full_rows(cls, rows: int, context_length: int, layout="padding_free", several=False) -> "MicrobatchShape":
-        """Rows of context_length tokens, all of them targets: no data makes a larger microbatch of that many."""
+        """`rows` rows of context_length tokens, all of them targets: the upper bound over any data."""
         return cls((context_length,) * rows, rows * context_length, layout, several)
 
     @property
@@ -40,7 +40,7 @@ class MicrobatchShape:
         return sum(self.lengths) if self.layout == "padding_free" else len(self.lengths) * max(self.lengths)
 
     def groups(self) -> list[tuple[int, int]]:
-        """(documents, padded length) of each rectangle that attention runs on, as attention.documents_of makes them."""
+        """(documents, padded length) of each attention batch, grouped as in attention.documents_of."""
         if self.layout == "padded":
             return [(len(self.lengths), max(self.lengths))]
         left, groups = sorted(self.lengths, reverse=True), []
@@ -57,7 +57,7 @@ class MicrobatchShape:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What the formulas need of a model and its settings, worked out once."""
+    """Model dimensions and settings as the formulas use them."""
 
     shape: ModelShape
     settings: object
@@ -69,7 +69,7 @@ class ModelCost:
 
     @property
     def weight(self) -> int:
-        """Bytes of an unquantized weight."""
+        """Bytes per unquantized weight."""
         word = self.settings.precision
         return 4 if "autocast" in word else BYTES[word]
 
@@ -95,17 +95,17 @@ class ModelCost:
 
 
 def named(wish: str, name: str) -> bool:
-    """Whether a list of names or endings, or a regex on whole names, names this layer."""
+    """True if `wish`, a list of names or suffixes or a regex on full names, matches this layer."""
     if re.fullmatch(r"[\w.,\s]+", wish):
         return any(f".{name}".endswith(f".{end.strip()}") for end in wish.split(",") if end.strip())
     try:
         return bool(re.fullmatch(wish, name))
-    except re.error:  # told when the model is there
+    except re.error:  # reported once the model is loaded
         return False
 
 
 def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
-    """The linears that get an adapter, embeddings and head among them where named; all of them where every weight trains."""
+    """Linears that get an adapter, including embeddings and head if named; all linears in full training."""
     wish = settings.lora_target_modules
     if settings.train_type == "full" or wish == "all":
         return list(shape.linears)
@@ -118,7 +118,7 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
 
 
 def adapted_experts(z: ModelCost) -> list[tuple[int, int]]:
-    """(rows, columns) of the parameters of experts that get an adapter of their own."""
+    """(rows, columns) of the fused expert parameters that get an adapter."""
     s, matrices = z.settings, z.shape.expert_matrices()
     if z.full or z.shape.new_layers or s.use_dora:
         return []

@@ -1,6 +1,6 @@
-"""A model's sizes without its weights: config.json's standard keys, and exact tensor shapes where safetensors headers are there.
+"""A model's dimensions without its weights: from config.json, and exact tensor shapes if there are safetensors headers.
 
-`linears` are what torch_engine/adapters.linear_names finds on the loaded model: every linear but head, routers and experts.
+`linears` equals torch_engine/adapters.linear_names of the loaded model: every linear except head, routers and experts.
 """
 
 import json
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from finetune import safetensors_io
 
-# Families whose block is no gated one of separate q, k, v, and the names of their linears: (leaf, rows, columns) in terms of
-# h hidden, q and k widths of query and key/value heads, f intermediate.
+# Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
+# that
+# differ. h hidden, q and k widths of query and KV heads, f intermediate.
 GATED = (
     ("self_attn.q_proj", "q", "h"),
     ("self_attn.k_proj", "k", "h"),
@@ -43,7 +44,7 @@ BLOCKS = {
     ),
 }
 PREFIXES = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}
-STORED_TRANSPOSED = ("gpt2", "imagegpt", "openai-gpt")  # Conv1D keeps [in, out]
+STORED_TRANSPOSED = ("gpt2", "imagegpt", "openai-gpt")  # Conv1D stores [in, out]
 BIASED = ("gpt2", "gpt_neox")
 QKV_BIASED = ("qwen2", "qwen2_moe")
 EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
@@ -54,7 +55,7 @@ FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model's size and limits; None, and no linears, where config.json does not say."""
+    """Model dimensions and limits; None, and no linears, if config.json does not give them."""
 
     model_type: str | None
     vocab_size: int | None
@@ -69,23 +70,25 @@ class ModelShape:
     tied: bool = False
     num_weights: int | None = None
     linears: tuple[tuple[str, int, int], ...] = ()  # (name, rows, columns)
-    others: tuple[tuple[int, int], ...] = ()  # (rows, columns) of what is neither a linear's weight nor an expert's
+    others: tuple[
+        tuple[int, int], ...
+    ] = ()  # (rows, columns) of all tensors that are not weights of linears or experts
     expert_weights: int = 0
     expert_size: int | None = None  # an expert's intermediate size
     experts_per_token: int = 0
     activation: str = "silu"
     window: int | None = None
     softcap: bool = False
-    dropout: float = 0.0  # of attention probabilities, where the config has one
-    exact: bool = False  # from the files' own headers
+    dropout: float = 0.0  # of attention probabilities
+    exact: bool = False  # read from safetensors headers
     stored_bytes: int | None = None
-    new_layers: int = 0  # layers that expand.py added
+    new_layers: int = 0  # layers added by expand.py
 
     @classmethod
     def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
-        """Reads transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
+        """Builds a shape from transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
 
-        `tensors`, {name: shape} of the weight files, replace what would be computed from the config.
+        `tensors`, {name: shape} of the weight files, override the values computed from the config.
         """
         nested = config.get("text_config")
         text = {**config, **(nested if isinstance(nested, dict) else {})}
@@ -131,12 +134,12 @@ class ModelShape:
 
     @property
     def kind(self) -> str:
-        """The model type without what marks the text part of a larger model."""
+        """The model type without the suffix that marks the text part of a multimodal model."""
         return str(self.model_type or "").removesuffix("_text")
 
     @property
     def known(self) -> bool:
-        """Whether there is enough to count bytes."""
+        """True if enough dimensions are known to predict memory."""
         return bool(self.num_weights and self.num_layers and self.hidden_size and self.vocab_size)
 
     @property
@@ -144,7 +147,7 @@ class ModelShape:
         return sum(rows * columns for _, rows, columns in self.linears)
 
     def expert_matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each parameter that holds all experts of a layer: gate and up together, and down."""
+        """(rows, columns) of each fused expert parameter: gate_up and down, over all experts of a layer."""
         if not (self.num_experts and self.expert_size and self.expert_weights):
             return []
         one = FUSED_EXPERTS * self.hidden_size * self.expert_size
@@ -153,7 +156,7 @@ class ModelShape:
         return [(rows[0], self.hidden_size), (rows[1], self.expert_size)] * layers
 
     def largest_linear(self) -> int:
-        """Weights of the largest matrix that is made dense at once; of experts one is."""
+        """Number of weights in the largest matrix that is dequantized at once; experts are dequantized one by one."""
         sizes = [rows * columns for _, rows, columns in self.linears]
         if self.num_experts and self.expert_size:
             sizes.append(2 * self.hidden_size * self.expert_size)
@@ -161,7 +164,7 @@ class ModelShape:
 
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
-    """{tensor name: shape} of safetensors files, from their headers alone, or from the index of ranks' files."""
+    """{tensor name: shape} from safetensors headers, or from the index of a sharded checkpoint."""
     weight_files = list(weight_files)
     shapes = safetensors_io.shapes_of(weight_files)
     if shapes:
@@ -174,7 +177,7 @@ def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
 
 
 def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
-    """Linears and counts of exact tensors; a head that is stored although it is tied is not counted twice."""
+    """Linears and weight counts from exact tensor shapes; a tied head that is also stored is counted once."""
     linears, others, total, in_experts = [], [], 0, 0
     for name, shape in tensors.items():
         module, _, last = name.rpartition(".")
@@ -197,12 +200,12 @@ def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
 
 
 def _computed(known: dict, text: dict) -> dict:
-    """The same from a config's sizes, for a decoder of GATED blocks or one of BLOCKS."""
+    """Linears and weight counts from config dimensions, for GATED decoder layers or a family in BLOCKS."""
     h, layers, vocab, f = (known[k] for k in ("hidden_size", "num_layers", "vocab_size", "intermediate_size"))
     kind = str(text.get("model_type") or "").removesuffix("_text")
     if not (h and layers and vocab and known["num_heads"] and (f or known["expert_size"])):
         return {}
-    if text.get("kv_lora_rank"):  # latent attention has other matrices
+    if text.get("kv_lora_rank"):  # MLA has different projections
         return {}
     q, k = (known["head_dim"] * known[n] for n in ("num_heads", "num_kv_heads"))
     sizes = {"h": h, "q": q, "k": k, "q+2k": q + 2 * k, "f": f or 0, "2f": 2 * (f or 0)}
@@ -237,9 +240,9 @@ def _computed(known: dict, text: dict) -> dict:
 
 
 def shape_of_files(files) -> ModelShape:
-    """The shape of a checked model folder (hf_files.ModelFiles): from its weight files' headers where it has them.
+    """The shape of a checked model folder (hf_files.ModelFiles): from its safetensors headers, else from its config.
 
-    Files that are stored quantized hold codes, so their shapes say little: the config is asked.
+    Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
     tensors = None if files.stored else read_headers(files.weight_files)
