@@ -64,7 +64,7 @@ def one(pair: str, threads: int) -> dict:
     )
     add_adapters(model, names, settings)
     engine = TorchEngine(model, settings, torch.device("cpu"))
-    engine.settle_layout("padding_free")
+    engine.verify("padding_free")
     rng = np.random.default_rng(0)
     lengths = [128] * (TOKENS // 128)
     tokens = rng.integers(3, SHAPE["vocab_size"], sum(lengths)).astype(np.int32)

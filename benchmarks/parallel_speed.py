@@ -80,7 +80,7 @@ def build(rank: int, size: int, method: str):
     dims = ParallelDims(**{axis: n or size for axis, n in METHODS[method][1].items()})
     ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, torch.device("cpu"))
     engine = TorchEngine(model, settings, torch.device("cpu"), ranks=ranks)
-    engine.settle_layout("auto")
+    engine.verify("auto")
     rows = rank_rows(torch.arange(ROWS).numpy(), ranks.data_rank, dims.data_ranks)
     parts = 2 * dims.pp if dims.pp > 1 else 1
     dataset = tiny.dataset(lengths=(LENGTH,) * ROWS, vocab=VOCAB)

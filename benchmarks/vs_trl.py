@@ -104,7 +104,7 @@ def ours(args, begin):
         np.concatenate(ids).astype(np.int32), np.concatenate(targets), offsets, ("",) * len(ids), {}
     )
     engine = TorchEngine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
-    engine.settle_layout("auto")
+    engine.verify("auto")
     engine.begin_memory(baseline)
     for step in range(args.steps):
         part = range(step * args.batch, (step + 1) * args.batch)

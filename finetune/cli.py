@@ -11,7 +11,6 @@ from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
-MUST_NAME = ("model_name", "dataset", "output_dir")
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -50,62 +49,78 @@ def _nearest(word, known) -> str:
     return f" Nearest: {near[0]}." if near else ""
 
 
-def convert(name: str, value, where: str | None = None):
-    """Value of flag `name` converted to its type, from a string or a YAML scalar. Raises PlanError."""
+def parse_value(name: str, value, where: str | None = None):
+    """Value of flag `name` converted to its type, from a string or a YAML scalar. Raises PlanError beginning with `where`."""
     field, where = FIELDS[name], where or f"--{name}"
-    meta, kind = field.metadata, field.type
+    meta = field.metadata
     if value is None:
         return None
-    if kind is bool or set(meta["choices"] or ()) >= {"true", "false"}:
+    if accepts_booleans(field):
         word = str(value).lower()
-        word = "true" if word in TRUE else "false" if word in FALSE else word
-        if kind is bool:
-            if word not in ("true", "false"):
-                raise PlanError(f"{where} {value}: not a boolean. Use true or false.")
-            return word == "true"
-        value = word
+        value = "true" if word in TRUE else "false" if word in FALSE else word
+        if field.type is bool and value not in ("true", "false"):
+            raise PlanError(f"{where} {word}: not a boolean. Use true or false.")
+        if field.type is bool:
+            return value == "true"
     if meta["auto"] and str(value).lower() == "auto":
         return "auto"
-    if kind in (int, float):
-        if isinstance(value, bool):
-            raise PlanError(f"{where} {value}: not a number. Give one, such as {field.default}.")
-        try:
-            number = kind(value) if not (kind is int and isinstance(value, float)) else _whole(value)
-        except (TypeError, ValueError, OverflowError):
-            what = "an integer" if kind is int else "a number"
-            raise PlanError(f"{where} {_shown(value)}: not {what}. Give one, such as {field.default}.") from None
-        low, above = meta["minimum"], meta["above"]
-        if number != number or (low is not None and number < low) or (above is not None and number <= above):
-            raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
-        if meta["nonzero"] and number == 0:
-            no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
-            raise PlanError(f"{where} 0: leaves no {no}.")
-        if number == float("inf"):
-            raise PlanError(f"{where} {_shown(value)}: not finite. Give a number, such as {field.default}.")
-        if kind is int and number >= 2**63:
-            raise PlanError(f"{where} {_shown(value)}: must be below 2**63 ({2**63}).")
-        return number
+    if field.type in (int, float):
+        return _parse_number(field, value, where)
     if not isinstance(value, str):
         raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be a string.")
     if meta["choices"]:
-        word = value if value in meta["choices"] else value.lower()
-        if word not in meta["choices"]:
-            raise PlanError(
-                f"{where} {value}: not one of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}"
-            )
-        return word
+        return _parse_choice(meta, value, where)
+    _check_text(meta, value, where)
+    return value
+
+
+def accepts_booleans(field) -> bool:
+    """True if the flag may stand without a value, which then means true."""
+    return field.type is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
+
+
+def _parse_number(field, value, where: str):
+    kind, meta, example = field.type, field.metadata, field.default
+    if isinstance(value, bool):
+        raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
+    try:
+        number = _whole(value) if kind is int and isinstance(value, float) else kind(value)
+    except (TypeError, ValueError, OverflowError):
+        what = "an integer" if kind is int else "a number"
+        raise PlanError(f"{where} {_shown(value)}: not {what}. Give one, such as {example}.") from None
+    low, above = meta["minimum"], meta["above"]
+    if number != number or (low is not None and number < low) or (above is not None and number <= above):
+        raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
+    if meta["nonzero"] and number == 0:
+        no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
+        raise PlanError(f"{where} 0: leaves no {no}.")
+    if number == float("inf"):
+        raise PlanError(f"{where} {_shown(value)}: not finite. Give a number, such as {example}.")
+    if kind is int and number >= 2**63:
+        raise PlanError(f"{where} {_shown(value)}: must be below 2**63 ({2**63}).")
+    return number
+
+
+def _parse_choice(meta, value: str, where: str) -> str:
+    word = value if value in meta["choices"] else value.lower()
+    word = meta["value_aliases"].get(word, word)
+    if word not in meta["choices"]:
+        raise PlanError(f"{where} {value}: not one of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}")
+    return word
+
+
+def _check_text(meta, value: str, where: str) -> None:
     if "\0" in value:
         raise PlanError(f"{where}: contains a NUL byte. Remove it.")
-    if name in MUST_NAME and not value.strip():
+    if meta["nonempty"] and not value.strip():
         raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
-    if {"DIR", "FILE"} & set((meta["metavar"] or "").split("|")):
+    if meta["path"]:
         longest = max(len(os.fsencode(part)) for part in value.split("/"))
         if longest > MAX_NAME_BYTES:
             raise PlanError(
                 f"{where} {_shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
                 "Shorten it."
             )
-    return value
 
 
 def _shown(value) -> str:
@@ -128,8 +143,7 @@ def add_flags(parser: Parser) -> None:
             meta = field.metadata
             if meta["group"] != key:
                 continue
-            bare = field.type is bool or set(meta["choices"] or ()) >= {"true", "false"}
-            options = dict(nargs="?", const="true") if bare else {}
+            options = dict(nargs="?", const="true") if accepts_booleans(field) else {}
             group.add_argument(
                 *(f"--{n}" for n in (name, *meta["aliases"])),
                 dest=name,
@@ -145,7 +159,7 @@ class _OneValue(argparse.Action):
     """Converts the value; rejects a flag given twice with different values (aliases included)."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        new, old = convert(self.dest, value, option_string), getattr(namespace, self.dest, None)
+        new, old = parse_value(self.dest, value, option_string), getattr(namespace, self.dest, None)
         if old is not None and old != new:
             raise PlanError(f"{option_string} {value}: --{self.dest} was already set to {old}. Give it once.")
         setattr(namespace, self.dest, new)
@@ -191,10 +205,10 @@ def read_config(path: str) -> dict:
         content = _read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
-    return checked(content, path)
+    return parse_config(content, path)
 
 
-def checked(content: dict, path: str) -> dict:
+def parse_config(content: dict, path: str) -> dict:
     """{flag: value} from parsed file content, each value converted to its flag's type.
 
     Raises PlanError naming file and key.
@@ -206,7 +220,7 @@ def checked(content: dict, path: str) -> dict:
             raise PlanError(f"{path}: unknown key '{key}'.{_nearest(key, NAMES)}")
         if name == "config":
             raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
-        new = convert(name, value, f"{path}: {key}")
+        new = parse_value(name, value, f"{path}: {key}")
         if name in overrides and overrides[name] != new:
             raise PlanError(f"{path}: '{key}' gives --{name} a second value. Give it once.")
         overrides[name] = new
@@ -224,7 +238,7 @@ def _read_yaml(path: str, text: str):
                     raise PlanError(f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once.")
             return super().construct_mapping(node, deep)
 
-    # YAML 1.1 reads 2e-4 as a string; convert() turns it into a float.
+    # YAML 1.1 reads 2e-4 as a string; parse_value() turns it into a float.
     try:
         return yaml.load(text, Loader) or {}
     except yaml.YAMLError as error:

@@ -39,24 +39,29 @@ GROUPS = {
 }
 
 
-def flag(
-    default, group, text, choices=None, aliases=(), minimum=None, above=None, nonzero=False, auto=False, metavar=None
-):
-    """A field of TrainConfig. `auto`: also accepts "auto". `minimum`: >=; `above`: >; `nonzero`: rejects 0."""
-    return field(
-        default=default,
-        metadata=dict(
-            group=group,
-            help=text,
-            choices=choices,
-            aliases=tuple(aliases),
-            minimum=minimum,
-            above=above,
-            nonzero=nonzero,
-            auto=auto,
-            metavar=metavar,
-        ),
-    )
+# Facts of a flag beside its default, group and help, each with the value it has unless the field says otherwise.
+FACTS = {
+    "choices": None,  # the words it accepts
+    "value_aliases": {},  # {older word: the choice it means}
+    "aliases": (),  # other spellings of the flag
+    "minimum": None,  # >=
+    "above": None,  # >
+    "nonzero": False,  # rejects 0
+    "auto": False,  # also accepts "auto"
+    "nonempty": False,  # rejects an empty string
+    "path": False,  # a file or folder: its components are checked for length
+    "metavar": None,  # how --help shows its value
+    "adapter_only": False,  # has no meaning without an adapter
+    "saved": True,  # part of run_plan.json; False for flags of one invocation, not of the training
+    "resumable": False,  # a resumed run may change it
+}
+
+
+def flag(default, group: str, text: str, **facts):
+    """A field of TrainConfig with its FACTS as metadata."""
+    unknown = set(facts) - set(FACTS)
+    assert not unknown, unknown
+    return field(default=default, metadata={"group": group, "help": text, **FACTS, **facts})
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class TrainConfig:
     """Requested value of every flag; None leaves the choice to the plan, which records its reason."""
 
     # model
-    model_name: str = flag(None, "model", "Hub ID or local folder; default: the demo model", metavar="ID|DIR")
+    model_name: str = flag(
+        None, "model", "Hub ID or local folder; default: the demo model", metavar="ID|DIR", nonempty=True, path=True
+    )
     revision: str = flag(None, "model", "branch, tag or commit of a Hub model")
     train_type: str = flag(
         "qlora",
@@ -73,7 +80,7 @@ class TrainConfig:
         choices=TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
     )
     llama_pro_path: str = flag(
-        None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR"
+        None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR", path=True
     )
     # data
     dataset: str = flag(
@@ -82,6 +89,8 @@ class TrainConfig:
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
         "dummy; default: the demo data",
         metavar="FILE|NAME",
+        nonempty=True,
+        path=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
@@ -100,6 +109,8 @@ class TrainConfig:
         "data",
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
+        resumable=True,
+        path=True,
     )
     validation_split: float = flag(0.0, "data", "fraction of the training rows held out for validation", minimum=0.0)
     score_dataset: str = flag(
@@ -107,11 +118,15 @@ class TrainConfig:
         "data",
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
+        resumable=True,
+        path=True,
     )
     score_samples: int = flag(
-        32, "data", "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True
+        32, "data", "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True, resumable=True
     )
-    score_max_new_tokens: int = flag(128, "data", "maximum tokens generated per answer when scoring", minimum=1)
+    score_max_new_tokens: int = flag(
+        128, "data", "maximum tokens generated per answer when scoring", minimum=1, resumable=True
+    )
     # steps
     batch_size: int = flag(
         8,
@@ -123,17 +138,18 @@ class TrainConfig:
     )
     gradient_accumulation_steps: int = flag(1, "steps", "batches accumulated per optimizer step", minimum=1)
     microbatch_tokens: int = flag(
-        None, "steps", "maximum tokens per forward; affects speed and memory, not the result", minimum=1
+        None, "steps", "maximum tokens per forward; affects speed and memory, not the result", minimum=1, resumable=True
     )
     batch_layout: str = flag(
         "auto",
         "steps",
         "flat: documents packed end to end, padding-free; padded: one document per row",
         choices=("auto", "padding_free", "padded"),
+        value_aliases={"flat": "padding_free"},
     )
-    num_epochs: int = flag(1, "steps", "epochs: passes over the training data", minimum=1)
+    num_epochs: int = flag(1, "steps", "epochs: passes over the training data", minimum=1, resumable=True)
     max_steps: int = flag(
-        -1, "steps", "total optimizer steps, overriding --num_epochs; -1: use --num_epochs", minimum=-1
+        -1, "steps", "total optimizer steps, overriding --num_epochs; -1: use --num_epochs", minimum=-1, resumable=True
     )
     optimizer: str = flag(
         "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
@@ -156,26 +172,35 @@ class TrainConfig:
     grad_norm: float = flag(1.0, "steps", "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
     seed: int = flag(42, "steps", "random seed for shuffling, dropout and adapter initialization", minimum=0)
     # adapter
-    lora_rank: int = flag(16, "adapter", "LoRA rank", minimum=1, aliases=("lora_r",))
-    lora_alpha: float = flag(32.0, "adapter", "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
-    lora_dropout: float = flag(0.0, "adapter", "dropout probability on adapter inputs", minimum=0.0)
+    lora_rank: int = flag(16, "adapter", "LoRA rank", minimum=1, aliases=("lora_r",), adapter_only=True)
+    lora_alpha: float = flag(
+        32.0, "adapter", "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0, adapter_only=True
+    )
+    lora_dropout: float = flag(0.0, "adapter", "dropout probability on adapter inputs", minimum=0.0, adapter_only=True)
     lora_target_modules: str = flag(
         "all",
         "adapter",
         "all (every linear layer and expert except the head), default (q_proj and v_proj, or "
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
+        adapter_only=True,
     )
     use_dora: bool = flag(
-        False, "adapter", "DoRA: learn the magnitude of each weight row separately from its direction"
+        False,
+        "adapter",
+        "DoRA: learn the magnitude of each weight row separately from its direction",
+        adapter_only=True,
     )
-    use_rslora: bool = flag(False, "adapter", "rsLoRA: scale by alpha/sqrt(rank)")
-    loraplus_lr_ratio: float = flag(1.0, "adapter", "LoRA+: learning rate of B divided by that of A", above=0.0)
+    use_rslora: bool = flag(False, "adapter", "rsLoRA: scale by alpha/sqrt(rank)", adapter_only=True)
+    loraplus_lr_ratio: float = flag(
+        1.0, "adapter", "LoRA+: learning rate of B divided by that of A", above=0.0, adapter_only=True
+    )
     init_lora_weights: str = flag(
         "default",
         "adapter",
         "default: Kaiming A, zero B; gaussian: normal A, zero B; eva: from activations on the data; "
         "pissa, olora, loftq: from the base weights, saved as LoRA of twice the rank",
         choices=("default", "gaussian", "eva", "pissa", "olora", "loftq"),
+        adapter_only=True,
     )
     # memory
     precision: str = flag(
@@ -185,7 +210,11 @@ class TrainConfig:
         choices=("auto",) + PRECISIONS,
     )
     quantization_backend: str = flag(
-        "auto", "memory", "quantizer for the qlora base", choices=("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
+        "auto",
+        "memory",
+        "quantizer for the qlora base",
+        choices=("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none"),
+        resumable=True,
     )
     n_bits: int = flag(4, "memory", "bits per quantized weight", minimum=1)
     group_size: int = flag(
@@ -200,6 +229,7 @@ class TrainConfig:
         "memory",
         "keep dequantized weights in memory: faster, but as large as the unquantized model",
         choices=("auto", "true", "false"),
+        resumable=True,
     )
     use_gradient_checkpointing: str = flag(
         "auto",
@@ -208,20 +238,28 @@ class TrainConfig:
         choices=("auto", "true", "false"),
     )
     reentrant_checkpointing: bool = flag(False, "memory", "use the reentrant variant of activation checkpointing")
-    low_memory: bool = flag(False, "memory", "return freed memory to the system immediately: least memory, slower")
+    low_memory: bool = flag(
+        False, "memory", "return freed memory to the system immediately: least memory, slower", resumable=True
+    )
     loading_workers: int = flag(
-        -1, "memory", "tensors read in parallel while loading; -1: chosen for this machine", minimum=-1
+        -1, "memory", "tensors read in parallel while loading; -1: chosen for this machine", minimum=-1, resumable=True
     )
     use_cpu_offload: bool = flag(
         False,
         "memory",
         "keep sharded weights, gradients and optimizer state in host memory, and step the optimizer there",
+        resumable=True,
     )
-    use_activation_cpu_offload: bool = flag(False, "memory", "offload activations saved for backward to host memory")
+    use_activation_cpu_offload: bool = flag(
+        False, "memory", "offload activations saved for backward to host memory", resumable=True
+    )
     use_flash_attention: bool = flag(False, "memory", "use flash attention kernels if available")
     # machine
     backend: str = flag(
-        None, "machine", "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto"
+        None,
+        "machine",
+        "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto",
+        resumable=True,
     )
     world_size: int = flag(
         -1,
@@ -229,6 +267,7 @@ class TrainConfig:
         "number of ranks (processes); -1: as launched, else one per CUDA device, else 1",
         minimum=-1,
         nonzero=True,
+        resumable=True,
     )
     parallel_backend: str = flag(
         "ptd",
@@ -236,85 +275,115 @@ class TrainConfig:
         "distributed implementation. ptd: built-in FSDP2/DDP; accelerate: its DDP, "
         "or FSDP2/DeepSpeed per its config file",
         choices=("ptd", "accelerate"),
+        resumable=True,
     )
-    dp_degree: int = flag(1, "machine", "data-parallel replicas", minimum=1)
+    dp_degree: int = flag(1, "machine", "data-parallel replicas", minimum=1, resumable=True)
     dp_shards: int = flag(
-        -1, "machine", "FSDP degree: ranks that shard one replica; -1: the remaining ranks", minimum=-1, nonzero=True
+        -1,
+        "machine",
+        "FSDP degree: ranks that shard one replica; -1: the remaining ranks",
+        minimum=-1,
+        nonzero=True,
+        resumable=True,
     )
-    tp_degree: int = flag(1, "machine", "tensor parallelism: ranks that split each layer", minimum=1)
-    cp_degree: int = flag(1, "machine", "context parallelism: ranks that split each sequence", minimum=1)
-    pp_degree: int = flag(1, "machine", "pipeline parallelism: number of stages", minimum=1)
-    pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"))
+    tp_degree: int = flag(1, "machine", "tensor parallelism: ranks that split each layer", minimum=1, resumable=True)
+    cp_degree: int = flag(
+        1, "machine", "context parallelism: ranks that split each sequence", minimum=1, resumable=True
+    )
+    pp_degree: int = flag(1, "machine", "pipeline parallelism: number of stages", minimum=1, resumable=True)
+    pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"), resumable=True)
     sharding_strategy: str = flag(
-        None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES
+        None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES, resumable=True
     )
-    no_sync: bool = flag(False, "machine", "reduce gradients once per step instead of once per microbatch")
-    rank_timeout: float = flag(600.0, "machine", "seconds without a heartbeat before a rank counts as lost", above=0.0)
-    master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous")
-    master_port: int = flag(12355, "machine", "port of rank 0 for the rendezvous", minimum=1)
-    mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
+    no_sync: bool = flag(
+        False, "machine", "reduce gradients once per step instead of once per microbatch", resumable=True
+    )
+    rank_timeout: float = flag(
+        600.0, "machine", "seconds without a heartbeat before a rank counts as lost", above=0.0, resumable=True
+    )
+    master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous", resumable=True)
+    master_port: int = flag(12355, "machine", "port of rank 0 for the rendezvous", minimum=1, resumable=True)
+    mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE", path=True)
     # output
     output_dir: str = flag(
         None,
         "output",
         "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
         metavar="DIR",
+        resumable=True,
+        nonempty=True,
+        path=True,
     )
-    save_model: bool = flag(True, "output", "write the trained weights at the end")
-    save_every: int = flag(0, "output", "save a checkpoint every N steps; 0: only at the end", minimum=0)
-    keep_last: int = flag(2, "output", "number of checkpoints to keep", minimum=1)
+    save_model: bool = flag(True, "output", "write the trained weights at the end", resumable=True)
+    save_every: int = flag(
+        0, "output", "save a checkpoint every N steps; 0: only at the end", minimum=0, resumable=True
+    )
+    keep_last: int = flag(2, "output", "number of checkpoints to keep", minimum=1, resumable=True)
     resume: str = flag(
         None,
         "output",
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
         metavar="auto|DIR",
+        saved=False,
+        path=True,
     )
-    overwrite: bool = flag(False, "output", "replace an existing run in --output_dir")
-    eval_every: int = flag(0, "output", "evaluate every N steps; 0: only before and after training", minimum=0)
+    overwrite: bool = flag(False, "output", "replace an existing run in --output_dir", saved=False)
+    eval_every: int = flag(
+        0, "output", "evaluate every N steps; 0: only before and after training", minimum=0, resumable=True
+    )
     # logging
     log_to: str = flag(
         "tqdm",
         "logging",
         "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",
         choices=("tqdm", "stdout", "wandb"),
+        resumable=True,
     )
-    log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1)
-    verbose: bool = flag(False, "logging", "print the detected hardware and capabilities")
-    project_name: str = flag(None, "logging", "Weights & Biases project")
-    name: str = flag(None, "logging", "Weights & Biases run name")
-    group: str = flag(None, "logging", "Weights & Biases run group")
-    entity: str = flag(None, "logging", "Weights & Biases entity (user or team)")
+    log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1, resumable=True)
+    verbose: bool = flag(False, "logging", "print the detected hardware and capabilities", resumable=True)
+    project_name: str = flag(None, "logging", "Weights & Biases project", resumable=True)
+    name: str = flag(None, "logging", "Weights & Biases run name", resumable=True)
+    group: str = flag(None, "logging", "Weights & Biases run group", resumable=True)
+    entity: str = flag(None, "logging", "Weights & Biases entity (user or team)", resumable=True)
     # profile
-    profile: bool = flag(False, "profile", "run the torch profiler")
-    profiling_output: str = flag("profiles", "profile", "folder for profiler output", metavar="DIR")
-    with_stack: bool = flag(False, "profile", "record call stacks")
-    with_shapes: bool = flag(False, "profile", "record input shapes")
-    export_trace: bool = flag(True, "profile", "write Chrome traces")
-    export_memory_timeline: bool = flag(False, "profile", "write a memory timeline")
-    profile_memory: bool = flag(False, "profile", "record allocations")
-    wait_steps: int = flag(0, "profile", "idle steps before each cycle", minimum=0)
-    profiler_warmup_steps: int = flag(1, "profile", "warmup steps per cycle, traced and discarded", minimum=0)
-    active_steps: int = flag(2, "profile", "steps recorded per cycle", minimum=1)
-    repeat: int = flag(0, "profile", "number of cycles; 0: until training ends", minimum=0)
-    profiling_frequency: int = flag(10, "profile", "steps per cycle", minimum=1)
+    profile: bool = flag(False, "profile", "run the torch profiler", resumable=True)
+    profiling_output: str = flag(
+        "profiles", "profile", "folder for profiler output", metavar="DIR", resumable=True, path=True
+    )
+    with_stack: bool = flag(False, "profile", "record call stacks", resumable=True)
+    with_shapes: bool = flag(False, "profile", "record input shapes", resumable=True)
+    export_trace: bool = flag(True, "profile", "write Chrome traces", resumable=True)
+    export_memory_timeline: bool = flag(False, "profile", "write a memory timeline", resumable=True)
+    profile_memory: bool = flag(False, "profile", "record allocations", resumable=True)
+    wait_steps: int = flag(0, "profile", "idle steps before each cycle", minimum=0, resumable=True)
+    profiler_warmup_steps: int = flag(
+        1, "profile", "warmup steps per cycle, traced and discarded", minimum=0, resumable=True
+    )
+    active_steps: int = flag(2, "profile", "steps recorded per cycle", minimum=1, resumable=True)
+    repeat: int = flag(0, "profile", "number of cycles; 0: until training ends", minimum=0, resumable=True)
+    profiling_frequency: int = flag(10, "profile", "steps per cycle", minimum=1, resumable=True)
     # ask
     config: str = flag(
-        None, "ask", "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE"
+        None,
+        "ask",
+        "YAML file of flags, or a run_plan.json; command-line flags override it",
+        metavar="FILE",
+        saved=False,
+        path=True,
     )
-    dry_run: bool = flag(False, "ask", "print the plan with its reasons; load nothing")
+    dry_run: bool = flag(False, "ask", "print the plan with its reasons; load nothing", saved=False)
     doctor: str = flag(
         "false",
         "ask",
         "probe the hardware and every quantizer and print a report; json: as JSON",
         choices=("false", "true", "json"),
+        saved=False,
     )
-    recommend: bool = flag(False, "ask", "print recommended settings for this machine")
-    assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB")
-    assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1)
+    recommend: bool = flag(False, "ask", "print recommended settings for this machine", saved=False)
+    assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
+    assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
 
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}
 DEFAULTS = {name: f.default for name, f in FIELDS.items()}
 NAMES = {alias: name for name, f in FIELDS.items() for alias in (name, *f.metadata["aliases"])}
-# Flags of one invocation, not of the training: never saved in a plan.
-NOT_SAVED = ("config", "dry_run", "doctor", "recommend", "resume", "overwrite", "assume_memory", "assume_world_size")

@@ -28,6 +28,17 @@ def examine(manager: BackendManager) -> dict:
     return manager.describe() | {"quantization": pairs}
 
 
+def report(manager: BackendManager, doctor: str, with_recommendation: bool) -> list[str]:
+    """What --doctor (false, true or json) and --recommend print."""
+    advice = recommend(manager) if with_recommendation else []
+    if doctor == "false":
+        return advice
+    found = examine(manager)
+    if doctor == "json":
+        return [as_json(found | ({"recommend": advice} if advice else {}))]
+    return [*lines(manager, found), *advice]
+
+
 def lines(manager: BackendManager, found: dict) -> list[str]:
     """The probe results as lines of text."""
     text = [*manager.summary_lines(), "", *table(found["quantization"])]

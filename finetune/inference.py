@@ -72,7 +72,7 @@ def open_engine(args):
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     settings = replace(TrainConfig(), train_type="lora", precision=precision)
     engine = TorchEngine(model, settings, device, pad_id(tokenizer))
-    engine.settle_layout("auto")
+    engine.verify("auto")
     return engine, tokenizer, end_ids(tokenizer, files.folder)
 
 

@@ -1,44 +1,98 @@
 """All output of a run: console lines, the live progress line, metrics.jsonl, Weights & Biases.
 
-The only module that prints during training; every rank but 0 builds it with `quiet`.
+The only module that prints during training; silent on every rank but 0.
 """
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
 import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from backend_manager import BackendManager, versions
 from finetune.checkpoint.store import storage
+from finetune.errors import EXPECTED, RankLostError
+from finetune.estimate.budget import GIB
+from finetune.estimate.memory import peak_of
 
-GIB = 2**30
+STEPS_AVERAGED = 20  # of the time left
+
+
+@dataclass
+class Summary:
+    """What the closing report shows, gathered while the run goes on. Bytes and seconds.
+
+    `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the first
+    scored example; `scored_answer`: its answer in the last scoring. `peak`, `predicted`: {"total": bytes, "items": {name: bytes}}.
+    """
+
+    seconds: dict = field(default_factory=dict)
+    before: dict | None = None
+    after: dict | None = None
+    sample_before: str | None = None
+    sample_after: str | None = None
+    scored_answer: str | None = None
+    peak: dict | None = None
+    predicted: dict | None = None
+    loading_bytes: int = 0
+    evaluating_bytes: int = 0
+    tokens_before: int = 0
+
+    def measured(self) -> dict:
+        """Peak memory for the end event: the training phase's, with loading and evaluation as items beside its total."""
+        peak = self.peak or {"total": 0, "items": {}}
+        if self.loading_bytes:
+            peak["items"]["loading"] = self.loading_bytes
+        if self.evaluating_bytes:
+            peak["items"]["evaluating"] = self.evaluating_bytes
+        return peak
 
 
 class Metrics:
-    """Writes events to `output_dir`/metrics.jsonl and prints them. `offset`: the byte at which a resumed run continues.
+    """The log of one run, as a context: the `end` event is written however the run ends, with its exit code.
 
-    `quiet`: neither writes nor prints; rank 0 does.
+    Prints from the beginning; `open` must be called before the first event. `quiet`: neither writes nor prints; rank 0 does.
+    `watchdog`: ends this process if another rank is lost, and is told to write the `end` event before.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        log_to: str = "tqdm",
-        every: int = 1,
-        offset: int | None = None,
-        quiet=False,
-        tracker=None,
-    ):
-        self.file = output_dir / "metrics.jsonl"
-        self.every, self.quiet, self.tracker = every, quiet, tracker
-        self.live = log_to != "stdout" and sys.stdout.isatty() and not quiet
-        self.started, self.live_text = time.perf_counter(), ""
-        self.times = []
-        self.handle = None
-        if quiet:
+    def __init__(self, plan, quiet: bool = False, watchdog=None):
+        s = plan.settings
+        self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
+        self.live = s.log_to != "stdout" and sys.stdout.isatty() and not quiet
+        self.summary, self.live_text, self.began = Summary(), "", time.perf_counter()
+        self.step_times = deque(maxlen=STEPS_AVERAGED)
+        self.file, self.handle, self.tracker, self.state = None, None, None, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self.state is not None:
+            if error is None:
+                self._end(self.state.status, self.state.exit_code)
+            else:
+                self._end("failed", self._exit_code(error))
+
+    def _exit_code(self, error: BaseException) -> int:
+        if isinstance(error, EXPECTED):
+            return error.exit_code
+        if self.watchdog and isinstance(error, RuntimeError) and self.watchdog.caused_by_peer(error):
+            return RankLostError.exit_code
+        return 1
+
+    def open(self, output_dir: Path, state, offset: int | None = None) -> None:
+        """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
+        self.state, self.file = state, output_dir / "metrics.jsonl"
+        if self.watchdog:
+            self.watchdog.on_exit = lambda code: self._end("failed", code)
+        if self.quiet:
             return
+        self.tracker = wandb_run(self.plan)
         if self.file.exists():
             with open(self.file, "r+b") as file:
                 file.truncate(0 if offset is None else min(offset, self.file.stat().st_size))
@@ -66,37 +120,69 @@ class Metrics:
             os.fsync(self.handle.fileno())
         return self.handle.tell()
 
-    def step(
-        self, step: int, total: int, loss, lr, grad_norm, num_tokens, num_targets, seconds, memory, skipped=False
-    ) -> None:
-        rate = num_tokens / seconds
-        self.times.append(seconds)
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Adds the seconds spent inside to a phase of the closing report."""
+        began = time.perf_counter()
+        yield
+        self.summary.seconds[name] = self.summary.seconds.get(name, 0) + time.perf_counter() - began
+
+    def start(self, data, predicted: dict) -> None:
+        """The `start` event. `predicted`: bytes, see report.memory_table."""
+        self.summary.predicted, self.summary.tokens_before = predicted, self.state.num_tokens
+        self.event(
+            "start",
+            plan=self.plan.digest(),
+            step=self.state.step,
+            versions=versions(),
+            machine=BackendManager(self.plan.backend, False).describe()["cpu"],
+            predicted_memory_bytes=predicted,
+            data=data.train.counts,
+        )
+
+    def step(self, result, lr: float, seconds: float, memory) -> None:
+        """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
+        state, used = self.state, asdict(memory)
+        self.summary.peak = peak_of(self.summary.peak, used)
+        self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
+        self.step_times.append(seconds)
+        tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
-            step=step,
-            loss=loss,
+            step=state.step,
+            loss=state.loss,
             lr=lr,
-            grad_norm=grad_norm,
-            num_tokens=num_tokens,
-            num_targets=num_targets,
-            tokens_per_s=rate,
-            memory_bytes=memory,
-            **({"skipped": True} if skipped else {}),
+            grad_norm=result.grad_norm,
+            num_tokens=result.num_tokens,
+            num_targets=result.num_targets,
+            tokens_per_s=tokens_per_s,
+            memory_bytes=used,
+            **({"skipped": True} if result.skipped else {}),
         )
-        if self.quiet:
-            return
         line = (
-            f"step {step:>5}/{total} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | "
-            f"{rate:,.0f} tok/s | mem {memory['total'] / GIB:.2f} GiB"
+            f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f} | lr {lr:.2e} | "
+            f"grad {result.grad_norm:.2f} | {tokens_per_s:,.0f} tok/s | mem {memory.total / GIB:.2f} GiB"
         )
-        line += " | skipped: fp16 gradient overflow" if skipped else ""
+        line += " | skipped: fp16 gradient overflowed" if result.skipped else ""
         if self.live:
-            recent = self.times[-20:]
-            left = (total - step) * sum(recent) / len(recent)
-            self.live_text = f"{_bar(step, total)} {line} | {_duration(left)} left"
+            left = (state.total_steps - state.step) * sum(self.step_times) / len(self.step_times)
+            self.live_text = f"{_bar(state.step, state.total_steps)} {line} | {_duration(left)} left"
             self._draw()
-        elif step % self.every == 0 or step == total:
+        elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
             print(line, flush=True)
+
+    def evaluation(self, values: dict) -> None:
+        """The `eval` event and line."""
+        state, summary = self.state, self.summary
+        self.event("eval", step=state.step, **values)
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "num_targets")
+        self.say(f"eval  step {state.step} | {shown}")
+        if state.step == 0:
+            state.before = values
+        summary.before, summary.after = state.before or values, values
+
+    def saved(self, path: Path) -> None:
+        self.event("save", step=self.state.step, path=str(path))
 
     def say(self, text: str) -> None:
         """Prints a line of text, above the live line if there is one."""
@@ -114,30 +200,42 @@ class Metrics:
             sys.stdout.flush()
 
     def end_live(self) -> None:
+        """Leaves the live line as it is and goes on below it."""
         if self.live_text:
             self._draw()
             self.live_text = ""
             print(flush=True)
 
-    def close(self) -> None:
+    def _end(self, status: str, code: int) -> None:
+        wall_s = time.perf_counter() - self.began
+        self.event(
+            "end",
+            status=status,
+            exit_code=code,
+            step=self.state.step,
+            wall_s=wall_s,
+            peak_memory_bytes=self.summary.measured(),
+        )
+        self.end_live()
         if self.handle:
             self.handle.close()
         if self.tracker:
             self.tracker.finish()
 
 
-def tracker(settings, plan_json, quiet=False):
-    """A Weights & Biases run if --log_to is wandb, else None."""
-    if settings.log_to != "wandb" or quiet:
+def wandb_run(plan):
+    """A Weights & Biases run for --log_to wandb, else None."""
+    s = plan.settings
+    if s.log_to != "wandb":
         return None
     import wandb
 
     return wandb.init(
-        project=settings.project_name or "finetune",
-        name=settings.name,
-        group=settings.group,
-        entity=settings.entity,
-        config=plan_json["settled"],
+        project=s.project_name or "finetune",
+        name=s.name,
+        group=s.group,
+        entity=s.entity,
+        config=plan.to_json()["settled"],
     )
 
 

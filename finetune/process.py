@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from finetune.errors import EXPECTED, PlanError, StorageError
 
@@ -30,11 +31,14 @@ def prepare_environment() -> None:
 class StopSignal:
     """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. A second one exits immediately.
 
-    `heard` is the signal this process received; `signal` is what the run acts on, agreed on by all ranks between steps.
+    `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
 
-    def __init__(self, alone: bool = True):
-        self.alone, self.received, self.signal = alone, None, None
+    def __init__(self, single_process: bool = True):
+        self.single_process, self.received, self.signal = single_process, None, None
+
+    def requested(self) -> bool:
+        return self.signal is not None
 
     @property
     def exit_code(self) -> int:
@@ -44,12 +48,12 @@ class StopSignal:
         if self.received is not None:
             os._exit(128 + number)
         self.received = number
-        if self.alone:
+        if self.single_process:
             self.signal = number
 
     def sync(self, all_reduce_max) -> None:
         """Synchronizes the signal over ranks. `all_reduce_max(number)`: all-reduce max. Collective."""
-        if not self.alone:
+        if not self.single_process:
             self.signal = all_reduce_max(self.received or 0) or None
 
     @contextlib.contextmanager
@@ -88,6 +92,14 @@ def mute_nonzero_ranks(rank: int) -> None:
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the life of the process
         os.environ["TQDM_DISABLE"] = "1"
+
+
+def in_background(work, *args) -> Future:
+    """The future of work(*args), which runs in a thread. Nothing waits for the thread but `result()`."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(work, *args)
+    executor.shutdown(wait=False)
+    return future
 
 
 def log_error(text) -> None:

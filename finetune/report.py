@@ -4,14 +4,15 @@ import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.formats import chat_messages
+from finetune.data.tokenize import render_sample
 from finetune.distributed.accelerate_config import NAMES
-from finetune.metrics import GIB, table
+from finetune.metrics import GIB, Summary, table
 
 
 def plan_lines(plan) -> list[str]:
     """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
-    where = "an assumed accelerator" if s.assume_memory and plan.room.device != plan.backend else plan.backend
+    where = "an assumed accelerator" if s.assume_memory and plan.memory_budget.device != plan.backend else plan.backend
     base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
     what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
@@ -81,30 +82,44 @@ def memory_table(predicted: dict, measured: dict) -> str:
     return table(rows)
 
 
-def closing_lines(run, code: int) -> list[str]:
-    """The closing report: metrics before and after, phase times, peak memory, output location. `run` is train.Run."""
-    s, r, state = run.plan.settings, run.results, run.state
-    lines, before, after = [""], r.get("before"), r.get("after")
-    if after and code == 0:
-        rows = [("", "before", "after"), ("loss", f"{before['loss']:.4f}", f"{after['loss']:.4f}")]
-        if "exact_match" in after:
-            name = f"exact match of {len(run.questions)}"
-            rows.append((name, f"{before['exact_match']:.1%}", f"{after['exact_match']:.1%}"))
+def data_lines(data, color: bool) -> list[str]:
+    """What was read: skipped rows, counts, and one row as the model will see it."""
+    lines = [f"  skipped: {line}" for line in data.train.skipped[:10]]
+    return [*lines, f"data: {data.train.describe()}", render_sample(data.train, 0, data.tokenizer, color=color)]
+
+
+def engine_lines(engine) -> list[str]:
+    """What the loaded model is: notices, and how many of its parameters train."""
+    trainable, total = engine.parameter_counts()
+    lines = [f"  note: {notice}" for notice in engine.notices()]
+    return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
+
+
+def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
+    """The closing report: metrics before and after, phase times, peak memory, output location."""
+    s, r = plan.settings, summary
+    lines = [""]
+    if r.after and code == 0:
+        rows = [("", "before", "after"), ("loss", f"{r.before['loss']:.4f}", f"{r.after['loss']:.4f}")]
+        if "exact_match" in r.after:
+            name = f"exact match of {len(data.score_examples)}"
+            rows.append((name, f"{r.before['exact_match']:.1%}", f"{r.after['exact_match']:.1%}"))
         lines += [table(rows), ""]
-    if "sample after" in r:
-        asked, wanted, source = r["sample"]
-        lines += [f"scored example ({source}):", asked, f"expected: {wanted}"]
-        lines += [f"before: {r.get('sample before', '(resumed)')}", f"after:  {r['sample after']}", ""]
-    tokens = state.num_tokens - r.get("tokens before", 0)
-    rate = tokens / run.seconds["training"] if run.seconds.get("training") else 0
-    peak = r.get("peak", {"total": 0})["total"] / GIB
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.seconds.items())
+    if r.sample_after is not None:
+        prompt, expected, source = data.score_examples[0]
+        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
+        before = "(resumed)" if r.sample_before is None else r.sample_before
+        lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
+    training_s = r.seconds.get("training")
+    rate = (state.num_tokens - r.tokens_before) / training_s if training_s else 0
+    peak = r.peak["total"] if r.peak else 0
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
     lines += [
         f"time: {phases}; {rate:,.0f} tokens/s in training",
-        f"memory above imports: {peak:.2f} GiB in training, {r.get('loading', 0) / GIB:.2f} GiB while loading",
+        f"memory above imports: {peak / GIB:.2f} GiB in training, {r.loading_bytes / GIB:.2f} GiB while loading",
     ]
-    if r.get("peak") and r.get("predicted", {}).get("total"):
-        lines += ["", memory_table(r["predicted"], r["peak"]), ""]
+    if r.peak and r.predicted and r.predicted["total"]:
+        lines += ["", memory_table(r.predicted, r.peak), ""]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
@@ -112,4 +127,6 @@ def closing_lines(run, code: int) -> list[str]:
             f"stopped by a signal, saved to {s.output_dir}/checkpoints/step-{state.step}; "
             f"continue with --resume {s.output_dir}"
         ]
-    return lines + ([f"saved: {s.output_dir}", f"try it: {r['command']}"] if s.save_model else [])
+    if not s.save_model:
+        return lines
+    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, *data.example)}"]

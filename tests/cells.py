@@ -113,7 +113,7 @@ def build(
     if as_bf16:
         fsdp.view_as_bf16(model)
     engine = TorchEngine(model, settings, CPU, ranks=ranks, reshard_after_forward=not kept, distribution=distribution)
-    engine.settle_layout("auto")
+    engine.verify("auto")
     return engine
 
 

@@ -194,7 +194,7 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     )
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="full", lr=1e-3)
     engine = TorchEngine(model, settings, cells.CPU, ranks=ranks_of(rank, size, layout))
-    engine.settle_layout("auto")
+    engine.verify("auto")
     steps(engine, 1)
     # Blocks of 1 MiB and more go back to the system when they are let go.
     memory_stats.map_blocks_from(2**20)

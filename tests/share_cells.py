@@ -98,7 +98,7 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         trained = []
         for engine in engines:
             torch.manual_seed(rank)
-            engine.settle_layout("auto")
+            engine.verify("auto")
             trained.append(cells.train(engine, 2))
         result["losses"] = trained[0]["losses"] == trained[1]["losses"]
         result["norms"] = trained[0]["norms"] == trained[1]["norms"]
@@ -117,7 +117,7 @@ def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
         share = LocalShards.of(ranks, settings, CPU)
         model = load_model(folder, settings, CPU, share=share, say=lambda line: None)
         engine = TorchEngine(model, settings, CPU, ranks=ranks, share=share)
-        engine.settle_layout("auto")
+        engine.verify("auto")
         cells.train(engine, 1)
         measured = engine.memory().items
         measured["base"] = measured.get("base", 0) - memory_stats.storage_bytes(model.buffers())

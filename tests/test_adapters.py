@@ -299,7 +299,7 @@ def test_an_adapted_heads_loss_in_chunks_is_the_models_own_with_its_gradients(ar
         model=tiny.build(architecture, tie_word_embeddings=False),
     )
     built = TorchEngine(model, settings, torch.device("cpu"))
-    built.settle_layout("auto")
+    built.verify("auto")
     assert (built.head is None) == (kind == "dora") and built.layout == "padding_free"
     one = microbatches(tiny.dataset(), [2], "padding_free", 1, 10**6, pad_id=0)[0]
     labels = torch.from_numpy(one.labels_BS.copy())

@@ -517,15 +517,15 @@ def test_a_sample_shows_targets_and_no_escape_sequence(tmp_path, plain_tokenizer
 
 def test_take_and_digest(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
-    part = dataset.take([5, 2])
+    part = dataset.select([5, 2])
     assert (part.document(0)[0] == dataset.document(5)[0]).all() and part.sources == (raw.sources[5], raw.sources[2])
     assert (
         part.counts["rows"] == 2
         and part.counts["tokens"] == len(part.tokens)
         and part.counts["targets"] == part.is_target.sum()
     )
-    assert dataset.take(range(40)).digest() == dataset.digest() != part.digest()
-    assert len(dataset.take([])) == 0
+    assert dataset.select(range(40)).digest() == dataset.digest() != part.digest()
+    assert len(dataset.select([])) == 0
 
 
 def test_tokenizing_twice_the_rows_takes_about_twice_the_time(tmp_path, plain_tokenizer):
@@ -600,11 +600,11 @@ def test_flat_padded_and_alone_hold_the_same_pairs(raw, plain_tokenizer, microba
     rows = epoch_order(40, 1, 0)[:21]
     alone = [batch for row in rows for batch in microbatches(dataset, [row], "padding_free", 1, 10**6, 0)]
     expected = pairs(alone)
-    assert sum(label != IGNORE_INDEX for *_, label in expected) == dataset.take(rows).counts["targets"]
+    assert sum(label != IGNORE_INDEX for *_, label in expected) == dataset.select(rows).counts["targets"]
     for layout in ("padding_free", "padded"):
         batches = microbatches(dataset, rows, layout, 8, microbatch_tokens, 2)
         assert pairs(batches) == expected
-        assert sum(batch.num_targets for batch in batches) == dataset.take(rows).counts["targets"]
+        assert sum(batch.num_targets for batch in batches) == dataset.select(rows).counts["targets"]
         assert sorted(row for batch in batches for row in batch.rows) == sorted(rows)
         for batch in batches:
             arrays = (batch.input_ids_BS, batch.labels_BS, batch.position_ids_BS, batch.document_ids_BS)

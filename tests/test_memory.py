@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend_manager import Backend, BackendManager
-from finetune.cli import convert
+from finetune.cli import parse_value
 from finetune.config import TrainConfig
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.sampler import Cursor, step_rows
@@ -49,7 +49,7 @@ def settings_of(kind, precision="fp32", **changes):
 def engine_of(architecture, settings, folder, **sizes):
     tiny.build(architecture, **sizes).save_pretrained(folder)
     engine = TorchEngine(load_model(folder, settings, CPU), settings, CPU)
-    layout = engine.settle_layout(settings.batch_layout)["batch_layout"][0]
+    layout = engine.verify(settings.batch_layout)["batch_layout"][0]
     return engine, layout
 
 
@@ -281,7 +281,7 @@ def test_smaller_microbatches_come_before_recomputation():
 
 
 def test_batch_size_auto_stays_a_wish_and_is_settled_as_a_number():
-    assert convert("batch_size", "AUTO") == "auto" and convert("batch_size", "4") == 4
+    assert parse_value("batch_size", "AUTO") == "auto" and parse_value("batch_size", "4") == 4
     settled = planned(24, batch_size="auto")
     rows = settled.settings.batch_size
     assert 1 < rows <= budget.MOST_AUTO_ROWS and rows & (rows - 1) == 0
@@ -299,7 +299,7 @@ def test_batch_size_auto_stays_a_wish_and_is_settled_as_a_number():
     assert again.settings.batch_size == rows and again.settings.microbatch_tokens == settled.settings.microbatch_tokens
     assert planned(500, batch_size="auto").settings.batch_size == 64
     with pytest.raises(PlanError, match="--batch_size many: not an integer"):
-        convert("batch_size", "many")
+        parse_value("batch_size", "many")
 
 
 def test_rows_left_to_the_plan_leave_an_epoch_its_steps():

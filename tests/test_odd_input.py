@@ -7,7 +7,7 @@ import pytest
 
 import train
 from finetune.checkpoint.output_dir import find_saved_run
-from finetune.cli import convert
+from finetune.cli import parse_value
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.tokenizer import generation_ends
@@ -223,7 +223,7 @@ def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
 
 
 def test_the_largest_seed_is_taken():
-    assert convert("seed", str(2**63 - 1)) == 2**63 - 1
+    assert parse_value("seed", str(2**63 - 1)) == 2**63 - 1
 
 
 @pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])

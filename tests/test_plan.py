@@ -6,7 +6,7 @@ import pytest
 
 import quantization_wrapper
 from backend_manager import CAPABILITIES, Backend
-from finetune.cli import convert, parse_overrides, read_config
+from finetune.cli import parse_overrides, parse_value, read_config
 from finetune.config import DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
@@ -283,7 +283,7 @@ def test_every_field_parses_its_default_and_all_its_choices():
     for name, field in FIELDS.items():
         values = list(field.metadata["choices"] or ()) or ([field.default] if field.default is not None else [])
         for value in values:
-            assert parse(f"--{name}={value}")[name] == convert(name, str(value))
+            assert parse(f"--{name}={value}")[name] == parse_value(name, str(value))
 
 
 @pytest.mark.parametrize(
@@ -349,5 +349,5 @@ def test_a_wrong_yaml_file_is_one_line_that_names_file_and_key(tmp_path, text, m
 def test_defaults_are_valid_values_of_their_own_flags():
     for name, field in FIELDS.items():
         if field.default is not None:
-            assert convert(name, str(field.default)) == field.default
+            assert parse_value(name, str(field.default)) == field.default
     assert TrainConfig().train_type == "qlora"

@@ -195,7 +195,7 @@ def twenty_steps(config, device):
     )
     add_adapters(model, names, settings)
     engine = TorchEngine(model, settings, torch.device(device))
-    engine.settle_layout("auto")
+    engine.verify("auto")
     from finetune.data.collate import microbatches
 
     rows = tiny.dataset()

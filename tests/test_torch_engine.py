@@ -38,7 +38,7 @@ def engine(architecture="llama", layout="auto", train_type="lora", model=None, *
             for layer in layers(model).values():
                 layer.lora_B.normal_(std=0.05, generator=generator)
     built = TorchEngine(model, settings, CPU)
-    built.settle_layout(layout)
+    built.verify(layout)
     return built
 
 
@@ -192,7 +192,7 @@ def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision,
     model.to(WEIGHT_DTYPES[precision])
     built = engine(train_type=train_type, model=model)
     built = TorchEngine(built.model, dataclasses.replace(built.settings, precision=precision), CPU)
-    built.settle_layout("auto")
+    built.verify("auto")
     assert built.layout == "padding_free"
     assert all(p.dtype == torch.float32 for p in built.named.values())
     frozen = {p.dtype for p in built.model.parameters() if not p.requires_grad and p.is_floating_point()}
@@ -208,7 +208,7 @@ def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
     model = tiny.build().to(torch.float16)
     built = engine(model=model)
     built = TorchEngine(built.model, dataclasses.replace(built.settings, precision="fp16"), CPU)
-    built.settle_layout("auto")
+    built.verify("auto")
     built.scale = 2.0**40
     before = built.trainable_state()
     result = built.train_step(batches(), 1e-2)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from finetune import cli, safetensors_io
@@ -32,20 +32,12 @@ from finetune.checkpoint.store import (
 from finetune.config import FIELDS, RESIDUAL_INITS
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
+from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import local_path
 from finetune.model_files.llama_pro import TRAINED
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """A saved run named by --resume: its folder, its saved plan, and the requested step-N folder, if any."""
-
-    output_dir: Path
-    saved_plan: dict
-    step_folder: Path | None
 
 
 def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
@@ -87,11 +79,13 @@ def _checked_plan(saved, file: Path) -> dict:
         if not isinstance(saved.get(key), dict):
             fact = f"is {type(saved[key]).__name__}, must be an object" if key in saved else "is missing"
             raise PlanError(f"{file}: '{key}' {fact}. {again}")
-    settled = {k: cli.convert(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
+    settled = {
+        k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()
+    }
     for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
         if settled.get(key) is None:
             raise PlanError(f"{file}: 'settled' has no {key}. {again}")
-    return saved | {"requested": cli.checked(saved["requested"], str(file)), "settled": settled}
+    return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
 
 
 def finished_state(root: Path) -> TrainState | None:
@@ -110,18 +104,25 @@ def _state(values: dict) -> TrainState:
 
 def weights_file(plan: RunPlan) -> str:
     """File name of the trainable weights in a checkpoint."""
-    return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.adapter else FULL
+    return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.has_adapter else FULL
+
+
+def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
+    """The plan's output_dir: locked by rank 0, read by the others. Raises PlanError, OutputDirInUseError."""
+    return NonMasterOutputDir(plan) if rank else OutputDir(plan)
 
 
 class OutputDir:
-    """The output_dir while this process holds its lock. `identity` ties checkpoints to base model, tokenizer and data.
+    """The output_dir while this process holds its lock, as a context.
 
-    `in_parts`: sharded checkpoints, to which each rank writes its own files; set by settle_parts.
+    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that others
+    can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own files; set by
+    check_shared_filesystem.
     """
 
     in_parts = False
 
-    def __init__(self, plan: RunPlan, resumed: bool):
+    def __init__(self, plan: RunPlan):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = Lock(self.root)
         self.weights_file = weights_file(plan)
@@ -131,13 +132,66 @@ class OutputDir:
             raise PlanError(
                 f"--output_dir {self.root}: holds a model that was not written by this tool. Give another folder."
             )
-        if holds_a_run(self.root) and not resumed and not plan.settings.overwrite:
+        if holds_a_run(self.root) and not plan.resume_from and not plan.settings.overwrite:
             self.close()
             raise PlanError(
-                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite "
-                "true to "
+                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true to "
                 "replace it."
             )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def describe(self, engine, plan: RunPlan, data) -> None:
+        """Sets what every checkpoint and the published weights carry beside their tensors."""
+        self.configs = engine.describe_weights(plan.files.name, plan.files.digest)
+        vocab_size = ModelShape.from_config(plan.files.config).vocab_size
+        self.identity = {"vocab_size": vocab_size, "base model": plan.files.digest, "dataset": data.train.digest()}
+
+    def restore_or_begin(self, engine, plan: RunPlan, data, say) -> tuple[TrainState, int | None, Path | None]:
+        """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None); then the folder is this run's.
+
+        `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
+        """
+        total_steps = data.total_steps(plan)
+        state, offset, folder = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir), None, None
+        saved = self._checkpoint_of_all_ranks(engine, plan.resume_from, say) if plan.resume_from else None
+        if saved:
+            state, offset = self.restore(engine, saved)
+            folder = saved.folder
+            say(f"resumed from {folder} at step {state.step} of {total_steps}")
+            if engine.reseeded:
+                say("  saved on a different world size: dropout RNG re-seeded per rank")
+            if state.total_steps != total_steps:
+                say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
+            if state.step > total_steps:
+                raise PlanError(
+                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger one."
+                )
+            state.total_steps, state.status = total_steps, "running"
+        dropped = self.begin(state.step if plan.resume_from else None)
+        if dropped:
+            say(f"  dropped {', '.join(dropped)}: this run goes on from step {state.step}")
+        for line in self.check_shared_filesystem(engine):
+            say(f"  note: {line}")
+        self.save_plan(plan)
+        self.save_tokenizer(data.tokenizer)
+        return state, offset, folder
+
+    def _checkpoint_of_all_ranks(self, engine, resume_from: SavedRun, say) -> VerifiedCheckpoint | None:
+        saved, skipped = self.find_checkpoint(resume_from.step_folder)
+        for line in skipped:
+            say(f"  {line}")
+        steps = engine.all_gather_object(saved.step if saved else None)
+        if len(set(steps)) > 1:
+            raise PlanError(
+                f"--resume: ranks find different checkpoints in {self.root} (steps {steps}). Give an --output_dir "
+                "that all hosts share, or copy it to each."
+            )
+        return saved
 
     def begin(self, resumed_step: int | None) -> list[str]:
         """Claims the folder for this run, after every check has passed; returns the names of deleted checkpoints.
@@ -166,7 +220,7 @@ class OutputDir:
         self.plan = plan
         self.write_json("run_plan.json", plan.to_json())
 
-    def save_step(self, engine, state: TrainState, identity: dict, configs: dict, metrics_offset: int) -> Path:
+    def save_step(self, engine, state: TrainState, metrics_offset: int) -> Path:
         """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective."""
         tensors, written, beside = {"rng.safetensors": engine.rng_state()}, {}, None
         if self.in_parts:
@@ -175,10 +229,10 @@ class OutputDir:
         else:
             moments, values = engine.optimizer_state()
             tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
-        texts = {name: json.dumps(content, indent=1) for name, content in configs.items()}
+        texts = {name: json.dumps(content, indent=1) for name, content in self.configs.items()}
         texts["run_plan.json"] = json.dumps(self.plan.to_json(), indent=1)
         texts["train_state.json"] = json.dumps(
-            {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": identity}, indent=1
+            {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": self.identity}, indent=1
         )
         keep_last = self.plan.settings.keep_last
         if not self.in_parts:
@@ -191,7 +245,7 @@ class OutputDir:
             )
         return commit_checkpoint(self.root, state.step, beside, written, texts, keep_last, self.run_id)
 
-    def settle_parts(self, engine) -> list[str]:
+    def check_shared_filesystem(self, engine) -> list[str]:
         """Chooses sharded or gathered checkpoints, once the folder is claimed; returns notices to print. Collective.
 
          Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
@@ -199,9 +253,9 @@ class OutputDir:
         """
         if not engine.writes_parts:
             return []
-        sign = self._put_sign(engine)
+        sign = self._write_probe_file(engine)
         blind = [rank for rank, sees in enumerate(engine.all_gather_object(sign.is_file())) if not sees]
-        self._take_sign(sign)
+        self._remove_probe_file(sign)
         self.in_parts = not blind
         if not blind:
             return []
@@ -211,12 +265,12 @@ class OutputDir:
             "and held there in full. Use a file system that all hosts share."
         ]
 
-    def _put_sign(self, engine) -> Path:
+    def _write_probe_file(self, engine) -> Path:
         sign = self.root / f"{WRITING}{os.getpid()}-{time.time_ns()}"
         replace_text(sign, "seen by all ranks?")
         return self.root / engine.broadcast_object(sign.name)
 
-    def _take_sign(self, sign: Path) -> None:
+    def _remove_probe_file(self, sign: Path) -> None:
         sign.unlink(missing_ok=True)
 
     def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
@@ -265,42 +319,46 @@ class OutputDir:
             raise CheckpointDamagedError(f"{self.root}: no checkpoint verifies. {skipped[0]}")
         return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
 
-    def saved_start(self, found: SavedRun) -> dict | None:
+    def initial_adapter(self) -> dict | None:
         """Adapter of the checkpoint to resume from if its initialization changed the base weights; else None."""
-        if self.plan.settings.init_lora_weights not in RESIDUAL_INITS or not self.plan.adapter:
+        if (
+            not self.plan.resume_from
+            or self.plan.settings.init_lora_weights not in RESIDUAL_INITS
+            or not self.plan.has_adapter
+        ):
             return None
-        saved, _ = self.find_checkpoint(found.step_folder)
+        saved, _ = self.find_checkpoint(self.plan.resume_from.step_folder)
         return saved.tensors(self.weights_file) if saved else None
 
-    def restore(self, engine, saved: VerifiedCheckpoint, identity: dict) -> tuple[TrainState, int]:
+    def restore(self, engine, saved: VerifiedCheckpoint) -> tuple[TrainState, int]:
         """Loads a checkpoint into the engine; (its state, offset in metrics.jsonl).
 
         PlanError if base or data differ.
         """
         content = saved.json("train_state.json")
         for what, value in content["identity"].items():
-            if identity.get(what) != value:
+            if self.identity.get(what) != value:
                 raise PlanError(
                     f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
                     "Restore it."
                 )
-        read = saved.tensors if self.plan.adapter else saved.slices
+        read = saved.tensors if self.plan.has_adapter else saved.slices
         engine.load_state(
             read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors("rng.safetensors")
         )
         return _state(content), content["metrics_bytes"]
 
-    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
+    def publish(self, engine, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically."""
         folder = folder or self.root
         with storage(folder):
             folder.mkdir(exist_ok=True)
-        if self.plan.adapter:
+        if self.plan.has_adapter:
             replace_tensors(folder / self.weights_file, engine.trainable_state())
         else:
             with storage(folder):
                 engine.write_model(folder)
-        for name, content in configs.items():
+        for name, content in self.configs.items():
             replace_text(folder / name, json.dumps(content, indent=2) + "\n")
 
     def save_tokenizer(self, tokenizer) -> None:
@@ -316,7 +374,7 @@ class NonMasterOutputDir(OutputDir):
     Gathers are collective, so saving and publishing call the engine on these ranks as on rank 0.
     """
 
-    def __init__(self, plan: RunPlan, resumed: bool):
+    def __init__(self, plan: RunPlan):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.weights_file = weights_file(plan)
 
@@ -329,10 +387,10 @@ class NonMasterOutputDir(OutputDir):
     def write_json(self, name: str, content: dict) -> None:
         pass
 
-    def _put_sign(self, engine) -> Path:
+    def _write_probe_file(self, engine) -> Path:
         return self.root / engine.broadcast_object(None)
 
-    def _take_sign(self, sign: Path) -> None:
+    def _remove_probe_file(self, sign: Path) -> None:
         pass
 
     def _begin_step(self, step: int) -> None:
@@ -341,7 +399,7 @@ class NonMasterOutputDir(OutputDir):
     def _drop_step(self, beside) -> None:
         pass
 
-    def save_step(self, engine, state, identity, configs, metrics_offset) -> Path:
+    def save_step(self, engine, state, metrics_offset) -> Path:
         engine.rng_state()
         if self.in_parts:
             self._write_parts(engine, state.step)
@@ -350,8 +408,8 @@ class NonMasterOutputDir(OutputDir):
             engine.optimizer_state(), engine.trainable_state()
         return self.root / "checkpoints" / f"step-{state.step}"
 
-    def publish(self, engine, configs: dict, folder: Path | None = None) -> None:
-        if self.plan.adapter:
+    def publish(self, engine, folder: Path | None = None) -> None:
+        if self.plan.has_adapter:
             engine.trainable_state()
         else:
             engine.write_model(folder or self.root)

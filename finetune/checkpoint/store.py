@@ -169,8 +169,9 @@ def commit_checkpoint(
 
 
 def _tensor_bytes(arrays: dict) -> bytes:
+    from safetensors.numpy import save
 
-    return save_checkpoint({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"format": "pt"})
+    return save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata={"format": "pt"})
 
 
 def _write_text(path: Path, text: str) -> None:

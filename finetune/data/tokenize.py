@@ -49,7 +49,7 @@ class TokenizedDataset:
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
 
-    def take(self, indices) -> "TokenizedDataset":
+    def select(self, indices) -> "TokenizedDataset":
         """The documents at `indices`, in that order."""
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])

@@ -14,7 +14,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import communication, memory
 from finetune.estimate.model_cost import MicrobatchShape
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import ModelShape, planned_shape
 
 GIB = 2**30
 UNITS = {
@@ -119,6 +119,24 @@ def predicted(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load
     stages = room.dims.pp
     in_flight = 2 * stages if settings.pp_schedule == "gpipe" and stages > 1 else stages
     return memory.estimate(settings, part, load, room.device, room.ranks, in_flight)
+
+
+def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:
+    """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
+
+    `loads_own_shards`: each rank reads only its rows of the weights.
+    """
+    s = plan.settings
+    batch = data.largest_microbatch(plan, pad_id)
+    lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
+    several = plan.rows_per_step > len(batch.rows)
+    load = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
+    shape = planned_shape(plan.files, s.llama_pro_path)
+    found = predicted(s, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), load)
+    if found["total"]:
+        ranks = plan.dims.shards if loads_own_shards else 1
+        found["items"]["loading"] = memory.loading_bytes(s, shape, ranks)
+    return found
 
 
 def fits(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape | None = None) -> bool:

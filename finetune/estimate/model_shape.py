@@ -5,10 +5,11 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune import safetensors_io
+from finetune.model_files.llama_pro import read_record
 
 # Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
 # that
@@ -247,3 +248,12 @@ def shape_of_files(files) -> ModelShape:
     size = sum(Path(f).stat().st_size for f in files.weight_files)
     tensors = None if files.stored else read_headers(files.weight_files)
     return ModelShape.from_config(files.config, tensors, size or None)
+
+
+def planned_shape(files, llama_pro_path: str | None) -> ModelShape:
+    """The shape of a model folder, with the number of added layers if a run trains only those. Raises PlanError."""
+    shape = shape_of_files(files)
+    if not llama_pro_path:
+        return shape
+    record = read_record(files.folder, f"--llama_pro_path {llama_pro_path}")
+    return replace(shape, new_layers=len(record["new_layers"]))

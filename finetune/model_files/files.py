@@ -142,6 +142,13 @@ def find_model(
     return read_folder(folder, model_name, folder.name, source, said)
 
 
+def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
+    """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
+    if values.get("llama_pro_path"):
+        return find_model(values["llama_pro_path"], fetch=fetch, flag="--llama_pro_path", weights=fetch)
+    return find_model(values.get("model_name") or DEMO_MODEL, values.get("revision"), fetch=fetch, weights=fetch)
+
+
 # ---- a folder on this disk
 
 

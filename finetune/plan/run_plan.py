@@ -3,16 +3,20 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from finetune.config import NOT_SAVED, TrainConfig
+from finetune.config import FIELDS, TrainConfig
+from finetune.data.sampler import Cursor
 from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
-from finetune.estimate import budget
+from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.files import ModelFiles
+from finetune.schedule import Schedule, warmup_steps
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A setting that was not used as it was asked for, or as it stands by default, and why."""
+    """A setting whose requested or default value was not used, and why."""
 
     setting: str
     requested: object
@@ -24,8 +28,21 @@ class Adjustment:
 
 
 @dataclass(frozen=True)
+class SavedRun:
+    """A run on disk that --resume names: its folder, its saved plan, and the step-N folder if one was named."""
+
+    output_dir: Path
+    saved_plan: dict
+    step_folder: Path | None
+
+
+@dataclass(frozen=True)
 class RunPlan:
-    """What will run. `settings` hold every setting's settled value, `requested` only what the user set."""
+    """What will run. `settings` hold every setting's settled value, `requested` only what the user set.
+
+    `shape`, `memory_budget` and `files` are what the plan was resolved against: they are not saved, and each rank finds
+    the model's files on its own host.
+    """
 
     settings: TrainConfig
     requested: dict
@@ -34,9 +51,11 @@ class RunPlan:
     backend: str
     engine: str
     dims: ParallelDims = ParallelDims()
-    distribution: str = "ptd"  # who sums gradients and cuts weights over the ranks: a key of accelerate_env.NAMES
-    shape: ModelShape | None = None  # what the plan was made for; not saved
-    room: budget.MemoryBudget | None = None
+    distribution: str = "ptd"  # who shards and all-reduces: a key of accelerate_config.NAMES
+    resume_from: SavedRun | None = None
+    shape: ModelShape | None = None
+    memory_budget: MemoryBudget | None = None
+    files: ModelFiles | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -44,7 +63,7 @@ class RunPlan:
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether a layer's gathered weights are freed between its forward and its backward."""
+        """True if a layer's gathered weights are freed between its forward and its backward."""
         return self.settings.sharding_strategy not in KEEPS_GATHERED
 
     @property
@@ -52,45 +71,59 @@ class RunPlan:
         return self.settings.batch_size * self.settings.gradient_accumulation_steps * self.data_ranks
 
     @property
-    def adapter(self) -> bool:
+    def has_adapter(self) -> bool:
         return self.settings.train_type != "full"
 
+    def schedule(self, total_steps: int) -> Schedule:
+        s = self.settings
+        warmup = warmup_steps(total_steps, s.warmup_steps, s.warmup_ratio)
+        return Schedule(s.lr_scheduler, s.lr, total_steps, warmup, s.cosine_min_lr_ratio)
+
+    def eval_due(self, state: "TrainState") -> bool:
+        every = self.settings.eval_every
+        return bool(every) and state.step % every == 0 and state.step < state.total_steps
+
+    def save_due(self, state: "TrainState", stopping: bool) -> bool:
+        every = self.settings.save_every
+        periodic = bool(every) and state.step % every == 0
+        return self.settings.save_model and (periodic or stopping or state.step == state.total_steps)
+
+    def changed(self, changes: dict) -> "RunPlan":
+        """The plan with {setting: (value used, reason)}, an Adjustment for each that differs."""
+        new = {k: v for k, (v, _) in changes.items() if getattr(self.settings, k) != v}
+        adjustments = tuple(Adjustment(k, getattr(self.settings, k), v, changes[k][1]) for k, v in new.items())
+        return replace(self, settings=replace(self.settings, **new), adjustments=self.adjustments + adjustments)
+
     def to_json(self) -> dict:
-        settled = {k: v for k, v in asdict(self.settings).items() if k not in NOT_SAVED}
+        """What run_plan.json holds."""
+        saved = {name for name, field in FIELDS.items() if field.metadata["saved"]}
+        settled = {k: v for k, v in asdict(self.settings).items() if k in saved}
         return {
-            "requested": {k: v for k, v in self.requested.items() if k not in NOT_SAVED},
+            "requested": {k: v for k, v in self.requested.items() if k in saved},
             "settled": settled | {"backend": self.backend, "backend_type": self.backend, "engine": self.engine},
             "adjustments": [asdict(a) for a in self.adjustments],
         }
 
-    def to_wire(self) -> dict:
-        """All that crosses to another rank, as JSON: what was decided, without the sizes it was decided by."""
-        return {
-            "settings": asdict(self.settings),
-            "requested": self.requested,
-            "notices": self.notices,
-            "backend": self.backend,
-            "adjustments": [asdict(a) for a in self.adjustments],
-            "engine": self.engine,
-            "dims": asdict(self.dims),
-            "distribution": self.distribution,
-        }
+    def serialize(self) -> str:
+        """JSON of all that other ranks need: every decision, without what it was resolved against."""
+        content = asdict(replace(self, shape=None, memory_budget=None, files=None))
+        return json.dumps(content, default=str)
 
     @classmethod
-    def from_wire(cls, wire: dict) -> "RunPlan":
-        return cls(
-            TrainConfig(**wire["settings"]),
-            wire["requested"],
-            tuple(Adjustment(**a) for a in wire["adjustments"]),
-            tuple(wire["notices"]),
-            wire["backend"],
-            wire["engine"],
-            ParallelDims(**wire["dims"]),
-            wire["distribution"],
-        )
+    def deserialize(cls, text: str) -> "RunPlan":
+        content = json.loads(text)
+        content["settings"] = TrainConfig(**content["settings"])
+        content["adjustments"] = tuple(Adjustment(**a) for a in content["adjustments"])
+        content["notices"] = tuple(content["notices"])
+        content["dims"] = ParallelDims(**content["dims"])
+        if content["resume_from"]:
+            saved = content["resume_from"]
+            step_folder = saved["step_folder"] and Path(saved["step_folder"])
+            content["resume_from"] = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step_folder)
+        return cls(**content)
 
     def digest(self) -> str:
-        """sha256 of everything settled but where it is written to."""
+        """sha256 of everything settled except the output_dir."""
         settled = {k: v for k, v in self.to_json()["settled"].items() if k != "output_dir"}
         return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
 
@@ -113,13 +146,19 @@ class TrainState:
     scores: dict | None = None
     exit_code: int = 0
 
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.index)
 
-def finalize(plan: RunPlan, proofs: dict) -> RunPlan:
-    """The plan after loading: `proofs` maps a setting to (value used, reason)."""
-    changed = {k: v for k, (v, _) in proofs.items() if getattr(plan.settings, k) != v}
-    adjusted = tuple(Adjustment(k, getattr(plan.settings, k), v, proofs[k][1]) for k, v in changed.items())
-    return replace(plan, settings=replace(plan.settings, **changed), adjustments=plan.adjustments + adjusted)
+    def advance(self, result, cursor: Cursor) -> None:
+        """One step is done, with this StepResult; the next begins at `cursor`."""
+        self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
+        self.num_tokens += result.num_tokens
+        self.loss = result.nll / result.num_targets
 
 
 def format_value(value) -> str:
-    return str(value).lower() if isinstance(value, bool) else "unset" if value is None else str(value)
+    """A setting's value as messages show it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else str(value)

@@ -30,7 +30,7 @@ SCALE_START, SCALE_GROWS_EVERY = (2.0**15, 2000)  # fp16: torch.amp.GradScaler's
 
 
 class TorchEngine:
-    """Holds the model or this rank's part of it, its optimizer and its random state. `settle_layout` must run once before the first step.
+    """Holds the model or this rank's part of it, its optimizer and its random state. `verify` must run once before the first step.
 
     With several `ranks` every method that touches weights is called by all of them at the same point; state and files
     come from the first.
@@ -106,7 +106,7 @@ class TorchEngine:
         self.proofs = self._prove(self.settings.batch_layout)
         self.reference = self._try(self._logits, self._proof_batch())
 
-    def settle_layout(self, wished: str) -> dict:
+    def verify(self, wished: str) -> dict:
         """{'batch_layout': (used, reason)} after the proofs on the loaded model; PlanError where flat was asked for and fails."""
         proof, head = self.proofs or self._prove(wished)
         self.layout = "padding_free" if proof.holds else "padded"
@@ -463,7 +463,7 @@ class TorchEngine:
         """The sum of all ranks' numbers, once of those that answer together."""
         return float(self.ranks.all_gather_scalars([number if self.ranks.coordinate("tp") == 0 else 0.0]).sum())
 
-    def share_of(self, items: list) -> list:
+    def shard_list(self, items: list) -> list:
         """Which of these this rank answers, with the others of its tensor-parallel group."""
         dims = self.ranks.dims
         return items[self.ranks.data_rank * dims.cp + self.ranks.coordinate("cp") :: dims.data_ranks * dims.cp]
@@ -481,6 +481,10 @@ class TorchEngine:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    @property
+    def data_rank(self) -> int:
+        return self.ranks.data_rank
 
     @property
     def writes_parts(self) -> bool:

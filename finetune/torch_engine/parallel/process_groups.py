@@ -113,6 +113,7 @@ class ProcessGroups:
 
     rank: int = 0
     dims: ParallelDims = field(default_factory=ParallelDims)
+    device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
     groups: dict = field(default_factory=dict)
 
@@ -120,13 +121,13 @@ class ProcessGroups:
     def of(cls, world: RankEnv | None, dims: ParallelDims, device: torch.device) -> "ProcessGroups":
         """The ranks of a run whose processes have joined. Collective."""
         if world is None or world.size == 1:
-            return cls()
+            return cls(device=device)
         shape = (dims.pp, dims.dp_replicate, dims.shards, dims.tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "shard", "tp"))
         groups = {name: _group(dims, world.rank, axes) for name, axes in GROUPS.items()}
         if dims.pp > 1:
             groups["ends"] = _group(dims, world.rank, ("pp",), ends=True)
-        return cls(world.rank, dims, mesh, {name: group for name, group in groups.items() if group})
+        return cls(world.rank, dims, device, mesh, {name: group for name, group in groups.items() if group})
 
     @property
     def alone(self) -> bool:

@@ -1,0 +1,104 @@
+"""From the run's settings to its data: raw rows of every dataset it names, then tokenized rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.config import TrainConfig
+from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.formats import detect_format
+from finetune.data.readers import RawDataset
+from finetune.data.sampler import Cursor, rank_rows, split_validation, step_rows, total_steps
+from finetune.data.sources import read_rows
+from finetune.data.tokenize import TokenizedDataset, generation_examples, tokenize
+from finetune.engine import Batch
+from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.files import ModelFiles
+from finetune.model_files.tokenizer import end_ids, pad_id
+
+EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads
+DATASETS = {  # use: (flag, split of a folder or Hub name)
+    "train": ("dataset", "train"),
+    "validation": ("validation_dataset", "validation"),
+    "score": ("score_dataset", "test"),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything a run reads: training rows, validation rows, and examples scored by exact match.
+
+    `score_examples`: (prompt ids, expected answer, source) each. `example`: (format, row) of one raw row. `stop_ids`: tokens
+    that end an answer.
+    """
+
+    tokenizer: object
+    stop_ids: set[int]
+
+    train: TokenizedDataset
+    validation: TokenizedDataset | None
+    score_examples: list
+    example: tuple[str, dict]
+
+    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """(microbatches of this data rank, all rows of the step, where the next step begins)."""
+        s = plan.settings
+        rows, cursor = step_rows(len(self.train), plan.rows_per_step, s.seed, state.cursor)
+        mine = rank_rows(rows, data_rank, plan.data_ranks)
+        return microbatches(self.train, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id), rows, cursor
+
+    def total_steps(self, plan) -> int:
+        s = plan.settings
+        return total_steps(len(self.train), plan.rows_per_step, s.num_epochs, s.max_steps)
+
+    def largest_microbatch(self, plan, pad_id: int) -> Batch:
+        """The largest microbatch of the run's first epochs, as the loop will make it."""
+        s, num_steps = plan.settings, self.total_steps(plan)
+        return largest_microbatch(
+            self.train, plan.rows_per_step, s.seed, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id, num_steps
+        )
+
+
+def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, str]]:
+    """{use: (raw rows, format)} of every dataset the settings name. Every broken row is found here. Raises PlanError."""
+    raw_datasets = {}
+    for use, (name, split) in DATASETS.items():
+        dataset, flag = getattr(settings, name), f"--{name}"
+        if not dataset:
+            continue
+        samples = {"train": settings.dataset_samples, "validation": -1, "score": settings.score_samples}[use]
+        raw = read_rows(dataset, samples=samples, skip_bad_rows=settings.skip_bad_rows, split=split, flag=flag)
+        known = settings.dataset_format != "auto"
+        raw_datasets[use] = raw, settings.dataset_format if known else detect_format(raw.columns, flag)
+    return raw_datasets
+
+
+def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: ModelFiles) -> Data:
+    """Tokenizes what `read_datasets` read, and splits validation rows off if asked. Raises PlanError."""
+    vocab_size = ModelShape.from_config(files.config).vocab_size
+
+    def tokenized(use: str) -> TokenizedDataset:
+        raw, fmt = raw_datasets[use]
+        on_prompt = settings.train_on_prompt and use == "train"
+        return tokenize(raw, fmt, tokenizer, settings.context_length, on_prompt, vocab_size=vocab_size)
+
+    train, validation, score_examples = tokenized("train"), None, []
+    if "validation" in raw_datasets:
+        validation = tokenized("validation")
+    elif settings.validation_split:
+        rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
+        train, validation = train.select(rows), train.select(held_out)
+    if "score" in raw_datasets:
+        score_examples = generation_examples(*raw_datasets["score"], tokenizer)
+        validation = validation or tokenized("score")
+    raw, fmt = raw_datasets.get("score") or raw_datasets["train"]
+    source = score_examples[0][2] if score_examples else train.sources[0]
+    row = raw.rows[raw.sources.index(source)] if source in raw.sources else {}
+    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, (fmt, row))
+
+
+def eva_batches(data: Data, settings: TrainConfig) -> list[Batch]:
+    """Padded batches of the first rows of the run, which --init_lora_weights eva reads activations of."""
+    num_rows = len(data.train)
+    rows, _ = step_rows(num_rows, min(num_rows, EVA_ROWS), settings.seed, Cursor())
+    return microbatches(data.train, rows, "padded", 16, settings.microbatch_tokens, pad_id(data.tokenizer))

@@ -1,0 +1,90 @@
+"""Validation loss and exact match of a model during a run, over all ranks."""
+
+import math
+from dataclasses import dataclass
+
+from finetune.data.collate import microbatches
+from finetune.data.prepare import Data
+from finetune.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss`: mean nll per target. `exact_match`: 0..1, None if nothing is scored. `first_answer`: to the first example."""
+
+    loss: float
+    num_targets: int
+    exact_match: float | None = None
+    first_answer: str | None = None
+
+    @property
+    def values(self) -> dict:
+        """What the eval event of metrics.jsonl holds."""
+        values = {"loss": self.loss, "num_targets": self.num_targets}
+        return values if self.exact_match is None else values | {"exact_match": self.exact_match}
+
+
+def evaluate(engine, data: Data, plan, step: int, stopping) -> Evaluation | None:
+    """Loss on the validation rows and exact match on the scored ones. None if `stopping()` became true. Collective.
+
+    `step` begins the message of the NonFiniteError that a loss which is not finite raises.
+    """
+    s, rows = plan.settings, data.validation
+    batches = microbatches(rows, range(len(rows)), s.batch_layout, len(rows), s.microbatch_tokens, engine.pad_id)
+    nll, num_targets = engine.evaluate(batches, stopping)
+    if stopping():
+        return None
+    if not math.isfinite(nll):
+        raise NonFiniteError(f"step {step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
+    loss = nll / num_targets
+    if not data.score_examples:
+        return Evaluation(loss, num_targets)
+    mine, matched, answers = engine.shard_list(data.score_examples), 0.0, [None]
+    with engine.full_weights():
+        if mine:
+            matched, answers = exact_match(
+                engine, data.tokenizer, mine, s.score_max_new_tokens, data.stop_ids, stopping=stopping
+            )
+    if stopping():
+        return None
+    match = round(engine.all_reduce_sum(matched * len(mine))) / len(data.score_examples)
+    return Evaluation(loss, num_targets, match, engine.broadcast_object(answers[0]))
+
+
+def exact_match(
+    engine, tokenizer, examples, max_new_tokens: int, stop_ids: set[int], batch_size: int = 32, stopping=None
+) -> tuple[float, list[str]]:
+    """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
+
+    `examples` are data.generation_examples'. White space around an answer is ignored. A row ends as soon as its text can no
+    longer become the expected one, which changes no score. `stop_ids` end an answer; `stopping()`: give up.
+    """
+    answers = []
+    for start in range(0, len(examples), batch_size):
+        batch = examples[start : start + batch_size]
+        expected = [answer.strip() for _, answer, _ in batch]
+
+        def stop_row(row, ids, expected=expected):
+            if stopping and stopping():
+                return True
+            text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
+            return not (expected[row].startswith(text) or text.strip() == expected[row])
+
+        new = engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
+        answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+    right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))
+    return right / len(examples), answers
+
+
+def sample_answer(engine, data: Data, plan, scored: str | None, stopping) -> str:
+    """The model's answer to the first scored example, in one line.
+
+    `scored`: its answer in scoring, which ends where it goes wrong; it is generated again if it did.
+    """
+    (prompt, expected, _), tokenizer = data.score_examples[0], data.tokenizer
+    answer = scored
+    if answer is None or answer.strip() != expected.strip():
+        max_new_tokens = plan.settings.score_max_new_tokens
+        new = engine.generate([prompt], max_new_tokens, data.stop_ids, lambda row, ids: stopping())
+        answer = tokenizer.decode(new[0], skip_special_tokens=True)
+    return " ".join(answer.split())[:300]

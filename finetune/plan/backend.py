@@ -1,0 +1,21 @@
+"""Which backend a run uses: --backend, else FSDP_BACKEND, else the first detected that has an engine here."""
+
+import os
+
+from backend_manager import CAPABILITIES, Backend, BackendManager
+from finetune.errors import PlanError
+
+ENGINES = ("torch",)
+
+
+def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
+    """(manager of the backend, one that detection preferred but no engine of this version runs or None). Raises PlanError."""
+    name = name or os.environ.get("FSDP_BACKEND") or None
+    try:
+        manager = BackendManager(name, verbose=False)
+        if manager.requested is None and CAPABILITIES[manager.backend].engine not in ENGINES:
+            rest = [b for b in manager.available if CAPABILITIES[b].engine in ENGINES]
+            return BackendManager(rest[0], verbose=False), manager.backend
+    except ValueError as error:
+        raise PlanError(f"--backend {name}: {error}") from None
+    return manager, None

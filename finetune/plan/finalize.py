@@ -1,0 +1,76 @@
+"""The plan after loading: what the data and the loaded model decide. It runs once; nothing changes after it."""
+
+import math
+
+from finetune.errors import OutOfMemoryError, PlanError
+from finetune.estimate.budget import rows_for_data
+from finetune.plan.run_plan import RunPlan
+
+
+def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
+    """The plan with the data's limits and the engine's checks; `say` is called with a line per change.
+
+    batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
+    """
+    changes = data_changes(plan, data.train.lengths)
+    checked = engine.verify(plan.settings.batch_layout)
+    plan = plan.changed(changes | checked)
+    for setting, (used, reason) in (changes | checked).items():
+        say(f"{setting}: {used} ({reason})")
+    if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
+        plan = probe_batch_size(plan, data, engine, say)
+    return plan
+
+
+def data_changes(plan: RunPlan, lengths) -> dict:
+    """{setting: (value, reason)} that the number and the lengths of the rows decide. Raises PlanError if they are too few."""
+    s, changes = plan.settings, {}
+    batches = s.gradient_accumulation_steps * plan.data_ranks
+    if plan.requested.get("batch_size") == "auto" and not plan.resume_from:
+        rows, why = rows_for_data(s.batch_size, len(lengths) // batches)
+        changes |= smaller_batch(plan, rows, why) if why else {}
+    changes |= pipeline_microbatches(plan.changed(changes), lengths)
+    rows_per_step = plan.changed(changes).rows_per_step
+    if len(lengths) < rows_per_step:
+        raise PlanError(
+            f"--dataset {s.dataset}: {len(lengths)} rows are fewer than the {rows_per_step} of one step. "
+            f"Use --batch_size {max(1, len(lengths) // batches)} or more rows."
+        )
+    return changes
+
+
+def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
+    """The changes to a smaller batch_size and, if it was left open, to a forward that takes the full batch."""
+    changes = {"batch_size": (rows, why)}
+    if "microbatch_tokens" not in plan.requested:
+        changes["microbatch_tokens"] = (rows * plan.settings.context_length, "one forward takes the full batch")
+    return changes
+
+
+def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
+    """If microbatch_tokens was left open: small enough that a pipeline has two microbatches per stage."""
+    s, stages = plan.settings, plan.dims.pp
+    if stages == 1 or "microbatch_tokens" in plan.requested:
+        return {}
+    per_batch = max(1, 2 * stages // s.gradient_accumulation_steps)
+    tokens = math.ceil(s.batch_size * lengths.mean() / per_batch)
+    if tokens >= s.microbatch_tokens:
+        return {}
+    return {"microbatch_tokens": (tokens, f"about {2 * stages} microbatches per step keep {stages} stages busy")}
+
+
+def probe_batch_size(plan: RunPlan, data, engine, say) -> RunPlan:
+    """One step on the run's largest microbatch, undone afterwards; half the rows each time memory runs out."""
+    while True:
+        s = plan.settings
+        try:
+            batch = data.largest_microbatch(plan, engine.pad_id)
+            engine.try_step(batch, several=s.gradient_accumulation_steps > 1)
+            return plan
+        except OutOfMemoryError:
+            if s.batch_size == 1:
+                raise
+            why = f"memory ran out on a step of --batch_size {s.batch_size}"
+            changes = smaller_batch(plan, s.batch_size // 2, why)
+            plan = plan.changed(changes)
+            say(f"batch_size: {plan.settings.batch_size} ({why})")

@@ -1,0 +1,213 @@
+"""The plan's rules for several ranks: world size, degrees, who distributes, and settings only one or several ranks can use."""
+
+from backend_manager import Backend, package_version
+from finetune.config import DEFAULTS
+from finetune.distributed import accelerate_config
+from finetune.distributed.parallel_dims import check_settings, dims_of
+from finetune.errors import PlanError
+from finetune.plan.demo import DEMO_SETTINGS
+from finetune.plan.draft import Draft
+from finetune.plan.run_plan import format_value
+
+
+def resolve_parallelism(draft: Draft) -> None:
+    """World size and degrees, rows per rank, and the settings that these make meaningless."""
+    values, env = draft.values, draft.facts.env
+    if env and values["world_size"] not in (-1, env.size):
+        raise PlanError(
+            f"--world_size {values['world_size']}: {env.launcher} started {env.size} ranks. Omit --world_size."
+        )
+    if env:
+        world_size = env.size
+    else:
+        world_size = values["world_size"] if values["world_size"] > 0 else draft.facts.num_devices
+    world_size = values["assume_world_size"] or world_size
+    draft.local_world_size = env.local_size if env else world_size
+    resolve_parallel_backend(draft, world_size)
+    draft.dims = dims_of(values, world_size, draft.local_world_size)
+    check_settings(draft.dims, values)
+    rows_per_rank(draft)
+    values["world_size"], values["dp_degree"], values["dp_shards"] = (
+        world_size,
+        draft.dims.dp_replicate,
+        draft.dims.dp_shard,
+    )
+    if world_size == 1:
+        single_process(draft)
+        return
+    if draft.dims.pp > 1 and values["score_dataset"]:
+        no_generation_in_a_pipeline(draft)
+    if draft.distribution.startswith("zero"):
+        draft.notices.append("memory is predicted as for DDP replicas; DeepSpeed's ZeRO needs less")
+    elif draft.dims.shards == 1:
+        replicated_weights(draft)
+    else:
+        sharded_weights(draft)
+
+
+def rows_per_rank(draft: Draft) -> None:
+    """batch_size, so that rows per step are the saved run's or the demo's on any number of data ranks."""
+    values, data_ranks = draft.values, draft.dims.data_ranks
+    batches, saved_rows = values["gradient_accumulation_steps"] * data_ranks, draft.inherited_rows_per_step
+    if saved_rows and saved_rows % batches == 0:
+        reason = f"the saved run's {saved_rows} rows per step in {batches} batches"
+        if values["batch_size"] == "auto":
+            reason = "as the saved run settled it"
+        draft.adjust("batch_size", saved_rows // batches, reason)
+    rows = DEMO_SETTINGS["batch_size"]
+    if "batch_size" in draft.demo and not draft.given("batch_size") and rows % data_ranks == 0:
+        draft.adjust("batch_size", rows // data_ranks, f"the demo's {rows} rows per step over {data_ranks} ranks")
+
+
+def single_process(draft: Draft) -> None:
+    """Settings that only several processes have a use for go back to their defaults."""
+    values, adjust = draft.values, draft.adjust
+    if not (values["assume_world_size"] and values["assume_world_size"] > 1):
+        adjust("use_cpu_offload", False, "a single process shards nothing")
+    adjust("no_sync", DEFAULTS["no_sync"], "a single process all-reduces nothing")
+    adjust("sharding_strategy", DEFAULTS["sharding_strategy"], "a single process shards nothing")
+    for name in ("rank_timeout", "master_addr", "master_port"):
+        adjust(name, DEFAULTS[name], "a single process needs no rendezvous")
+
+
+def no_generation_in_a_pipeline(draft: Draft) -> None:
+    values = draft.values
+    if draft.given("score_dataset"):
+        raise PlanError(
+            f"--score_dataset {values['score_dataset']}: generation is not supported under pipeline parallelism. "
+            "Run score.py afterwards; use --validation_dataset with --pp_degree."
+        )
+    if not (values["validation_dataset"] or values["validation_split"]):
+        draft.adjust("validation_dataset", values["score_dataset"], "a pipeline measures its loss")
+    draft.adjust(
+        "score_dataset", None, "generation is not supported under pipeline parallelism; run score.py afterwards"
+    )
+
+
+def replicated_weights(draft: Draft) -> None:
+    draft.adjust("no_sync", True, "gradients of weights that are not sharded are all-reduced once per step")
+    if draft.values["use_cpu_offload"]:
+        raise PlanError(
+            "--use_cpu_offload true: keeps sharded weights in host memory, and nothing is sharded here. "
+            "Use --dp_shards, or omit it."
+        )
+
+
+def sharded_weights(draft: Draft) -> None:
+    values = draft.values
+    if draft.backend is Backend.MPS:
+        draft.adjust("use_cpu_offload", False, "host and device have one memory")
+    if values["optimizer"] == "adamw_8bit":
+        raise PlanError(
+            "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks, so the checkpoint could not resume "
+            "on another world size. Use adamw, with --use_cpu_offload true if moments do not fit, or --sharding_strategy ddp."
+        )
+    if values["cache_dequantized"] == "true":
+        raise PlanError(
+            "--cache_dequantized true: keeps every weight dense and unsharded on every rank, which sharding avoids. "
+            "Omit it, or use --sharding_strategy ddp."
+        )
+
+
+def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
+    """--parallel_backend and the request of accelerate's config file; sets `distribution` and the degrees it implies."""
+    values, environment = draft.values, draft.facts.environment
+    method = accelerate_config.method_of(environment)
+    name = accelerate_config.NAMES.get(method, method)
+    if world_size == 1 and values["world_size"] == -1 and accelerate_config.launched_one_process(environment):
+        raise PlanError(
+            "--world_size -1: accelerate launch --cpu starts one process whatever --num_processes is, and leaves the "
+            "others to mpirun. Give train.py --world_size N, or start it with torchrun."
+        )
+    if world_size > 1 and method.startswith("zero") and not draft.given("parallel_backend"):
+        draft.adjust("parallel_backend", "accelerate", f"accelerate's config file asks for {name}")
+    if values["parallel_backend"] == "ptd":
+        if method != "ddp" and world_size > 1:
+            draft.notices.append(
+                f"parallel_backend ptd: built-in FSDP2 and DDP run; {name}, which accelerate's config file asks for, "
+                "runs with --parallel_backend accelerate"
+            )
+        return
+    if world_size == 1:
+        draft.adjust("parallel_backend", "ptd", "a single process distributes nothing")
+        return
+    check_accelerate(draft, method, name)
+    accelerate_degrees(draft, method, world_size)
+    draft.distribution = method
+    mixed_precision = accelerate_config.mixed_precision(environment)
+    if mixed_precision and not values["precision"].startswith(mixed_precision):
+        draft.notices.append(
+            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision {values['precision']} "
+            "decides"
+        )
+
+
+def check_accelerate(draft: Draft, method: str, name: str) -> None:
+    """Raises PlanError if accelerate cannot run this here."""
+    values, flag = draft.values, "--parallel_backend accelerate"
+    if package_version("accelerate") is None:
+        raise PlanError(f"{flag}: accelerate is not installed. pip install accelerate, or use ptd.")
+    if draft.backend not in (Backend.CPU, Backend.CUDA):
+        raise PlanError(f"{flag}: untested with several ranks on {draft.backend}. Use --parallel_backend ptd.")
+    for degree in ("tp_degree", "cp_degree", "pp_degree"):
+        if values[degree] != 1:
+            raise PlanError(
+                f"--{degree} {values[degree]}: accelerate runs data parallelism only here. Use --parallel_backend ptd, "
+                f"or --{degree} 1."
+            )
+    if method not in accelerate_config.NAMES:
+        known = ", ".join(list(accelerate_config.NAMES)[1:])
+        raise PlanError(f"{flag}: its config file asks for {method}. Supported are {known}: see examples/accelerate.")
+    if method == "fsdp2" and draft.backend is not Backend.CUDA:
+        raise PlanError(
+            f"{flag}: its FSDP2 is for GPUs, and on {draft.backend} it would silently wrap DDP. "
+            "Use --parallel_backend ptd, which shards on any backend."
+        )
+    if method.startswith("zero") and package_version("deepspeed") is None:
+        raise PlanError(
+            f"{flag}: {name} needs DeepSpeed, which is not installed. See requirements-deepspeed.txt, or use "
+            "--parallel_backend ptd."
+        )
+    unsupported = accelerate_config.unsupported(draft.facts.environment)
+    if unsupported:
+        raise PlanError(
+            f"{flag}: its config file sets {unsupported[0]} {unsupported[1]}, which is not supported here. Remove it, or "
+            "use --parallel_backend ptd."
+        )
+
+
+def accelerate_degrees(draft: Draft, method: str, world_size: int) -> None:
+    """Degrees that contradict accelerate's method are refused; the others follow from it."""
+    values, shards = draft.values, method == "fsdp2"
+    allowed = {
+        "dp_degree": (1,) if shards else (1, world_size),
+        "dp_shards": (-1, world_size) if shards else (-1, 1),
+        "sharding_strategy": (None, "full_shard") if shards else (None, "ddp"),
+    }
+    for name, fine in allowed.items():
+        if values[name] not in fine:
+            raise PlanError(
+                f"--{name} {values[name]}: accelerate's config file decides what is sharded, and asks for "
+                f"{accelerate_config.NAMES[method]}. Omit --{name}, or use --parallel_backend ptd."
+            )
+    if not shards:
+        values["dp_degree"], values["dp_shards"] = world_size, 1
+
+
+def accelerate_limits(draft: Draft) -> None:
+    """Settings that work with the built-in distribution only."""
+    if draft.distribution == "ptd":
+        return
+    values, name = draft.values, accelerate_config.NAMES[draft.distribution]
+    if values["reentrant_checkpointing"]:
+        raise PlanError(f"--reentrant_checkpointing true: accelerate's {name} waits for each gradient once. Use false.")
+    if not draft.distribution.startswith("zero"):
+        return
+    for setting, refused, why, remedy in (
+        ("precision", values["precision"].startswith("fp16"), "scales its loss itself", "Use bf16 or fp32"),
+        ("optimizer", values["optimizer"] == "adamw_8bit", "splits 8-bit blocks", "Use adamw"),
+        ("no_sync", values["no_sync"], "reduces gradients in each microbatch", "Omit it"),
+    ):
+        if refused:
+            value = format_value(values[setting])
+            raise PlanError(f"--{setting} {value}: {name} {why}. {remedy}, or use --parallel_backend ptd.")

@@ -1,0 +1,74 @@
+"""A run as one of several ranks: rendezvous, process group and watchdog around `run`, and its failure told to the others."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from finetune import process
+from finetune.distributed.env import RankEnv
+from finetune.distributed.launcher import write_failure, write_result
+from finetune.errors import EXPECTED, RankLostError
+from finetune.model_files.files import find_model_of
+from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.torch_engine.engine import device_of
+from finetune.torch_engine.parallel.process_groups import (
+    create_store,
+    destroy_process_group,
+    init_process_group,
+    start_watchdog,
+)
+
+
+def run_launched(run, announced_plan, env: RankEnv) -> TrainState:
+    """A rank that a launcher started. Rank 0 makes the plan and broadcasts it through the store.
+
+    `announced_plan()`: (plan, its end if there is nothing to train).
+    """
+    process.mute_nonzero_ranks(env.rank)
+    store = create_store(env)
+    if env.rank:
+        message = json.loads(store.get("plan"))
+        if "exit_code" in message:  # rank 0 has printed why
+            return TrainState(status="ended", exit_code=message["exit_code"])
+        return run_rank(run, env, store, RunPlan.deserialize(message["plan"]))
+    try:
+        plan, done = announced_plan()
+    except EXPECTED as error:
+        store.set("plan", json.dumps({"exit_code": error.exit_code}))
+        raise
+    store.set("plan", json.dumps({"exit_code": done.exit_code} if done else {"plan": plan.serialize()}))
+    return done or run_rank(run, env, store, plan)
+
+
+def run_spawned(run, env: RankEnv) -> int:
+    """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
+    process.mute_nonzero_ranks(env.rank)
+    plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
+    state = run_rank(run, env, create_store(env), plan)
+    return state.exit_code if state.status == "failed" else 0
+
+
+def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
+    """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
+    s = plan.settings
+    plan = replace(plan, files=find_model_of(asdict(s)))
+    watchdog = start_watchdog(env, store, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
+    try:
+        init_process_group(env, store, device_of(plan.backend, env.local_rank), s.rank_timeout)
+        state = run(plan, env, watchdog)
+        destroy_process_group()
+        watchdog.close()
+        if env.folder and env.rank == 0:
+            write_result(env, asdict(state))
+        return state
+    except EXPECTED as error:
+        watchdog.announce_failure(error.exit_code, str(error))
+        if env.folder:
+            write_failure(env, error.exit_code, str(error))
+        if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
+            return TrainState(status="failed", exit_code=error.exit_code)
+        raise
+    except RuntimeError as error:
+        if not watchdog.caused_by_peer(error):
+            raise
+        raise RankLostError(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
