@@ -15,6 +15,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.distributed import accelerate_config
 from finetune.errors import PlanError
 from finetune.metrics import read_events
+from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import RunPlan
 from tests import ranks
@@ -34,7 +35,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 def settled(environment=None, world_size=2, backend=Backend.CPU, **overrides):
     requested = {"world_size": world_size, **overrides}
-    return resolve_plan(requested, backend, CAPABILITIES[backend], None, environment=environment or {})
+    return resolve_plan(requested, Facts(backend, CAPABILITIES[backend], environment=environment or {}))
 
 
 # ---- the plan
@@ -44,7 +45,7 @@ def test_accelerate_alone_means_replicas_and_one_process_needs_none():
     found = settled(parallel_backend="accelerate")
     assert (found.distribution, found.dims.dp_replicate, found.dims.dp_shard) == ("ddp", 2, 1)
     assert "by accelerate: DDP" in report.plan_lines(found)[1]
-    assert RunPlan.from_wire(found.to_wire()).distribution == "ddp"
+    assert RunPlan.deserialize(found.serialize()).distribution == "ddp"
     one = settled(parallel_backend="accelerate", world_size=1)
     assert one.distribution == "ptd" and any(a.setting == "parallel_backend" for a in one.adjustments)
 
@@ -54,7 +55,7 @@ def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_where_asked
     assert (asked.distribution, asked.dims.dp_shard) == ("fsdp2", 2)
     default = settled(FSDP2)
     assert default.distribution == "ptd"
-    assert any(n.startswith("parallel_backend ptd: our own FSDP2 and DDP run") for n in default.notices)
+    assert any(n.startswith("parallel_backend ptd: built-in FSDP2 and DDP run") for n in default.notices)
 
 
 REFUSED = [

@@ -23,6 +23,7 @@ from finetune.cli import read_config
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.formats import detect_format
 from finetune.distributed.env import RankEnv
+from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +81,7 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             if script == "train.py":
                 assert given.get("dataset") is None or "$" in given["dataset"] or path_or_name(given["dataset"])
                 backend = Backend(given.get("backend") or "cpu") if given.get("backend") != "auto" else Backend.CPU
-                resolve_plan(given, backend, CAPABILITIES[backend], None)
+                resolve_plan(given, Facts(backend, CAPABILITIES[backend]))
             if script == "generate.py":
                 generate.check(PARSERS[script].parse_args(rest))
         case ["torchrun", *options]:
@@ -89,18 +90,18 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             size = int(number["nproc_per_node"]) * int(number.get("nnodes", 1))
             world = RankEnv(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
             given = vars(PARSERS["train.py"].parse_args(options[at + 1 :]))
-            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
         case ["srun", "python", "train.py", *rest]:
             given = vars(PARSERS["train.py"].parse_args(rest[: rest.index("||")]))
             world = RankEnv(size=16, local_size=8, launcher="srun")
-            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
         case ["sbatch", script, *_] | [("tests/two_hosts.sh" | "tests/slurm.sh") as script, *_]:
             assert os.access(ROOT / script, os.X_OK)
         case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
             size = yaml.safe_load((ROOT / file).read_text())["num_processes"]
             given = vars(PARSERS["train.py"].parse_args(rest))
             world = RankEnv(size=size, local_size=size, launcher="torchrun")
-            resolve_plan(given, Backend.CPU, CAPABILITIES[Backend.CPU], None, world=world)
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
         case ["python", "-m", "pytest", *_]:
             assert importlib.util.find_spec("pytest")
         case ["python", script, *_]:

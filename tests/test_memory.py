@@ -21,6 +21,7 @@ from finetune.estimate import activations, budget, memory
 from finetune.estimate.model_cost import DEFAULT_TARGETS, GROUP_WASTE, MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.metrics import read_events
+from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import inherited_from_checkpoint, merge_saved
 from finetune.torch_engine import attention, loss
@@ -199,10 +200,10 @@ import resource, sys
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch
-import train
-from finetune import data, hf_files, plan
-from finetune.errors import OutOfMemoryError
-from finetune.torch_engine import memory_count
+from finetune.data.collate import microbatches
+from finetune.data.prepare import Data
+from finetune.plan.finalize import probe_batch_size
+from finetune.plan.run_plan import RunPlan
 from tests import tiny
 from tests.test_memory import engine_of, settings_of
 
@@ -212,14 +213,14 @@ s = settings_of("lora", batch_size=64, microbatch_tokens=64 * 100, batch_layout=
 engine, layout = engine_of("llama", s, folder, hidden_size=256, intermediate_size=768)
 engine.begin_memory(0)
 rows = tiny.dataset((100,) * 64)
-settled = plan.RunPlan(s, {"batch_size": "auto"}, (), (), "cpu", "torch")
-run = train.Run(settled, hf_files.find(str(folder)), engine=engine, train_set=rows)
-engine.try_step(data.microbatches(rows, range(4), layout, 4, 6400, 0)[0], several=False)
+plan = RunPlan(s, {"batch_size": "auto"}, (), (), "cpu", "torch")
+data = Data(None, set(), rows, None, [], ())
+engine.try_step(microbatches(rows, range(4), layout, 4, 6400, 0)[0], several=False)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 96 * 2**20,) * 2)
-train.try_rows(run)
-print(run.plan.settings.batch_size, run.plan.settings.microbatch_tokens)
-print(run.plan.adjustments[0])
+plan = probe_batch_size(plan, data, engine, print)
+print(plan.settings.batch_size, plan.settings.microbatch_tokens)
+print(plan.adjustments[0])
 """
 
 
@@ -259,7 +260,7 @@ SMALL = ModelShape.from_config(
 
 def planned(gib, **overrides):
     caps = capabilities(memory_bytes=int(gib * GIB))
-    return resolve_plan({"output_dir": "o", **overrides}, Backend.CPU, caps, SMALL, NOW)
+    return resolve_plan({"output_dir": "o", **overrides}, Facts(Backend.CPU, caps, SMALL), NOW)
 
 
 def why(settled, setting) -> str:
@@ -288,14 +289,10 @@ def test_batch_size_auto_stays_a_wish_and_is_settled_as_a_number():
     assert settled.settings.microbatch_tokens == rows * settled.settings.context_length
     saved = settled.to_json()
     assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == rows
-    again = resolve_plan(
-        merge_saved({}, saved),
-        Backend.CPU,
-        capabilities(memory_bytes=500 * GIB),
-        SMALL,
-        NOW,
-        kept=inherited_from_checkpoint(saved, "cpu"),
+    facts = Facts(
+        Backend.CPU, capabilities(memory_bytes=500 * GIB), SMALL, inherited=inherited_from_checkpoint(saved, "cpu")
     )
+    again = resolve_plan(merge_saved({}, saved), facts, NOW)
     assert again.settings.batch_size == rows and again.settings.microbatch_tokens == settled.settings.microbatch_tokens
     assert planned(500, batch_size="auto").settings.batch_size == 64
     with pytest.raises(PlanError, match="--batch_size many: not an integer"):

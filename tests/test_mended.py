@@ -16,9 +16,11 @@ import score
 from finetune.checkpoint.store import steps_of
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import Metrics, read_events
+from finetune.plan.run_plan import TrainState
 from finetune.torch_engine.checks import check_padding_free, no_autocast
 from finetune.torch_engine.lora.layers import layers
 from tests import tiny
+from tests.test_plan import plan_of
 from tests.test_torch_engine import batches, engine
 from train import fine_tune
 
@@ -80,14 +82,16 @@ def test_a_run_resumed_at_an_older_step_drops_the_newer_ones(run, tmp_path, caps
 
 def test_a_log_shorter_than_its_checkpoint_says_is_not_filled_with_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"event": "start"}\n')
-    Metrics(tmp_path, "stdout", offset=500).close()
+    with Metrics(plan_of(log_to="stdout")) as log:
+        log.open(tmp_path, TrainState(), offset=500)
+        log.state = None  # no end event
     assert read_events(tmp_path) == [{"event": "start"}]
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
-    log = Metrics(tmp_path, "stdout")
+    log = Metrics(plan_of(log_to="stdout"))
+    log.open(tmp_path, TrainState())
     log.event("step", step=1, grad_norm=float("inf"))
-    log.close()
     assert read_events(tmp_path)[0]["grad_norm"] is None
 
 

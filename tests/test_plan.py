@@ -10,9 +10,9 @@ from finetune.cli import parse_overrides, parse_value, read_config
 from finetune.config import DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, merge_saved
-from finetune.plan.run_plan import finalize
 from train import build_parser
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -28,7 +28,7 @@ def capabilities(backend=Backend.CPU, **changes):
 
 
 def plan_of(backend=Backend.CPU, shape=None, caps=None, **overrides):
-    return resolve_plan(overrides, backend, caps or capabilities(backend), shape, NOW)
+    return resolve_plan(overrides, Facts(backend, caps or capabilities(backend), shape), NOW)
 
 
 def adjustment(plan, setting):
@@ -111,13 +111,16 @@ REFUSED = [
     (dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: contradicts --tp_degree 2"),
     (
         dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
-        "--score_dataset a.jsonl: a pipeline generates no answers",
+        "--score_dataset a.jsonl: generation is not supported under pipeline parallelism",
     ),
     (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, but the world size is 1"),
     (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, but the world size is 3"),
     (dict(world_size=4, dp_degree=2, dp_shards=3), "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6"),
-    (dict(world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: its scales are of blocks of one rank's rows"),
-    (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight whole"),
+    (
+        dict(world_size=2, optimizer="adamw_8bit"),
+        "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks",
+    ),
+    (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight dense"),
     (
         dict(world_size=4, sharding_strategy="hybrid_full_shard"),
         "--sharding_strategy hybrid_full_shard: replicates across",
@@ -131,7 +134,7 @@ REFUSED = [
     (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb has 4/8 bits"),
     (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
     (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
-    (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. There is affine, fp4, nf4"),
+    (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. Use one of affine, fp4, nf4"),
     (dict(loading_workers=0), "--loading_workers 0: reads nothing"),
     (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
     (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
@@ -169,7 +172,7 @@ def test_what_cannot_be_done_is_one_line_that_names_the_flag(overrides, text):
 
 def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed():
     results = {"nf4/4": {"error": None}, "bnb/4": {"error": "bitsandbytes is not installed"}}
-    with pytest.raises(PlanError, match="bitsandbytes is not installed. On cpu these work: nf4 at 4 bits"):
+    with pytest.raises(PlanError, match="bitsandbytes is not installed. These pass their probes on cpu: nf4 at 4 bits"):
         plan_of(caps=capabilities(quantizers=results), quantization_backend="bnb")
     with pytest.raises(PlanError, match="no quantizer passed its probe on cpu .hqq broken; mlx broken"):
         plan_of(caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3)
@@ -183,7 +186,7 @@ def test_mlx_with_two_processes_gives_the_documented_text():
 def test_flash_attention_without_kernels_says_what_is_used_instead():
     plan = plan_of(use_flash_attention=True)
     assert plan.settings.use_flash_attention is False
-    assert "document by document" in adjustment(plan, "use_flash_attention").reason
+    assert "per document" in adjustment(plan, "use_flash_attention").reason
 
 
 def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_when_not():
@@ -205,22 +208,22 @@ def test_what_becomes_of_experts_is_told_in_the_plan():
     def told(**overrides):
         return next(n for n in plan_of(shape=shape, **overrides).notices if "experts" in n)
 
-    assert told() == "8 experts a layer are quantized, and dequantized one at a time; get adapters of their own"
+    assert told() == "8 experts per layer are quantized, and dequantized one at a time; get adapters of their own"
     assert "get no adapter: PEFT has no DoRA" in told(use_dora=True)
     assert "without dropout" in told(lora_dropout=0.1)
-    assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts a layer stay frozen"
+    assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"
 
 
 def test_a_saved_plan_settles_to_itself(tmp_path):
     plan = plan_of(train_type="lora", lora_rank=4, dataset="x.jsonl", output_dir="out", save_every=2)
     file = tmp_path / "run_plan.json"
     file.write_text(json.dumps(plan.to_json()))
-    again = resolve_plan(read_config(str(file)), Backend.CPU, capabilities(), None, NOW)
+    again = resolve_plan(read_config(str(file)), Facts(Backend.CPU, capabilities()), NOW)
     assert again.to_json() == plan.to_json() and again.digest() == plan.digest()
 
 
 def test_settle_records_what_was_proved():
-    plan = finalize(plan_of(), {"batch_layout": ("padded", "a document flat sees the one before it")})
+    plan = plan_of().changed({"batch_layout": ("padded", "a document flat sees the one before it")})
     assert plan.settings.batch_layout == "padded"
     assert adjustment(plan, "batch_layout").reason == "a document flat sees the one before it"
 
@@ -247,7 +250,7 @@ def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
     same = merge_saved({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
     plan = plan_of(**same)
     assert check_resumed(plan, old).notices == plan.notices
-    with pytest.raises(PlanError, match="8 -> 16 rows a step"):
+    with pytest.raises(PlanError, match="8 -> 16 rows per step"):
         check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
 
 

@@ -314,7 +314,7 @@ def test_accumulation_changes_nothing_in_the_curve(run, tmp_path):
 def test_a_saved_plan_gives_the_same_run(run, tmp_path):
     run(max_steps=3)
     first = json.loads((tmp_path / "out" / "run_plan.json").read_text())
-    settled, _, _ = train.make_plan(
+    settled = train.make_plan(
         train.parse_overrides(["--config", str(tmp_path / "out" / "run_plan.json")], train.build_parser())
     )
     again = settled.to_json()["settled"]
