@@ -1,8 +1,8 @@
-"""What this machine can do, probed, with a reason for each thing it cannot.
+"""Backend detection and probed capabilities of this machine, with a reason for each unsupported feature.
 
-`CAPABILITIES` is the documented baseline; `BackendManager(...).capabilities` is what was found here. Detection reads
-files, package metadata and drivers, so that constructing a manager costs milliseconds; probes run real work on the device,
-once, and are cached under the versions and the device they were run with.
+`CAPABILITIES` is the documented baseline; `BackendManager(...).capabilities` is probed on this machine. Detection reads
+only files, package metadata and drivers, so constructing a manager takes milliseconds; probes run real work on the
+device once and are cached per library versions and device.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 class Backend(str, Enum):
-    """Where training runs. `str(backend)` is its word on the command line."""
+    """Where training runs. `str(backend)` is its value on the command line."""
 
     CUDA = "cuda"
     MPS = "mps"
@@ -38,7 +38,10 @@ class Backend(str, Enum):
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a backend offers. `reasons` says, by setting, why something is off or differs from the documented baseline."""
+    """Capabilities of a backend.
+
+    `reasons`: per setting, why it is unsupported or differs from the documented baseline.
+    """
 
     quantization_bits: tuple[int, ...]
     quantization_backends: tuple[str, ...]
@@ -51,14 +54,14 @@ class BackendCapabilities:
     distributed_backend: str | None
     engine: str
     notes: str
-    bfloat16_speed: float | None = None  # bf16 products per second over fp32 ones, measured here
-    memory_bytes: int | None = None  # of the device; of the system where memory is unified
+    bfloat16_speed: float | None = None  # measured matmul speed of bf16 relative to fp32
+    memory_bytes: int | None = None  # of the device, or of the system with unified memory
     probed: bool = False
-    quantizers: dict = field(default_factory=dict)  # 'method/bits': what quantization_wrapper.probe gave here
+    quantizers: dict = field(default_factory=dict)  # {'method/bits': result of quantization_wrapper.probe}
     reasons: dict = field(default_factory=dict)
 
 
-# The documented baseline: what each backend is known for, before anything was tried here.
+# The documented baseline of each backend, before any probe.
 CAPABILITIES = {
     Backend.CUDA: BackendCapabilities(
         (4, 8, 16),
@@ -71,7 +74,7 @@ CAPABILITIES = {
         None,
         "nccl",
         "torch",
-        "NVIDIA GPUs, and AMD's through ROCm, which torch calls cuda too",
+        "NVIDIA GPUs, and AMD GPUs through ROCm, which torch also calls cuda",
     ),
     Backend.MPS: BackendCapabilities(
         (8, 16),
@@ -110,7 +113,7 @@ CAPABILITIES = {
         7,
         "gloo",
         "torch",
-        "any processor; slow, right, and good for trying things",
+        "any CPU; slow but correct, for experiments",
     ),
     Backend.XPU: BackendCapabilities(
         (4, 8, 16),
@@ -126,7 +129,7 @@ CAPABILITIES = {
         "Intel GPUs through torch",
     ),
 }
-# Guide S1's tables as data: precisions and quantizers documented for each backend.
+# Guide S1's tables: precisions and quantizers documented for each backend.
 PRECISION_MAP = {
     str(b): list(CAPABILITIES[b].precisions) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)
 }
@@ -141,7 +144,7 @@ INSTALL = {
 
 
 def allowed(table: dict, backend, value: str) -> str:
-    """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend; ValueError listing those it has."""
+    """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend, else ValueError."""
     if value not in table[str(backend)]:
         raise ValueError(f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}")
     return value
@@ -149,7 +152,7 @@ def allowed(table: dict, backend, value: str) -> str:
 
 def package_version(name: str) -> str | None:
     """Version from the package's metadata, without importing it."""
-    import importlib.metadata  # 40 ms, which --help need not wait for
+    import importlib.metadata  # takes 40 ms; keep --help fast
 
     try:
         return importlib.metadata.version(name)
@@ -158,7 +161,7 @@ def package_version(name: str) -> str | None:
 
 
 def torch_build() -> dict:
-    """{'version', 'cuda', 'hip', 'xpu'} of the installed torch, read from its version file: no import."""
+    """{'version', 'cuda', 'hip', 'xpu'} of the installed torch, read from its version file without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None, "hip": None, "xpu": None}
@@ -169,7 +172,7 @@ def torch_build() -> dict:
 
 
 def _driver_device_count(library: str, init: str, count: str) -> int:
-    """Devices a GPU driver library reports, through its C interface."""
+    """Number of devices reported by a GPU driver library, through its C API."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:
@@ -181,7 +184,7 @@ def _driver_device_count(library: str, init: str, count: str) -> int:
 
 
 def cpu_facts() -> dict:
-    """{'model', 'cores', 'flags'} of this processor; flags name its bf16 instructions, where the system tells."""
+    """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
     model, flags = platform.processor() or platform.machine(), set()
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -214,9 +217,11 @@ def system_memory() -> tuple[int, int]:
 
 
 class BackendManager:
-    """Chooses a backend and answers for it. `backend`: a Backend, its name in any case, 'auto' or None (= auto).
+    """Selects a backend and reports its capabilities.
 
-    Raises ValueError for an unknown name, and for a backend that is not available here, naming those that are.
+    `backend`: a Backend, its name in any case, 'auto' or None (= auto).
+
+    Raises ValueError for an unknown or unavailable backend, listing the available ones.
     """
 
     def __init__(self, backend=None, verbose: bool = True):
@@ -228,7 +233,7 @@ class BackendManager:
 
     @classmethod
     def from_env(cls, verbose: bool = True) -> "BackendManager":
-        """The backend that FSDP_BACKEND names; unset or 'auto': detected."""
+        """A manager for the backend in FSDP_BACKEND; unset or 'auto': detected."""
         return cls(os.environ.get("FSDP_BACKEND") or None, verbose=verbose)
 
     @staticmethod
@@ -257,7 +262,7 @@ class BackendManager:
         return next(b for b in AUTO_ORDER if b in self.available and not (b is Backend.MLX and not self._mlx_has_gpu()))
 
     def _detect_available_backends(self) -> list[Backend]:
-        """The backends usable here, best first. Extend it to add one; `self.unavailable` holds the reason for the others."""
+        """Backends available here, best first; sets `self.unavailable` to the reasons for the others."""
         build, self.unavailable = torch_build(), {}
         found = []
         if build["version"] is None:
@@ -276,7 +281,7 @@ class BackendManager:
         if not (build["cuda"] or build["hip"]):
             self.unavailable[Backend.CUDA] = f"{version} was built without CUDA: {INSTALL[Backend.CUDA]}"
         elif os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
-            self.unavailable[Backend.CUDA] = "CUDA_VISIBLE_DEVICES hides every device"
+            self.unavailable[Backend.CUDA] = "CUDA_VISIBLE_DEVICES hides all devices"
         elif build["hip"] and glob.glob("/dev/kfd"):
             found.append(Backend.CUDA)
         elif build["cuda"] and _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount") > 0:
@@ -296,19 +301,19 @@ class BackendManager:
 
     @staticmethod
     def _mlx_has_gpu() -> bool:
-        """MLX is chosen by itself only where its default device is a GPU: Metal, or the CUDA build of MLX."""
+        """True if MLX's default device is a GPU (Metal or CUDA): only then does auto select MLX."""
         metal = sys.platform == "darwin" and platform.machine() == "arm64"
         return metal or any(package_version(name) for name in ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13"))
 
-    # ---- what the chosen backend can do
+    # ---- capabilities of the selected backend
 
     @cached_property
     def capabilities(self) -> BackendCapabilities:
-        """Probed on this machine (seconds the first time, then from the cache)."""
+        """Capabilities probed on this machine (takes seconds the first time, then cached)."""
         return self._with_probes(run=True)
 
     def documented_or_cached(self) -> BackendCapabilities:
-        """The same without running anything: cached probes where there are some, else the baseline, `probed` False."""
+        """Capabilities without running probes: cached results, else the baseline with `probed` False."""
         return self.__dict__.get("capabilities") or self._with_probes(run=False)
 
     def _with_probes(self, run: bool) -> BackendCapabilities:
@@ -327,8 +332,9 @@ class BackendManager:
         return ProbeCache(self.backend)
 
     def probe_quantization(self, method: str, bits: int) -> dict:
-        """What one layer of `method` at `bits` did on this device: quantization_wrapper.probe's dict, from the cache where it
-        has it. `error` None: it passed. ValueError for a pair that METHODS lacks.
+        """Probe result of one layer of `method` at `bits` on this device (quantization_wrapper.probe), cached.
+
+        `error` None: it passed. ValueError for a pair that METHODS lacks.
         """
         import quantization_wrapper
 
@@ -337,18 +343,18 @@ class BackendManager:
         known = self.known_quantization(method, bits)
         if known is None:
             known = quantization_wrapper.probe(method, bits, str(self.backend))
-            if "is not installed" not in (known["error"] or ""):  # may be by the next start
+            if "is not installed" not in (known["error"] or ""):  # it may be installed before the next start
                 pairs = self.cache.read().get("quantizers", {}) | {f"{method}/{bits}": known}
                 self.cache.add({"quantizers": pairs})
         self.__dict__.pop("capabilities", None)
         return known
 
     def known_quantization(self, method: str, bits: int) -> dict | None:
-        """The same from the cache alone; None where the pair was never probed."""
+        """The cached probe result; None if the pair was never probed."""
         return self.cache.read().get("quantizers", {}).get(f"{method}/{bits}")
 
     def supports_quantization(self, bits: int) -> bool:
-        """Whether some method passes its probe here at these bits; 16 is no quantization."""
+        """True if some method passes its probe at these bits; 16 means unquantized."""
         import quantization_wrapper
 
         if CAPABILITIES[self.backend].engine != "torch":
@@ -357,7 +363,7 @@ class BackendManager:
         return bits == 16 or any(self.probe_quantization(*p)["error"] is None for p in pairs)
 
     def supported_quantizers(self) -> tuple[str, ...]:
-        """Names of the quantizers that are documented or passed a probe here, without those that failed all of theirs."""
+        """Quantizers that are documented or passed a probe, without those that failed all probes."""
         return self.capabilities.quantization_backends
 
     def get_device(self):
@@ -371,7 +377,7 @@ class BackendManager:
         return torch.device(str(self.backend))
 
     def get_dtype(self, prefer_bfloat16: bool = True):
-        """The torch dtype products run in: bf16 where it is preferred and fast here, fp16 on other GPUs, fp32 on a CPU."""
+        """Compute dtype (torch): bf16 if preferred and fast here, else fp16 on GPUs and fp32 on a CPU."""
         import torch
 
         if prefer_bfloat16 and self.capabilities.supports_bfloat16:
@@ -382,7 +388,7 @@ class BackendManager:
         return CAPABILITIES[self.backend].distributed_backend
 
     def get_memory_info(self) -> dict:
-        """Bytes: total and available of the device (of the system where memory is unified), allocated and reserved by us."""
+        """Memory in bytes: total and available (of the device, or unified), allocated and reserved by torch."""
         total, available = system_memory()
         info = {"total": total, "available": available, "allocated": 0, "reserved": 0, "unified": True}
         if self.backend is Backend.CPU:
@@ -407,11 +413,11 @@ class BackendManager:
         return info
 
     def get_optimal_batch_size(self, model_size_b: float = 7, context_length: int = 512) -> int:
-        """Rows of `context_length` tokens whose one forward fits the memory that is free now; at least 1.
+        """Rows of `context_length` tokens that fit in one forward in the memory available now; at least 1.
 
-        By the memory plan, for qlora with recomputation on a Llama-shaped model of `model_size_b` billion parameters.
+        Predicted for qlora with activation checkpointing on a Llama-like model of `model_size_b` billion parameters.
         """
-        from finetune.estimate import budget  # the plan's room, above this one: asked only when these two are
+        from finetune.estimate import budget  # a higher layer, imported only by these two methods
 
         rows = budget.parameter_rows(
             model_size_b, context_length, self.get_memory_info()["available"], str(self.backend)
@@ -419,15 +425,15 @@ class BackendManager:
         return max(1, rows)
 
     def validate_model_size(self, model_size_b: float) -> bool:
-        """Whether qlora with recomputation on one row of 512 tokens fits this machine's memory, by the memory plan."""
+        """True if qlora with activation checkpointing on one row of 512 tokens is predicted to fit in memory."""
         from finetune.estimate import budget
 
         return budget.parameter_rows(model_size_b, 512, self.get_memory_info()["total"], str(self.backend), most=1) > 0
 
-    # ---- print
+    # ---- reports
 
     def describe(self) -> dict:
-        """What print_summary prints, as data."""
+        """The content of print_summary as data."""
         caps = self.documented_or_cached()
         memory = {k: v for k, v in zip(("total", "available"), system_memory(), strict=True)}
         return {
@@ -443,7 +449,7 @@ class BackendManager:
 
     @property
     def num_devices(self) -> int:
-        """CUDA devices this process may use; 1 for any other backend."""
+        """Number of visible CUDA devices; 1 for any other backend."""
         if self.backend is not Backend.CUDA:
             return 1
         return max(1, _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount"))
@@ -456,13 +462,15 @@ class BackendManager:
         memory = self.get_memory_info()
         yes = {True: "yes", False: "no"}
         lines = [
-            f"System: {platform.platform()}, Python {platform.python_version()}, {facts['cpu']['model']} x {facts['cpu']['cores']}",
+            f"System: {platform.platform()}, Python {platform.python_version()}, {facts['cpu']['model']} x "
+            f"{facts['cpu']['cores']}",
             "Versions: " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v),
             f"Selected backend: {self.backend}" + ("" if self.requested else " (auto)"),
             f"Available backends: {', '.join(facts['available'])}",
             *(f"  not {name}: {why}" for name, why in facts["unavailable"].items()),
             f"Device: {self.get_device()}",
-            f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} by {', '.join(caps.quantization_backends)}"
+            f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} with "
+            f"{', '.join(caps.quantization_backends)}"
             f" ({len(caps.quantizers)} of the pairs probed; --doctor probes all)",
             f"Distributed: {yes[caps.supports_distributed]} ({caps.distributed_backend})",
             f"FSDP: {yes[caps.supports_fsdp]}",
@@ -475,7 +483,7 @@ class BackendManager:
 
 
 def memory_lines(backend: str, memory: dict) -> list[str]:
-    """Memory as a person reads it, in GiB."""
+    """Memory as lines of text, in GiB."""
     if memory["unified"]:
         lines = [
             f"Total memory: {memory['total'] / GIB:.1f} GiB",
@@ -490,7 +498,7 @@ def memory_lines(backend: str, memory: dict) -> list[str]:
 
 
 def resident_bytes() -> int:
-    """Anonymous memory of this process; where the system does not tell, the peak resident size."""
+    """Anonymous resident memory of this process; the peak resident size if the system does not report it."""
     try:
         return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
     except (OSError, TypeError):
@@ -518,7 +526,7 @@ def versions() -> dict:
 
 
 def environment() -> dict:
-    """The variables that change what this machine does, as they are set."""
+    """Environment variables that affect the backend, as currently set."""
     names = (
         "FSDP_BACKEND",
         "CUDA_VISIBLE_DEVICES",
@@ -541,12 +549,12 @@ def environment() -> dict:
 
 
 def environment_error() -> str | None:
-    """Why the environment cannot work, or None."""
+    """The reason why the environment variables are invalid, or None."""
     low, high = (os.environ.get(f"PYTORCH_MPS_{end}_WATERMARK_RATIO") for end in ("LOW", "HIGH"))
     try:
         if low is not None and high is not None and float(high) > 0 and float(low) > float(high):
             return (
-                f"PYTORCH_MPS_LOW_WATERMARK_RATIO={low}: is above PYTORCH_MPS_HIGH_WATERMARK_RATIO={high}. "
+                f"PYTORCH_MPS_LOW_WATERMARK_RATIO={low}: exceeds PYTORCH_MPS_HIGH_WATERMARK_RATIO={high}. "
                 "Set the low one below the high one."
             )
     except ValueError:
@@ -558,7 +566,7 @@ def environment_error() -> str | None:
 
 
 class ProbeCache:
-    """Probe results on disk, keyed by backend, library versions, processor and the text of what is probed."""
+    """Probe results on disk, keyed by backend, library versions, CPU and source code of the probed files."""
 
     def __init__(self, backend):
         here = Path(__file__).parent
@@ -579,7 +587,7 @@ class ProbeCache:
         self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
 
     def read(self) -> dict:
-        """What was found so far; {} where nothing was, or where the file is torn."""
+        """Cached results; {} if there are none or the file is corrupt."""
         try:
             facts = json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -587,7 +595,7 @@ class ProbeCache:
         return facts if isinstance(facts, dict) else {}
 
     def add(self, facts: dict) -> dict:
-        """All facts with these among them, kept where the cache can be written; a read-only home only costs time."""
+        """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
         facts = self.read() | facts
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -600,7 +608,7 @@ class ProbeCache:
 
 
 def probe_torch(device: str) -> dict:
-    """Runs each probe on `device` but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
+    """Runs all probes but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
     import torch
 
     facts = {
@@ -625,7 +633,7 @@ def probe_torch(device: str) -> dict:
 
 
 def _bfloat16_speed(device: str) -> float:
-    """Products per second in bf16 over fp32 (best of 5, 256x1024 times 1024x1024, the shape of a small microbatch)."""
+    """Matmul speed of bf16 relative to fp32 (best of 5, 256x1024 times 1024x1024, as in a small microbatch)."""
     import torch
 
     accelerator = torch.get_device_module(device)
@@ -635,7 +643,7 @@ def _bfloat16_speed(device: str) -> float:
         exact = (x.double().cpu() @ w.double().cpu().T).abs().max().item()
         off = ((x @ w.T).double().cpu() - x.double().cpu() @ w.double().cpu().T).abs().max().item()
         if off > 0.02 * exact:
-            raise RuntimeError(f"{dtype} products are wrong on {device}: off by {off / exact:.1%}")
+            raise RuntimeError(f"{dtype} matmuls are wrong on {device}: error {off / exact:.1%}")
         times = []
         for _ in range(6):
             start = time.perf_counter()
@@ -647,17 +655,17 @@ def _bfloat16_speed(device: str) -> float:
 
 
 def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendCapabilities:
-    """The baseline with what was probed, and the reason for each difference."""
+    """The baseline merged with the probe results, and the reason for each difference."""
     reasons = {}
     speed = facts["bfloat16_speed"]
-    # A GPU wins by bf16's halved memory even at equal speed; a processor without such products emulates them.
+    # On a GPU bf16 pays off through memory even at equal speed; a CPU without bf16 instructions emulates them.
     bf16 = speed is not None and (backend is not Backend.CPU or speed >= 1.1)
     if speed is None:
         reasons["bf16"] = f"failed here: {facts['bfloat16_error']}"
     elif not bf16:
-        reasons["bf16"] = f"this processor has no bf16 products: {speed:.2f} x the speed of fp32, measured"
+        reasons["bf16"] = f"this CPU has no bf16 matmul instructions: {speed:.2f} x the speed of fp32, measured"
     elif bf16 and not base.supports_bfloat16:
-        reasons["bf16"] = f"works here at {speed:.2f} x the speed of fp32, measured"
+        reasons["bf16"] = f"{speed:.2f} x the speed of fp32, measured"
     pairs = facts.get("quantizers", {})
     failed = {pair: found["error"] for pair, found in pairs.items() if found["error"]}
     reasons |= {f"quantization {pair}": why for pair, why in failed.items()}
@@ -690,10 +698,10 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
 
 
 def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
-    """A manager for `backend`, or for what FSDP_BACKEND or detection gives."""
+    """A manager for `backend`, else for FSDP_BACKEND, else for the detected backend."""
     return BackendManager.from_env(verbose=verbose) if backend is None else BackendManager(backend, verbose=verbose)
 
 
 def detect_backend() -> Backend:
-    """The backend that auto would use."""
+    """The backend that auto selects."""
     return BackendManager(verbose=False).backend

@@ -1,4 +1,4 @@
-"""Adds new decoder layers to a model, each a copy that starts as an identity: LLaMA-Pro's block expansion.
+"""Adds decoder layers to a model, each a copy initialized as an identity: LLaMA-Pro block expansion.
 
 python expand.py --model_name ID --output_dir expanded --expansion_rate 0.1
 python train.py --llama_pro_path expanded --dataset my.jsonl
@@ -18,12 +18,14 @@ from finetune.errors import PlanError
 def build_parser() -> Parser:
     parser = Parser(prog="expand.py", description=__doc__)
     parser.add_argument("--model_name", required=True, metavar="ID|DIR", help="the model to expand")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub model")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub model")
     parser.add_argument(
-        "--output_dir", required=True, metavar="DIR", help="the new model folder; must not exist, or be empty"
+        "--output_dir", required=True, metavar="DIR", help="folder for the expanded model; must be empty or not exist"
     )
-    parser.add_argument("--expansion_rate", type=float, metavar="X", help="new layers for each old one (default: 0.1)")
-    parser.add_argument("--num_new_blocks", type=int, metavar="N", help="the number of new layers, instead of the rate")
+    parser.add_argument(
+        "--expansion_rate", type=float, metavar="X", help="added layers per existing layer (default: 0.1)"
+    )
+    parser.add_argument("--num_new_blocks", type=int, metavar="N", help="number of added layers, instead of the rate")
     return parser
 
 
@@ -39,7 +41,7 @@ def choose(args, num_layers: int) -> int:
     if number is None:
         number = llama_pro_files.num_new_blocks(num_layers, rate)
     if not 1 <= number <= num_layers:
-        raise PlanError(f"--num_new_blocks {number}: must be 1 to {num_layers}, the layers there are.")
+        raise PlanError(f"--num_new_blocks {number}: must be 1 to {num_layers}, the number of layers.")
     return number
 
 
@@ -53,17 +55,16 @@ def main(argv=None) -> int:
 
     said, target = f"--model_name {args.model_name}", Path(args.output_dir)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another.")
+        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
     files = find_model(args.model_name, args.revision)
     if files.stored:
         how = f"{files.stored['quantization_backend']} at {files.stored['n_bits']} bits"
         raise PlanError(
-            f"{said}: is stored quantized ({how}); new layers are copies of unquantized ones. Give the model it was made from."
+            f"{said}: is prequantized ({how}), but layers can be copied only unquantized. Give the model it was "
+            "made from."
         )
     if safetensors_io.shapes_of(files.weight_files):
-        raise PlanError(
-            f"{said}: is a checkpoint of several ranks, in a file of each. Give the output_dir of the finished run."
-        )
+        raise PlanError(f"{said}: is a sharded checkpoint. Give the output_dir of the finished run.")
 
     config, count_key = llama_pro.full_config(files.folder)
     num_layers = (config if count_key in config else config["text_config"])[count_key]
@@ -72,7 +73,7 @@ def main(argv=None) -> int:
     tensors = llama_pro_files.read_sources(files.weight_files)
     prefix = llama_pro_files.layers_prefix([t.name for t in tensors], num_layers)
     if prefix is None:
-        raise PlanError(f"{said}: no part of its tensors' names counts its {num_layers} layers. Expand another model.")
+        raise PlanError(f"{said}: its tensor names do not number its {num_layers} layers. Expand another model.")
     zeros, kinds = zeros_by_layer(llama_pro, config, count_key, prefix, tensors, num_layers, copied, said)
     written = llama_pro_files.expanded(tensors, prefix, order, new, lambda i, pattern: pattern in zeros[i])
     grown = llama_pro_files.resized(config, count_key, order)
@@ -103,14 +104,15 @@ def main(argv=None) -> int:
             for file in sorted(beside.iterdir()):
                 file.replace(target / file.name)
     print(
-        f"{num_layers} layers -> {len(order)}; new: {', '.join(map(str, new))}; zeros in each: {', '.join(record['zeros'])}"
+        f"{num_layers} layers -> {len(order)}; new: {', '.join(map(str, new))}; zeros in each: "
+        f"{', '.join(record['zeros'])}"
     )
     print(f"{proved}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
     return 0
 
 
 def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copied, said):
-    """({copied layer: patterns that are zeros in its copy}, the first copied layer of each kind)."""
+    """({source layer: patterns of tensors that are zero in its copy}, the first source layer of each kind)."""
     from finetune.model_files import llama_pro as llama_pro_files
 
     inside = {}
@@ -135,7 +137,7 @@ def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copie
 
 
 def prove(blocks, files, beside, config, grown, count_key, order, last, said) -> str:
-    """The sentence that says the expanded weights give the model's logits; PlanError where they do not."""
+    """Checks that the expanded model gives the original logits; returns the line to print. PlanError if it does not."""
     from finetune.model_files import llama_pro as llama_pro_files
 
     upto = max(i for i, source in enumerate(order) if source <= last) + 1
@@ -150,10 +152,12 @@ def prove(blocks, files, beside, config, grown, count_key, order, last, said) ->
     off = ((after - before).abs().max() / before.abs().max()).item()
     if not off <= 1e-5:
         raise PlanError(
-            f"{said}: with its layers copied its logits move by {off:.1e}, so what a layer does depends on where it "
-            "stands. Expand another model."
+            f"{said}: its logits change by {off:.1e} with copied layers, so a layer depends on its "
+            "position. Expand another model."
         )
-    part = "its" if upto == len(order) else f"with its first {last + 1} layers, the rest being too large to load here,"
+    part = (
+        "its" if upto == len(order) else f"with only its first {last + 1} layers, as the rest does not fit in memory,"
+    )
     return f"the expanded model starts with {part} logits: " + (
         "equal bit for bit" if off == 0.0 else f"within {off:.1e}"
     )

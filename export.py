@@ -1,4 +1,4 @@
-"""Merges an adapter, or trained new layers, into its base: a plain model folder that transformers, vLLM and mlx-lm load.
+"""Merges an adapter or trained added layers into the base: a model folder for transformers, vLLM and mlx-lm.
 
 python export.py --checkpoint outputs/my-run --output_dir merged
 """
@@ -17,13 +17,13 @@ def build_parser() -> Parser:
         "--checkpoint", required=True, metavar="DIR", help="an output_dir or step-N folder with an adapter"
     )
     parser.add_argument(
-        "--output_dir", required=True, metavar="DIR", help="the new model folder; must not exist, or be empty"
+        "--output_dir", required=True, metavar="DIR", help="folder for the merged model; must be empty or not exist"
     )
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "fp32", "bf16", "fp16"),
-        help="of the weights (default: the base's own)",
+        help="dtype of the saved weights (default: that of the base)",
     )
     return parser
 
@@ -37,9 +37,9 @@ def main(argv=None) -> int:
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
-        raise PlanError(f"--checkpoint {checkpoint}: holds no adapter_config.json, so there is nothing to merge.")
+        raise PlanError(f"--checkpoint {checkpoint}: has no adapter_config.json, so there is nothing to merge.")
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another.")
+        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
     files = inference.base_of(args.checkpoint)
 
     with storage(target):

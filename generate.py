@@ -1,4 +1,4 @@
-"""Text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
+"""Generates text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
 
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
 """
@@ -15,26 +15,28 @@ def build_parser() -> Parser:
 
     parser = Parser(prog="generate.py", description=__doc__)
     inference.add_flags(parser)
-    parser.add_argument("--prompt", help="what to answer")
-    parser.add_argument("--system", help="system message before it, for chat models")
+    parser.add_argument("--prompt", help="prompt to answer")
+    parser.add_argument("--system", help="system message, for chat models")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt verbatim, without the chat template")
     parser.add_argument(
-        "--raw", action="store_true", help="continue the prompt as it stands, without the chat template"
+        "--interactive", action="store_true", help="read one prompt per line, until an empty line or end of input"
     )
     parser.add_argument(
-        "--interactive", action="store_true", help="one prompt a line, until an empty one or end of input"
+        "--max_new_tokens", type=int, default=100, metavar="N", help="maximum new tokens per answer (default: 100)"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=100, metavar="N", help="longest answer (default: 100)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default: 0)")
-    parser.add_argument("--top_k", type=int, default=50, metavar="N", help="sample from the N likeliest (default: 50)")
     parser.add_argument(
-        "--top_p", type=float, default=0.9, metavar="X", help="and from this much probability (default: 0.9)"
+        "--top_k", type=int, default=50, metavar="N", help="sample from the N most likely tokens (default: 50)"
     )
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of sampling (default: 42)")
+    parser.add_argument(
+        "--top_p", type=float, default=0.9, metavar="X", help="nucleus sampling: cumulative probability (default: 0.9)"
+    )
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="sampling seed (default: 42)")
     return parser
 
 
 def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Token ids of one prompt as training saw them: through the chat template where the tokenizer has one."""
+    """Token ids of a prompt as in training: rendered by the chat template if the tokenizer has one."""
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
     messages = [{"role": "system", "content": system}] if system else []
@@ -44,13 +46,13 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
 
 
 def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
-    """One answer; tokens appear as they come where output is a terminal."""
+    """Generates one answer; streams tokens if stdout is a terminal."""
     ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
     live, shown = sys.stdout.isatty(), [0]
 
     def on_token(new):
         text = tokenizer.decode(new, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # half of a character: wait for the rest
+        if not text.endswith("\ufffd"):  # incomplete character: wait for the rest
             print(text[shown[0] :], end="", flush=True)
             shown[0] = len(text)
 

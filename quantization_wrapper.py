@@ -1,7 +1,7 @@
-"""Which quantizer stores the frozen weights, and one call that applies it to a model.
+"""Quantization methods for frozen weights, and quantize_model, which applies one to a model.
 
-`METHODS` has a row for each: adding one is a file in finetune/quantizers/ and a row here. Every method turns a weight into
-integer tensors and back; the layer that holds them, and its autograd, are the same for all.
+`METHODS` has one row per method: to add one, add a file in finetune/quantizers/ and a row here. A method converts a
+weight to integer tensors and back; the layer that holds them, and its autograd, are shared.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from functools import partial
 
 
 class QuantizationMethod(str, Enum):
-    """The names users of the older scripts import, and ours."""
+    """Method names, including those of the older scripts."""
 
     NF4 = "nf4"
     BNB_NF4 = "bnb_nf4"
@@ -35,9 +35,12 @@ class QuantizationMethod(str, Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """A row of METHODS. `module` has its quantize and dequantize. `quant_types`: the quant types of each width, the usual one
-    first; none: one scale a row. `package` must be importable; `install` is the line that makes it so. `double_quant`: widths
-    whose scales can be quantized too. `groups_fill_rows`: groups must fill a row. `whole`: widths whose result depends on the whole matrix, not on rows alone.
+    """A row of METHODS. `module`: has quantize and dequantize.
+
+    `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`:
+    must be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
+    `groups_fill_rows`: groups must fill a row. `whole`: bit widths whose result depends on the full matrix, not only on the
+    row.
     """
 
     module: str
@@ -52,7 +55,7 @@ class Method:
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Widths, the usual one first."""
+        """Bit widths, the default first."""
         return tuple(self.quant_types)
 
 
@@ -63,7 +66,7 @@ METHODS = {
         {4: ("nf4",)},
         POWERS,
         double_quant=(4,),
-        summary="our NF4: plain torch, any device, blocks inside rows",
+        summary="NF4 in plain torch: any device, blocks within rows",
     ),
     "bnb": Method(
         "finetune.quantizers.bnb",
@@ -73,7 +76,7 @@ METHODS = {
         whole=(4,),
         package="bitsandbytes",
         install="pip install bitsandbytes",
-        summary="bitsandbytes' kernels: NF4, FP4, and INT8 with one scale a row",
+        summary="bitsandbytes' kernels: NF4, FP4, and INT8 with per-row scales",
     ),
     "hqq": Method(
         "finetune.quantizers.hqq",
@@ -83,7 +86,7 @@ METHODS = {
         package="hqq",
         install="pip install hqq",
         groups_fill_rows=True,
-        summary="half-quadratic quantization: scales and zeros solved for each matrix",
+        summary="half-quadratic quantization: scales and zeros optimized per matrix",
     ),
     "quanto": Method(
         "finetune.quantizers.quanto",
@@ -92,7 +95,7 @@ METHODS = {
         package="optimum.quanto",
         install="pip install optimum-quanto",
         groups_fill_rows=True,
-        summary="optimum-quanto: int4 and int2 by group, int8 with one scale a row",
+        summary="optimum-quanto: int4 and int2 per group, int8 with per-row scales",
     ),
     "mlx": Method(
         "finetune.quantizers.mlx",
@@ -102,7 +105,7 @@ METHODS = {
         summary="MLX's affine format in plain torch: the same packed bits as mx.quantize",
     ),
 }
-# The enum's names in terms of METHODS: row, widths (the usual one first), quant type where the name says it.
+# Enum name -> (METHODS row, bit widths with the default first, quant type if the name implies one).
 METHOD_OF = {
     QuantizationMethod.NF4: ("nf4", (4,), "nf4"),
     QuantizationMethod.BNB_NF4: ("bnb", (4,), "nf4"),
@@ -131,10 +134,10 @@ AUTO_ORDER = ("nf4", "bnb", "hqq", "quanto", "mlx")
 
 @dataclass
 class QuantizationConfig:
-    """How to store frozen weights. Usable on any torch build; `compute_dtype`: a torch dtype, or None for the input's own.
+    """How to quantize frozen weights. `compute_dtype`: a torch dtype, or None for the input's dtype.
 
-    `bits` None: the method's usual width. `block_size` is the older name of group_size for nf4 and bnb. Raises ValueError
-    where the method lacks what is asked, naming what it has.
+    `bits` None: the method's default. `block_size`: older name of group_size for nf4 and bnb. Raises ValueError for an
+    unsupported combination, listing the supported values.
     """
 
     method: QuantizationMethod = QuantizationMethod.NF4
@@ -159,7 +162,7 @@ class QuantizationConfig:
             if self.group_size not in (64, self.block_size):
                 raise ValueError(f"block_size {self.block_size}: contradicts group_size {self.group_size}. Give one.")
             self.group_size = self.block_size
-        if name in METHODS and self.quant_type in (None, "nf4"):  # "nf4" stands by default in older programs
+        if name in METHODS and self.quant_type in (None, "nf4"):  # older programs pass "nf4" by default
             books = METHODS[name].quant_types.get(self.bits) or (None,)
             self.quant_type = book or ("nf4" if "nf4" in books else books[0])
         validate_quantization_config(self)
@@ -171,7 +174,7 @@ class QuantizationConfig:
 
 
 def validate_quantization_config(config: QuantizationConfig) -> None:
-    """Raises ValueError naming what the method has, where it lacks what is asked for."""
+    """Raises ValueError for an unsupported combination, listing the values the method supports."""
     name, widths, _ = METHOD_OF[config.method]
     if name == "none":
         return
@@ -185,33 +188,35 @@ def validate_quantization_config(config: QuantizationConfig) -> None:
 def unsupported(
     backend: str, bits: int, quant_type: str | None, group_size: int, double_quant: bool = False
 ) -> str | None:
-    """Why no machine has the combination, with what there is; None where it can be had."""
+    """The error for a combination that no machine supports, listing the supported values; else None."""
     have = "; ".join(f"{name} at {'/'.join(map(str, sorted(m.bits)))} bits" for name, m in METHODS.items())
     if backend not in METHODS:
-        return f"--quantization_backend {backend}: there is {have}. Use one of these."
+        return f"--quantization_backend {backend}: available are {have}. Use one of these."
     method = METHODS[backend]
     if bits not in method.bits:
-        return f"--n_bits {bits}: {backend} has {'/'.join(map(str, sorted(method.bits)))} bits. There is {have}."
+        return f"--n_bits {bits}: {backend} has {'/'.join(map(str, sorted(method.bits)))} bits. Available are {have}."
     books = method.quant_types[bits]
     if quant_type is not None and quant_type not in books:
-        rest = f"has {', '.join(books)}. Use one of these" if books else "has no choice. Leave it out"
+        rest = f"has {', '.join(books)}. Use one of these" if books else "has no choice. Omit the flag"
         return f"--quant_type {quant_type}: {backend} at {bits} bits {rest}."
     if group_size not in method.group_sizes and not per_channel(backend, bits):
         low, high = method.group_sizes[0], method.group_sizes[-1]
         return f"--group_size {group_size}: {backend} has powers of two from {low} to {high}. Use 64."
     if double_quant and bits not in method.double_quant:
         those = " and ".join(name for name, m in METHODS.items() if m.double_quant)
-        return f"--double_quant true: {backend} at {bits} bits has none; {those} at 4 bits have. Leave it out."
+        return (
+            f"--double_quant true: not supported by {backend} at {bits} bits, only by {those} at 4 bits. Omit the flag."
+        )
     return None
 
 
 def per_channel(backend: str, bits: int) -> bool:
-    """Whether there is one scale a row, so that the group size does not matter."""
+    """True for per-row scales (per-channel quantization), where the group size does not matter."""
     return not METHODS[backend].quant_types[bits]
 
 
 def group_mismatch(backend: str, bits: int, group_size: int, columns: int) -> bool:
-    """Whether groups would not fill a row of that many columns, for a method that needs them to."""
+    """True if the group size does not divide `columns`, for a method that needs it to."""
     return METHODS[backend].groups_fill_rows and not per_channel(backend, bits) and bool(columns % group_size)
 
 
@@ -225,8 +230,9 @@ def weight_bytes(
     scale_bytes: int = 4,
     ranks: int = 1,
 ) -> int:
-    """Bytes of a stored weight [rows, columns], scales included. `scale_bytes`: of the weight's type, which mlx keeps. Of
-    several ranks that cut each tensor by rows, one's.
+    """Bytes of a quantized weight [rows, columns], scales included; with row-wise sharding over ranks, one rank's.
+
+    `scale_bytes`: bytes per scale in the weight's dtype, as stored by mlx.
     """
     all_rows, rows = rows, -(-rows // ranks)
     if per_channel(method, bits):
@@ -250,7 +256,7 @@ def weight_bytes(
 def config_for(
     backend: str, bits: int = 4, quant_type: str | None = None, group_size: int = 64, double_quant: bool = False
 ) -> QuantizationConfig:
-    """The config of a METHODS row: what the flags of train.py mean."""
+    """The QuantizationConfig for the flags of train.py, `backend` being a METHODS row."""
     method = DEFAULT_METHOD[backend]
     if backend == "bnb":
         method = QuantizationMethod.BNB_INT8 if bits == 8 else QuantizationMethod(f"bnb_{quant_type or 'nf4'}")
@@ -260,16 +266,16 @@ def config_for(
 
 
 def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
-    """The first method of AUTO_ORDER that has these bits and is documented for `backend` (mlx has its own format only)."""
+    """Config of the first method in AUTO_ORDER with these bits that is documented for `backend` (mlx: only its own)."""
     names = ("mlx",) if str(backend) == "mlx" else AUTO_ORDER
     for name in names:
         if bits in METHODS[name].bits:
             return config_for(name, bits)
-    raise ValueError(f"bits {bits}: no method has them on {backend}.")
+    raise ValueError(f"bits {bits}: not supported by any method on {backend}.")
 
 
 def rows_independent(config: QuantizationConfig, columns: int) -> bool:
-    """Whether a row of so many columns is stored by itself, so that some rows quantized apart are those of the whole matrix."""
+    """True if quantizing a slice of rows equals slicing the quantized matrix."""
     if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
         return not config.double_quant and columns % config.group_size == 0
     return config.bits not in METHODS[config.backend].whole
@@ -278,9 +284,9 @@ def rows_independent(config: QuantizationConfig, columns: int) -> bool:
 def quantized_linear(
     weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
 ):
-    """A QuantizedLinear that holds `weight_OI` as `config` says. ValueError where the weight's shape does not fit it.
+    """Quantizes `weight_OI` into a QuantizedLinear by `config`. ValueError if the shape does not fit the method.
 
-    `out_features`: of the whole matrix, where `weight_OI` is some of its rows.
+    `out_features`: of the full matrix, if `weight_OI` is a slice of its rows.
     """
     import torch
 
@@ -296,7 +302,7 @@ def quantized_linear(
 
 
 def config_of_layer(config: QuantizationConfig, name: str) -> QuantizationConfig:
-    """`config` with the layer's own settings, `config.layer_configs[name]`, over it."""
+    """`config` overridden by the layer's own settings, `config.layer_configs[name]`."""
     own = config.layer_configs.get(name)
     if not own:
         return config
@@ -305,16 +311,16 @@ def config_of_layer(config: QuantizationConfig, name: str) -> QuantizationConfig
 
 
 def is_conv1d(module) -> bool:
-    """transformers' Conv1D: a linear whose weight is kept as [I, O]."""
+    """True for transformers' Conv1D: a linear whose weight is stored as [I, O]."""
     return type(module).__name__ == "Conv1D"
 
 
 def quantize_model(model, config: QuantizationConfig, names=None, device=None):
-    """Replaces the model's linears by quantized ones, a layer at a time, and returns the model.
+    """Replaces the model's linears with quantized ones, one layer at a time, and returns the model.
 
-    `names`: the modules to replace; None: every nn.Linear outside `config.skip_modules`. `device`: where to quantize and
-    keep them. A layer's own settings stand in `config.layer_configs[name]` as fields of QuantizationConfig. ValueError
-    names the layer whose shape does not fit the method.
+    `names`: modules to replace; None: every nn.Linear not in `config.skip_modules`. `device`: where to quantize and
+    keep them. `config.layer_configs[name]` overrides fields of QuantizationConfig per layer. ValueError names the
+    layer whose shape does not fit the method.
     """
     from torch import nn
 
@@ -340,13 +346,13 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
 
 
 def replace_linear_with_quantized(model, config: QuantizationConfig, skip_modules=None):
-    """The older name of quantize_model."""
+    """Deprecated alias of quantize_model."""
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
 @dataclass(frozen=True)
 class QuantizationAdapter:
-    """The older scripts' object with a config inside."""
+    """Deprecated wrapper around a config, kept for the older scripts."""
 
     config: QuantizationConfig
 
@@ -354,12 +360,12 @@ class QuantizationAdapter:
         return quantize_model(model, self.config)
 
     def quantize_linear(self, linear):
-        """A QuantizedLinear of one nn.Linear."""
+        """Quantizes one nn.Linear."""
         return quantized_linear(linear.weight.detach(), linear.bias, self.config)
 
 
 def create_quantization_adapter(config: QuantizationConfig) -> QuantizationAdapter:
-    """The older scripts' way to apply a config."""
+    """Deprecated constructor of QuantizationAdapter, kept for the older scripts."""
     return QuantizationAdapter(config)
 
 
@@ -367,16 +373,16 @@ def create_quantization_adapter(config: QuantizationConfig) -> QuantizationAdapt
 
 
 def pairs() -> list[tuple[str, int]]:
-    """Every (method, bits) there is, in AUTO_ORDER."""
+    """All (method, bits) pairs, in AUTO_ORDER."""
     return [(name, bits) for name in AUTO_ORDER for bits in sorted(METHODS[name].bits, reverse=True)]
 
 
 def probe(name: str, bits: int, device: str) -> dict:
-    """One layer forward and backward on `device` against its dequantized weight.
+    """Probes one layer's forward and backward on `device` against its dequantized weight.
 
-    {'error': None or why it failed; 'weight_error': |w' - w| / |w| of normal weights; 'product_error': of the output against the
-    dense product, relative; 'slowdown': time of forward and backward over the unquantized layer's, 256 tokens through
-    1024 x 1024; 'bits_per_weight': scales included}.
+    {'error': None or the failure; 'weight_error': |w' - w| / |w| for normal weights; 'product_error': relative error of
+    the output against the dense matmul; 'slowdown': forward and backward time relative to the unquantized layer, 256
+    tokens through 1024 x 1024; 'bits_per_weight': scales included}.
     """
     method = METHODS[name]
     if method.package and not _importable(method.package):
@@ -401,7 +407,7 @@ def probe(name: str, bits: int, device: str) -> dict:
         noise = ((dense - weight).norm() / weight.norm()).item()
     wrong = max(off, off_back) > 1e-3 or not noise < WEIGHT_ERROR[bits]
     return {
-        "error": f"is wrong on {device}: product off by {off:.1e}, weight by {noise:.0%}" if wrong else None,
+        "error": f"is wrong on {device}: product error {off:.1e}, weight error {noise:.0%}" if wrong else None,
         "weight_error": round(noise, 5),
         "product_error": float(f"{max(off, off_back):.1e}"),
         "slowdown": round(slowdown, 2),
@@ -409,7 +415,8 @@ def probe(name: str, bits: int, device: str) -> dict:
     }
 
 
-# Normal weights in groups of 64 to 1024: the best scalar quantizers reach 0.0049 .. 0.34 (Max 1960), uniform ones twice that.
+# For normal weights in groups of 64 to 1024, optimal scalar quantizers reach 0.0049 .. 0.34 (Max 1960), uniform ones
+# twice that.
 WEIGHT_ERROR = {8: 0.02, 6: 0.06, 5: 0.1, 4: 0.15, 3: 0.3, 2: 0.7}
 
 
@@ -421,7 +428,7 @@ def _importable(package: str) -> bool:
 
 
 def _seconds(layer, x) -> float:
-    """The least of 5 times for a forward and a backward."""
+    """Minimum time of 5 runs of a forward and a backward."""
     import time
 
     import torch

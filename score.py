@@ -1,4 +1,4 @@
-"""Loss, perplexity and exact match of a model or an adapter on a file of rows.
+"""Computes loss, perplexity and exact match of a model or an adapter on a dataset.
 
 python score.py --checkpoint outputs/my-run --dataset test.jsonl
 """
@@ -22,27 +22,31 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
     )
-    parser.add_argument("--split", default="test", metavar="NAME", help="of a folder or a hub name (default: test)")
+    parser.add_argument(
+        "--split", default="test", metavar="NAME", help="split of a folder or Hub dataset (default: test)"
+    )
     parser.add_argument("--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)")
     parser.add_argument(
-        "--context_length", type=int, default=512, metavar="N", help="longest row in tokens (default: 512)"
+        "--context_length", type=int, default=512, metavar="N", help="maximum sequence length in tokens (default: 512)"
     )
-    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
     parser.add_argument(
-        "--batch_size", type=int, default=32, metavar="N", help="answers generated at once (default: 32)"
+        "--max_new_tokens", type=int, default=128, metavar="N", help="maximum new tokens per answer (default: 128)"
     )
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N answers that are wrong")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    parser.add_argument(
+        "--batch_size", type=int, default=32, metavar="N", help="answers generated per batch (default: 32)"
+    )
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N wrong answers")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     return parser
 
 
 def exact_match(
     engine, tokenizer, questions, max_new_tokens: int, ends: set[int], batch_size: int = 32, stop=None
 ) -> tuple[float, list[str]]:
-    """(part of the questions whose greedy answer is the wanted text, every answer as far as it was generated).
+    """(fraction of questions whose greedy answer equals the expected text, all answers as far as generated).
 
-    `questions` are data.prompts_and_answers'. White space around an answer does not count. A row ends as soon as its text
-    can no longer become the wanted one, which changes no score. `ends`: ids that end an answer; `stop()`: give up.
+    `questions`: from data.prompts_and_answers. Surrounding whitespace is ignored. A row stops as soon as its text
+    can no longer match, which does not change the score. `ends`: stop token ids; `stop()`: abort.
     """
     answers = []
     for start in range(0, len(questions), batch_size):
@@ -106,7 +110,7 @@ def main(argv=None) -> int:
         )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:
-        print(f"{source}\n  wanted {wanted}\n  got    {got}")
+        print(f"{source}\n  expected {wanted}\n  got      {got}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A trained checkpoint, or any model, opened for use: what generate.py, score.py and export.py share."""
+"""Opens a trained checkpoint, or any model, for inference: shared by generate.py, score.py and export.py."""
 
 import json
 from dataclasses import replace
@@ -13,14 +13,17 @@ from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 
 def add_flags(parser) -> None:
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR|ID", help="an output_dir, a step-N folder, any adapter or model"
+        "--checkpoint",
+        required=True,
+        metavar="DIR|ID",
+        help="an output_dir, a step-N folder, or any adapter or model folder",
     )
     parser.add_argument("--device", default=None, help="auto, cuda, mps, cpu or xpu (default: FSDP_BACKEND, else auto)")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)")
 
 
 def base_of(checkpoint: str) -> ModelFiles:
-    """The model's files: the checkpoint itself, or the base its adapter names. Raises PlanError."""
+    """Files of the full model: the checkpoint itself, or the base model named by its adapter. Raises PlanError."""
     folder = Path(checkpoint)
     config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():
@@ -33,27 +36,27 @@ def base_of(checkpoint: str) -> ModelFiles:
             )
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise PlanError(
-                f"--checkpoint {checkpoint}: holds no config.json and no adapter_config.json. Give an output_dir."
+                f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."
             )
         return find_model(checkpoint, None, flag="--checkpoint")
     if not (folder / weights).is_file():
-        raise PlanError(f"--checkpoint {checkpoint}: holds an {config.name} but no {weights}.")
+        raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
     try:
         content = json.loads(config.read_text())
         base = content["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
-        raise PlanError(f"{config}: names no base_model_name_or_path. Give a whole adapter.") from None
+        raise PlanError(f"{config}: has no base_model_name_or_path. Give a complete adapter.") from None
     files = find_model(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
     beside, digest = folder / "base_model.json", content.get("base_digest")
     if digest is None and beside.is_file():
         digest = json.loads(beside.read_text()).get("digest")
     if digest not in (None, files.digest):
-        print(f"note: the base {base} is not byte for byte the one this adapter was trained on")
+        print(f"note: the base {base} differs from the one this adapter was trained on")
     return files
 
 
 def open_engine(args):
-    """(engine for evaluation and generation, tokenizer, ids that end an answer)."""
+    """(engine for evaluation and generation, tokenizer, stop token ids)."""
     files = base_of(args.checkpoint)
     try:
         manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
@@ -77,7 +80,7 @@ def open_engine(args):
 
 
 def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
-    """Where the tokenizer is: the folder itself, the run that a step-N or best folder belongs to, or the base."""
+    """Folder of the tokenizer: the checkpoint itself, the run of its step-N or best folder, or the base."""
     for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
         run = folder == checkpoint or (folder / "run_plan.json").is_file()
         if run and (folder / "tokenizer_config.json").is_file():

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, whole or as the parts that several ranks wrote: written one at a time, read by slices.
+"""Full and sharded tensors in safetensors files: streamed writes, one tensor at a time, and reads by slice.
 
-A rank's file says in its header where each of its parts stands in the whole; `parts.json` is made of these headers, and readers
-go by it. No file is ever whole in memory. See docs/checkpoint_format.md.
+The header of each rank's file gives the offset of its shards in the full tensors; `parts.json` collects these
+headers for readers. No file is ever fully in memory. See docs/checkpoint_format.md.
 """
 
 import hashlib
@@ -56,9 +56,9 @@ RANK = re.compile(r"-rank\d+(?=\.safetensors$)")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Some of a tensor: `shape` from `offset` on, of a whole of `whole`. `read()` makes its array, let go once it is written.
+    """A shard: `shape` at `offset` of a full tensor of shape `whole`. `read()` returns its array, freed once written.
 
-    `dtype` is safetensors' word.
+    `dtype` is the safetensors name.
     """
 
     name: str
@@ -81,7 +81,7 @@ def shards_of_arrays(arrays: dict) -> list[TensorShard]:
 
 
 def file_of_rank(file: str, rank: int) -> str:
-    """What a rank's own file is called in the place of the one file `file`."""
+    """Name of a rank's shard file that replaces the single file `file`."""
     return f"{file.removesuffix('.safetensors')}-rank{rank:05d}.safetensors"
 
 
@@ -89,7 +89,7 @@ def file_of_rank(file: str, rank: int) -> str:
 
 
 def header_of(parts: list[TensorShard]) -> tuple[bytes, dict[str, int]]:
-    """(all that stands before the tensors, where in the file each tensor begins). The widest come first: all are aligned."""
+    """(safetensors header bytes, file offset of each tensor). Sorted by dtype width, so that all are aligned."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     cut = {p.name: [p.offset, p.whole] for p in parts if p.whole is not None}
     if cut:
@@ -108,7 +108,10 @@ def _in_order(parts: list[TensorShard]) -> list[TensorShard]:
 
 
 def write_file(path: Path, parts: list[TensorShard]) -> dict:
-    """Writes the file a tensor at a time and fsyncs it; {"size", "sha256"}. NonFiniteError for a tensor that is not finite."""
+    """Writes the file one tensor at a time and fsyncs it; {"size", "sha256"}.
+
+    NonFiniteError if a tensor is not finite.
+    """
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
 
@@ -135,7 +138,7 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
 
 
 def index_of(folder: Path, written: dict[str, dict]) -> dict:
-    """What parts.json says of the ranks' files in `folder`, read from their headers. `written`: {file: size and digest}."""
+    """Content of parts.json for the shard files in `folder`, from their headers. `written`: {file: size and digest}."""
     files: dict[str, dict] = {}
     for name in sorted(written):
         header = read_header(folder / name)
@@ -163,7 +166,7 @@ def read_header(path: Path) -> dict:
 
 
 class StoredTensor:
-    """A tensor on disk, with numpy's `shape` and indexing by slices: what is asked for is read, and nothing else."""
+    """A lazy tensor on disk with numpy's `shape` and slicing: reads only the requested region."""
 
     def __init__(self, shape: tuple, dtype: str, places: list):
         self.shape, self.dtype, self.places = (tuple(shape), dtype, places)  # [(open file, name, offset, shape)]
@@ -174,7 +177,7 @@ class StoredTensor:
         spans = [s.indices(n)[:2] for s, n in zip(region, self.shape, strict=True)]
         whole = None
         for file, name, offset, shape in self.places:
-            # Where this part and what is asked for meet, in the numbers of the whole.
+            # Intersection of this shard and the requested region, in coordinates of the full tensor.
             ends = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, offset, shape, strict=True)]
             if any(a >= b for a, b in ends):
                 continue
@@ -184,7 +187,7 @@ class StoredTensor:
             if whole is None:
                 whole = np.empty([b - a for a, b in spans], found.dtype)
             whole[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))] = found
-        if whole is None:  # none is asked for
+        if whole is None:  # an empty region
             whole = np.empty([max(0, b - a) for a, b in spans], NUMPY[self.dtype])
         return whole
 
@@ -197,7 +200,7 @@ def _read(file, name: str, region: list) -> np.ndarray:
 
 
 class CheckpointTensors(Mapping):
-    """{name: Stored} of a checkpoint's tensors called `file`: in that one file, or in the ranks' files that parts.json names."""
+    """{name: Stored} for the tensors of `file` in a checkpoint: in that single file or in the shards of parts.json."""
 
     def __init__(self, folder: Path, file: str):
         from safetensors import safe_open
@@ -235,7 +238,7 @@ def read_index(folder: Path) -> dict:
 
 
 def files_of(folder: Path, file: str) -> list[Path]:
-    """The ranks' files that hold the tensors of `file`; none where there is no parts.json."""
+    """The shard files that hold the tensors of `file`; empty without a parts.json."""
     if not (folder / INDEX).is_file():
         return []
     tensors = read_index(folder)["tensors"].get(file, {})
@@ -243,13 +246,13 @@ def files_of(folder: Path, file: str) -> list[Path]:
 
 
 def sharded_file_of(path: Path) -> str | None:
-    """The name of the one file in whose place this file of a rank stands; None for any other file."""
+    """The single file that this rank's shard file replaces; None for any other file."""
     file = RANK.sub("", path.name)
     return file if file != path.name and (path.parent / INDEX).is_file() else None
 
 
 def shapes_of(files) -> dict[str, tuple[int, ...]]:
-    """{tensor: its whole shape} where the files are those of ranks, else nothing."""
+    """{tensor: full shape} if the files are shards, else {}."""
     file = sharded_file_of(Path(files[0])) if files else None
     if file is None:
         return {}

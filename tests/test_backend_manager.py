@@ -205,7 +205,7 @@ def test_watermarks_the_wrong_way_round_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.5")
     assert environment_error() is None
     monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.9")
-    assert "LOW_WATERMARK_RATIO=0.9: is above" in environment_error()
+    assert "LOW_WATERMARK_RATIO=0.9: exceeds" in environment_error()
 
 
 def test_a_backend_is_added_in_a_few_lines(tmp_path):

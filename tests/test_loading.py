@@ -125,13 +125,13 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path)
     lines = []
     load_model(tmp_path, QLORA, CPU, say=lines.append)
     assert lines == [
-        "  note: 1 tensors of its files are no part of the model, such as model.layers.9.mlp.up_proj.weight: left out"
+        "  note: 1 tensors in its files are not part of the model, such as model.layers.9.mlp.up_proj.weight: ignored"
     ]
     edited(tmp_path, lambda t: t.update({name: t[name][:5].clone()}))
     with pytest.raises(PlanError, match=rf"{name} is \[5, 64\] in its files, \[96, 64\] by its config"):
         load_dense(tmp_path, torch.float32)
     edited(tmp_path, lambda t: t.pop(name))
-    with pytest.raises(PlanError, match=f"lacks 1 weights of its config, such as {name}"):
+    with pytest.raises(PlanError, match=f"lacks 1 weights that its config requires, such as {name}"):
         load_dense(tmp_path, torch.float32)
 
 
@@ -140,7 +140,7 @@ def test_a_tensor_that_is_no_weight_is_refused_by_its_type(dtype, tmp_path):
     tiny.build("llama").save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.q_proj.weight"
     edited(tmp_path, lambda t: t.update({name: t[name].to(dtype)}))
-    with pytest.raises(PlanError, match=f"{name} is of type .* and has no scales beside it"):
+    with pytest.raises(PlanError, match=f"{name} has dtype .* but no scales"):
         load_dense(tmp_path, torch.float32)
 
 
@@ -150,7 +150,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path):
     lines = []
     load_model(tmp_path, QLORA, CPU, say=lines.append)
     assert lines == [
-        "  note: lm_head.weight is another weight in its files than the one config.json ties it to: both are kept"
+        "  note: lm_head.weight differs in its files from the weight that config.json ties it to: both are kept"
     ]
 
 
@@ -270,16 +270,16 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
 
 ATTENTION = "model.layers.0.self_attn.q_proj"
 DAMAGED = {  # what is done to a tensor of a stored folder, and what is said
-    ("bnb nf4", "weight.absmax", None): "weight.absmax is missing beside the weight",
-    ("bnb nf4", "weight.quant_state.bitsandbytes__nf4", None): "bitsandbytes__nf4 is missing beside",
-    ("bnb nf4 double", "weight.nested_absmax", None): "cannot be made of its files",
-    ("bnb nf4", "weight.absmax", 3): "it has 3 scales, 64 fit its shape",
-    ("bnb nf4", "weight", 100): "its codes take 100 bytes, 2048 fit its shape",
-    ("bnb int8", "SCB", None): "is of type I8 and has no scales|SCB is missing beside",
+    ("bnb nf4", "weight.absmax", None): "weight.absmax is missing next to the weight",
+    ("bnb nf4", "weight.quant_state.bitsandbytes__nf4", None): "bitsandbytes__nf4 is missing next to",
+    ("bnb nf4 double", "weight.nested_absmax", None): "cannot be converted from its files",
+    ("bnb nf4", "weight.absmax", 3): "it has 3 scales, but its shape",
+    ("bnb nf4", "weight", 100): "its codes have 100 bytes, but its shape",
+    ("bnb int8", "SCB", None): "has dtype I8 but no scales|SCB is missing next to",
     ("bnb int8", "SCB", 3): "it has 3 scales for 64 rows",
-    ("mlx 4", "scales", None): "scales is missing beside the weight",
-    ("mlx 4", "biases", None): "biases is missing beside the weight",
-    ("mlx 4", "scales", 3): "its codes are of 64 rows, its scales",
+    ("mlx 4", "scales", None): "scales is missing next to the weight",
+    ("mlx 4", "biases", None): "biases is missing next to the weight",
+    ("mlx 4", "scales", 3): "its codes have 64 rows, its scales",
 }
 
 
@@ -306,9 +306,9 @@ def test_a_config_that_claims_what_the_files_are_not_is_refused(dense_folder, tm
     shutil.copytree(dense_folder, folder)
     config = json.loads((folder / "config.json").read_text())
     for claim, said in (
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "and its files hold plain ones"),
-        ({"bits": "4", "group_size": 64}, "says bits '4' and group_size 64; MLX's affine format has"),
-        ({"bits": 4, "group_size": 0}, "says bits 4 and group_size 0; MLX's"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "but its files hold plain ones"),
+        ({"bits": "4", "group_size": 64}, "has bits '4' and group_size 64; MLX's affine format has"),
+        ({"bits": 4, "group_size": 0}, "has bits 4 and group_size 0; MLX's"),
     ):
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": claim}))
         with pytest.raises(PlanError, match=said):
@@ -327,9 +327,7 @@ def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):
     import expand
 
     folder = stored_folder("bnb fp4", dense_folder, tmp_path / "stored")
-    with pytest.raises(
-        PlanError, match="is stored quantized .bnb at 4 bits.; new layers are copies of unquantized ones"
-    ):
+    with pytest.raises(PlanError, match="is prequantized .bnb at 4 bits., but layers can be copied only unquantized"):
         expand.main(["--model_name", str(folder), "--output_dir", str(tmp_path / "out"), "--num_new_blocks", "1"])
 
 

@@ -401,7 +401,7 @@ def test_a_70b_base_in_nf4_is_what_arithmetic_says():
 def test_a_70b_that_two_devices_do_not_hold_is_told_of_host_memory():
     flags = ("--model_name", "examples/configs/llama-3-70b", "--assume_memory", "24GiB", "--assume_world_size", "2")
     code, out, _ = dry_run(*flags)
-    assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory a rank" in out
+    assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory per rank" in out
     code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
     assert code == 0 and "of host memory per rank, during training" in out and "  base " not in out
     settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")

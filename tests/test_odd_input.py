@@ -68,8 +68,8 @@ QUANTIZED = {
 def test_a_quantized_model_is_refused(flags, tiny_model, tmp_path, case):
     folder = with_config(tiny_model, tmp_path, quantization_config=QUANTIZED[case])
     line = refused(flags, model_name=folder)
-    assert line.startswith(f"--model_name {folder}: its weights are stored quantized (config.json's quantiz")
-    assert line.endswith("bitsandbytes'. Give the unquantized model it was made from.")
+    assert line.startswith(f"--model_name {folder}: its weights are prequantized (config.json's quantiz")
+    assert line.endswith("bitsandbytes are supported. Give the unquantized model it was made from.")
 
 
 CONFIGS = {
@@ -229,7 +229,7 @@ def test_the_largest_seed_is_taken():
 @pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "a/" * 2500])
 def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
-    assert refused(flags, **{flag: name}).startswith(f"--{flag} {name}: is no path that can be looked up here (")
+    assert refused(flags, **{flag: name}).startswith(f"--{flag} {name}: not a valid path (")
 
 
 @pytest.mark.parametrize(

@@ -302,4 +302,4 @@ def test_the_program_saves_in_parts_goes_on_bitwise_and_its_step_folder_is_a_mod
     code, _, err = finish(
         [sys.executable, "-W", "ignore", ROOT / "expand.py", "--model_name", step, "--output_dir", tmp_path / "grown"]
     )
-    assert code == 2 and "is a checkpoint of several ranks" in err, err
+    assert code == 2 and "is a sharded checkpoint" in err, err

@@ -23,7 +23,7 @@ PASSED = {f"{name}/{bits}": {"error": None} for name, bits in quantization_wrapp
 
 def capabilities(backend=Backend.CPU, **changes):
     """A machine's probed facts as data: the plan reads nothing else of it."""
-    probed = dict(probed=True, quantizers=PASSED, bfloat16_speed=0.3, reasons={"bf16": "no bf16 products"})
+    probed = dict(probed=True, quantizers=PASSED, bfloat16_speed=0.3, reasons={"bf16": "no bf16 matmul instructions"})
     return dataclasses.replace(CAPABILITIES[backend], **{**probed, **changes})
 
 
@@ -48,7 +48,9 @@ def test_auto_precision_follows_the_probe():
 
 
 def test_bf16_asked_for_on_a_cpu_without_it_is_kept_and_told_with_the_measured_ratio():
-    caps = capabilities(reasons={"bf16": "this processor has no bf16 products: 0.30 x the speed of fp32, measured"})
+    caps = capabilities(
+        reasons={"bf16": "this CPU has no bf16 matmul instructions: 0.30 x the speed of fp32, measured"}
+    )
     plan = plan_of(caps=caps, precision="bf16")
     assert plan.settings.precision == "bf16" and any("0.30 x" in n for n in plan.notices)
 
@@ -130,7 +132,7 @@ REFUSED = [
         dict(world_size=2, dp_degree=2, use_cpu_offload=True),
         "--use_cpu_offload true: keeps sharded weights in host memory",
     ),
-    (dict(n_bits=7), "--n_bits 7: nf4 has 4 bits. There is nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits"),
+    (dict(n_bits=7), "--n_bits 7: nf4 has 4 bits. Available are nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits"),
     (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb has 4/8 bits"),
     (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
     (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
@@ -139,7 +141,10 @@ REFUSED = [
     (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
     (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
     (dict(quantization_backend="mlx", group_size=16), "--group_size 16: mlx has powers of two from 32 to 128"),
-    (dict(quantization_backend="hqq", double_quant=True), "--double_quant true: hqq at 4 bits has none; nf4 and bnb"),
+    (
+        dict(quantization_backend="hqq", double_quant=True),
+        "--double_quant true: not supported by hqq at 4 bits, only by nf4 and bnb",
+    ),
     (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
     (dict(train_type="full", quantization_backend="nf4"), "--quantization_backend nf4: --train_type full keeps"),
     (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),

@@ -50,7 +50,7 @@ def test_unknown_columns_are_named_beside_the_known_formats():
     with pytest.raises(PlanError) as error:
         detect_format(["foo", "bar"], "x.csv")
     assert str(error.value).startswith(
-        "x.csv: columns foo, bar fit no format. Rename them to fit one: chat (messages|conversations)"
+        "x.csv: columns foo, bar match no format. Rename them to match one: chat (messages|conversations)"
     )
     assert "alpaca (instruction + output|response + [input|context])" in str(error.value)
 
@@ -124,7 +124,9 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_an_answer(chat_
 def test_a_template_whose_answers_do_not_follow_its_generation_prompt_is_refused(chat_tokenizer):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template's text with messages\[1\] does not begin"):
+    with pytest.raises(
+        PlanError, match=r"^rows.jsonl:1: the chat template's rendering up to messages\[1\] does not start"
+    ):
         rendered(row, "chat", with_template(chat_tokenizer, template))
 
 
@@ -150,13 +152,13 @@ def test_a_tokenizer_without_template_gets_chatml(plain_tokenizer):
 @pytest.mark.parametrize(
     ("fmt", "row", "message"),
     [
-        ("alpaca", {"instruction": "a"}, "field 'output' is missing, must be text."),
-        ("alpaca", {"instruction": "a", "output": 3}, "field 'output' is int, must be text."),
-        ("alpaca", {"instruction": "a", "output": None}, "field 'output' is null, must be text."),
-        ("alpaca", {"instruction": "a", "output": "b", "input": ["x"]}, "field 'input' is list, must be text."),
-        ("qna", {"answer": "a"}, "field 'question' is missing, must be text."),
-        ("prompt_completion", {"prompt": "a", "response": 1.5}, "field 'response' is float, must be text."),
-        ("text", {"text": None}, "field 'text' is null, must be text."),
+        ("alpaca", {"instruction": "a"}, "field 'output' is missing, must be a string."),
+        ("alpaca", {"instruction": "a", "output": 3}, "field 'output' is int, must be a string."),
+        ("alpaca", {"instruction": "a", "output": None}, "field 'output' is null, must be a string."),
+        ("alpaca", {"instruction": "a", "output": "b", "input": ["x"]}, "field 'input' is list, must be a string."),
+        ("qna", {"answer": "a"}, "field 'question' is missing, must be a string."),
+        ("prompt_completion", {"prompt": "a", "response": 1.5}, "field 'response' is float, must be a string."),
+        ("text", {"text": None}, "field 'text' is null, must be a string."),
         ("chat", {"x": 1}, "field 'messages' is missing, must be a list of messages."),
         ("chat", {"messages": []}, "field 'messages' is empty, must be a list of messages."),
         ("chat", {"messages": "hello"}, "field 'messages' is str, must be a list of messages."),
@@ -170,12 +172,12 @@ def test_a_tokenizer_without_template_gets_chatml(plain_tokenizer):
         (
             "chat",
             {"messages": [{"role": "user", "content": None}]},
-            "field 'messages[0].content' is missing, must be text.",
+            "field 'messages[0].content' is missing, must be a string.",
         ),
         (
             "chat",
             {"messages": [{"role": "user", "content": [1]}]},
-            "field 'messages[0].content' is list, must be text.",
+            "field 'messages[0].content' is list, must be a string.",
         ),
         ("chat", {"conversations": [{"from": "cat", "value": "x"}]}, "field 'conversations[0].from' is 'cat', must be"),
         (
@@ -207,7 +209,7 @@ def test_a_conversation_without_answer_has_no_target(row, chat_tokenizer):
 def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
     tokenizer = with_template(chat_tokenizer, "{{ raise_exception('roles must alternate') }}")
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template refuses this row \(roles must alternate\)"):
+    with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template rejects this row \(roles must alternate\)"):
         rendered(row, "chat", tokenizer)
 
 
@@ -219,15 +221,15 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
             "does not render two messages within",
         ),
         ("{{ 'a' * 10**10 }}", "needs over 256 MiB"),
-        ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders two messages as over 1 MiB of text"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "reaches for what a template may not touch"),
-        ("{{ messages.append.__globals__['x'] }}", "reaches for what a template may not touch"),
-        ("{{ lipsum.__globals__['os'].popen('touch canary') }}", "reaches for what a template may not touch"),
-        ("{{ cycler.__init__.__globals__.os.system('touch canary') }}", "reaches for what a template may not touch"),
-        ("{{ '%s'.format.__self__.__class__.__base__.x }}", "reaches for what a template may not touch"),
-        ("{{ messages.clear() }}", "reaches for what a template may not touch"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
-        ("{% if %}", "is no template"),
+        ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders two messages to over 1 MiB of text"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "accesses attributes outside the sandbox"),
+        ("{{ messages.append.__globals__['x'] }}", "accesses attributes outside the sandbox"),
+        ("{{ lipsum.__globals__['os'].popen('touch canary') }}", "accesses attributes outside the sandbox"),
+        ("{{ cycler.__init__.__globals__.os.system('touch canary') }}", "accesses attributes outside the sandbox"),
+        ("{{ '%s'.format.__self__.__class__.__base__.x }}", "accesses attributes outside the sandbox"),
+        ("{{ messages.clear() }}", "accesses attributes outside the sandbox"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses endlessly"),
+        ("{% if %}", "is not a valid template"),
     ],
 )
 def test_a_hostile_template_is_refused_in_time(template, fact, chat_tokenizer, tmp_path, monkeypatch):

@@ -238,7 +238,9 @@ def test_codes_come_back_from_their_bits(bits):
 
 @pytest.mark.parametrize("case", ["hqq", "quanto", "mlx"])
 def test_a_row_that_groups_do_not_fill_is_refused_with_the_layers_name(case):
-    with pytest.raises(ValueError, match=f"q: group_size 64: does not divide a row of 100 columns, as {case} needs"):
+    with pytest.raises(
+        ValueError, match=f"q: group_size 64: does not divide a row of 100 columns, which {case} requires"
+    ):
         quantize_model(torch.nn.ModuleDict({"q": torch.nn.Linear(100, 8)}), config_for(case))
 
 
@@ -297,7 +299,7 @@ def test_configs_say_what_a_method_has():
         QuantizationConfig(method=QuantizationMethod.HQQ, bits=5)
     with pytest.raises(ValueError, match="group_size 24: mlx has powers of two from 32 to 128"):
         QuantizationConfig(method="mlx_int4", group_size=24)
-    with pytest.raises(ValueError, match="double_quant true: hqq at 4 bits has none"):
+    with pytest.raises(ValueError, match="double_quant true: not supported by hqq at 4 bits"):
         QuantizationConfig(method="hqq", double_quant=True)
     assert get_recommended_config("cpu", 4).method is QuantizationMethod.NF4
     assert get_recommended_config("mlx", 4).method is QuantizationMethod.MLX

@@ -72,8 +72,8 @@ def jsonl(*rows):
 ROW = {"prompt": "a", "completion": "b"}
 FULL = jsonl(*[ROW] * 8)
 BAD_DATA = {
-    "empty": (b"", "holds no rows"),
-    "newlines": (b"\n\n\n", "holds no rows"),
+    "empty": (b"", "has no rows"),
+    "newlines": (b"\n\n\n", "has no rows"),
     "broken row": (FULL + b'{"prompt": "a", \n', "bad.jsonl:9: "),
     "list": (FULL + b"[1]\n", "bad.jsonl:9: "),
     "missing field": (FULL + jsonl({"prompt": "a"}), "bad.jsonl:9: field 'completion' is missing"),
@@ -85,7 +85,7 @@ BAD_DATA = {
     "not UTF-8": (FULL + '{"prompt": "ä", "completion": "c"}\n'.encode("latin-1"), "bad.jsonl:9:"),
     "no target": (jsonl(*[{"prompt": "a", "completion": ""}] * 8), "none of its 8 rows has an answer"),
     "too few rows": (jsonl(ROW, ROW), "2 rows are fewer than the 4 of one step"),
-    "no format": (jsonl(*[{"foo": "a"}] * 8), "columns foo fit no format"),
+    "no format": (jsonl(*[{"foo": "a"}] * 8), "columns foo match no format"),
 }
 
 
@@ -131,7 +131,7 @@ BAD_FLAGS = {
         {"train_type": "qlora", "n_bits": 3},
         "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj",
     ),
-    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no layer of this model"),
+    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no adaptable layer of this model"),
     "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),
     "resume": ({"resume": "nowhere"}, "--resume nowhere: no such folder"),
     "validation": ({"validation_dataset": "nowhere.jsonl"}, "--validation_dataset nowhere.jsonl: "),
@@ -154,7 +154,9 @@ def test_token_ids_beyond_the_embedding_name_the_row(base, make_tokenizer, tmp_p
     folder = tmp_path / "model"
     make_tokenizer(folder, bos=False)
     tiny.build("llama", vocab_size=128).save_pretrained(folder)
-    with pytest.raises(PlanError, match=r"rows.jsonl:1: token id \d+ is not among the model's 128 embedding rows"):
+    with pytest.raises(
+        PlanError, match=r"rows.jsonl:1: token id \d+ is out of range for the model's 128 embedding rows"
+    ):
         train.main(_with(base, model_name=folder))
 
 
@@ -169,11 +171,7 @@ def test_token_ids_beyond_the_embedding_name_the_row(base, make_tokenizer, tmp_p
             ["--checkpoint", "nowhere", "--dataset", str(ROOT / "examples" / "orders_test.jsonl")],
             "--checkpoint nowhere",
         ),
-        (
-            export,
-            ["--checkpoint", "nowhere", "--output_dir", "x"],
-            "--checkpoint nowhere: holds no adapter_config.json",
-        ),
+        (export, ["--checkpoint", "nowhere", "--output_dir", "x"], "--checkpoint nowhere: has no adapter_config.json"),
     ],
 )
 def test_the_small_scripts_say_what_is_missing(script, argv, message, monkeypatch):

@@ -248,7 +248,7 @@ class OutputDir:
     def check_shared_filesystem(self, engine) -> list[str]:
         """Chooses sharded or gathered checkpoints, once the folder is claimed; returns notices to print. Collective.
 
-         Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
+        Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
         rank 0.
         """
         if not engine.writes_parts:

@@ -7,7 +7,7 @@ import sys
 
 from finetune.errors import PlanError
 
-# Assistant turns end with the tokenizer's own end-of-text token: <|im_end|> is rarely a token of a model without a template.
+# Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
 CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
     "{{ (eos_token if message['role'] == 'assistant' and eos_token else '<|im_end|>') + '\\n' }}{% endfor %}"
@@ -18,7 +18,7 @@ PROBE_BYTES = 256 * 2**20
 
 
 def ensure_chat_template(tokenizer) -> str | None:
-    """Gives a tokenizer that has no chat template ChatML, and returns the line to print then."""
+    """Sets ChatML on a tokenizer without a chat template; returns the notice to print, else None."""
     if tokenizer.chat_template:
         return None
     tokenizer.chat_template = CHATML_TEMPLATE
@@ -27,14 +27,14 @@ def ensure_chat_template(tokenizer) -> str | None:
 
 
 def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]:
-    """The answer and its end-of-turn token, if it has one, without the white space that a template puts after it."""
+    """(answer, its end-of-turn token if any), without the whitespace that a template appends."""
     stripped = answer.rstrip()
     end = max((text for text in specials if stripped.endswith(text)), key=len, default="")
     return (stripped.removesuffix(end), end) if end else (answer, "")
 
 
 def special_texts(tokenizer) -> tuple[str, ...]:
-    """The texts of tokens that can end a turn."""
+    """Texts of the tokens that can end a turn."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(text for text in {*added, *tokenizer.all_special_tokens} if text)
 
@@ -56,14 +56,14 @@ def apply_template(messages: list[dict], tools, source: str, tokenizer, add_gene
         RecursionError,
     ) as error:
         fact = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PlanError(f"{source}: the chat template refuses this row ({fact}). Change the row.") from error
+        raise PlanError(f"{source}: the chat template rejects this row ({fact}). Change the row.") from error
 
 
-# ------ templates of others
+# ------ third-party chat templates
 
 
 def check_chat_template(tokenizer):
-    """Raises PlanError for a chat template that, tried in a child process, takes over 3 s or 256 MiB or leaves its sandbox."""
+    """Raises PlanError if the chat template takes over 3 s or 256 MiB in a child process, or leaves its sandbox."""
     assert tokenizer.chat_template, "ensure_chat_template must come first"
     template = tokenizer.get_chat_template()
     if template != CHATML_TEMPLATE:
@@ -76,7 +76,7 @@ def check_chat_template(tokenizer):
 
 @functools.lru_cache(maxsize=8)
 def _probe_template(template: str, bos_token: str, eos_token: str) -> str:
-    """What is wrong with the template, or nothing. A row that it refuses by its own words is no fault here."""
+    """The fault of the template, or "". Rejecting the probe's messages is not a fault."""
     given = json.dumps({"template": template, "bos_token": bos_token, "eos_token": eos_token, "max_bytes": PROBE_BYTES})
     command = [sys.executable, "-c", PROBE]
     try:
@@ -86,7 +86,7 @@ def _probe_template(template: str, bos_token: str, eos_token: str) -> str:
     if result.returncode == 0:
         return result.stdout.strip()
     last = (result.stderr.strip().splitlines() or [f"exit {result.returncode}"])[-1][:200]
-    return f"breaks the process that renders it ({last})"
+    return f"crashes the process that renders it ({last})"
 
 
 PROBE = r"""
@@ -96,10 +96,10 @@ import jinja2, jinja2.ext, jinja2.sandbox
 given = json.load(sys.stdin)
 try:
     import resource
-    size = given["max_bytes"] + 2**26  # Python itself takes some 40 MiB of addresses
+    size = given["max_bytes"] + 2**26  # Python itself maps about 40 MiB
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 except (ImportError, ValueError, OSError):
-    pass  # macOS refuses an address space limit; the parent's clock still holds
+    pass  # macOS rejects an address space limit; the parent's timeout still applies
 
 class Generation(jinja2.ext.Extension):
     tags = {"generation"}
@@ -127,19 +127,19 @@ try:
                                            bos_token=given["bos_token"], eos_token=given["eos_token"]):
                 size += len(piece)
                 if size > 2**20:
-                    sys.exit(print("renders two messages as over 1 MiB of text"))
+                    sys.exit(print("renders two messages to over 1 MiB of text"))
         except jinja2.sandbox.SecurityError as error:
-            sys.exit(print("reaches for what a template may not touch (%s)" % str(error)[:200]))
+            sys.exit(print("accesses attributes outside the sandbox (%s)" % str(error)[:200]))
         except jinja2.TemplateSyntaxError:
             raise
         except MemoryError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-            pass  # its own refusal of these messages; the rows will tell
+            pass  # the template rejects these messages; the rows decide
 except jinja2.TemplateSyntaxError as error:
-    print("is no template (%s)" % str(error)[:200])
+    print("is not a valid template (%s)" % str(error)[:200])
 except MemoryError:
     print("needs over %d MiB" % (given["max_bytes"] >> 20))
 except RecursionError:
-    print("recurses without end")
+    print("recurses endlessly")
 """

@@ -14,10 +14,10 @@ from finetune.engine import IGNORE_INDEX, Batch
 def microbatches(
     dataset: TokenizedDataset, rows, layout: str, batch_size: int, microbatch_tokens: int, pad_id: int
 ) -> list[Batch]:
-    """The batches of a step: `rows` in groups of batch_size, each group cut to at most `microbatch_tokens` tokens a batch.
+    """Microbatches of a step: `rows` in groups of batch_size, each group split at `microbatch_tokens` tokens per batch.
 
-    flat: documents one after another in one row, no padding. padded: one document a row, rows of similar length together. A
-    document longer than microbatch_tokens stands alone.
+    flat: documents packed end to end in one row, padding-free. padded: one document per row, grouped by length. A
+    document longer than microbatch_tokens gets a microbatch of its own.
     """
     cut, make = {
         "padding_free": (_pack, _flat),
@@ -39,7 +39,7 @@ def largest_microbatch(
     pad_id: int,
     num_steps: int,
 ) -> Batch:
-    """The microbatch of most positions, padding included, among the run's steps; of its first GROUPS_SEARCHED groups."""
+    """The microbatch with the most positions, padding included, within the first GROUPS_SEARCHED groups of the run."""
     cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], dataset.lengths
     cursor, most, found, searched = Cursor(), 0, [], 0
     for _ in range(num_steps):
@@ -59,7 +59,7 @@ def largest_microbatch(
 
 
 def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
-    """First fit, longest first: fewer and fuller batches than the order given would make."""
+    """Packs documents by first-fit decreasing, into fewer and fuller microbatches than in the given order."""
     parts, room = [], []
     for row in sorted(rows, key=lambda r: -lengths[r]):
         k = next((k for k, left in enumerate(room) if lengths[row] <= left), None)
@@ -75,7 +75,7 @@ def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
 def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
     parts = []
     for row in sorted(rows, key=lambda r: -lengths[r]):
-        # Longest first, so a part's first row is its width.
+        # Longest first, so the first row of a microbatch is its width.
         if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= microbatch_tokens:
             parts[-1].append(row)
         else:
@@ -84,7 +84,7 @@ def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[l
 
 
 def _labels(ids, is_target) -> np.ndarray:
-    """What each position must predict: the next token if it is a target; nothing at the document's end."""
+    """Shifted labels: the next token if it is a target, else IGNORE_INDEX; IGNORE_INDEX at the end of the document."""
     labels = np.full(len(ids), IGNORE_INDEX, np.int64)
     labels[:-1][is_target[1:]] = ids[1:][is_target[1:]]
     return labels

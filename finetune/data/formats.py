@@ -1,8 +1,8 @@
-"""Rows of the usual data set formats -> text, in which the spans that are to be learned are marked.
+"""Dataset rows rendered to text through prompt formats and chat templates, with the target spans marked.
 
-FORMATS is the table. Chat (and alpaca and qna rows, where the tokenizer has a chat template) is rendered by the template, one
-render for each assistant turn: what a turn adds to the generation prompt before it is its target. Everything else is joined here.
-A model's chat template is somebody's program: it is tried in a limited child process before it is rendered here.
+FORMATS is the table. Chat rows (and alpaca and qna rows, if the tokenizer has a chat template) are rendered by the
+template, once per assistant turn: the target is the text a turn adds to the generation prompt before it. All other
+formats are joined here. A model's chat template is third-party code: it is tried in a limited child process first.
 """
 
 import re
@@ -38,7 +38,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Span:
-    """`is_end`: the token that ends an answer, a target but no part of the answer's text."""
+    """A piece of text. `is_end`: the end-of-turn token, a target that is not part of the answer text."""
 
     text: str
     is_target: bool
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """Spans to be tokenized as one text. `from_template`: it has its own BOS, if any. `add_eos`: its end is an answer's end."""
+    """Spans tokenized as one text. `from_template`: contains its own BOS, if any. `add_eos`: ends with an answer."""
 
     spans: tuple[Span, ...]
     from_template: bool
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Format:
-    """`needs`: the fields a row must have, each as its accepted names; `may_have`: the same, may be missing, null or empty."""
+    """A dataset format. `needs`: required fields, each with its accepted names; `may_have`: optional ones."""
 
     needs: tuple[tuple[str, ...], ...]
     may_have: tuple[tuple[str, ...], ...] = ()
@@ -66,7 +66,7 @@ class Format:
         return " + ".join(fields)
 
 
-# In order of recognition: a data set that has messages and text is a chat data set.
+# In order of detection: a dataset with both messages and text is a chat dataset.
 FORMATS = {
     "chat": Format((("messages", "conversations"),)),
     "alpaca": Format((("instruction",), ("output", "response")), (("input", "context"),)),
@@ -77,13 +77,13 @@ FORMATS = {
 
 
 def detect_format(columns, dataset: str = "--dataset") -> str:
-    """The first of FORMATS whose needed fields are all among `columns`. Raises PlanError naming both."""
+    """The first of FORMATS whose required fields are all in `columns`. Raises PlanError listing both."""
     for name, fmt in FORMATS.items():
         if all(any(field in columns for field in names) for names in fmt.needs):
             return name
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items())
     found = ", ".join(map(str, columns)) or "(none)"
-    raise PlanError(f"{dataset}: columns {found} fit no format. Rename them to fit one: {known}.")
+    raise PlanError(f"{dataset}: columns {found} match no format. Rename them to match one: {known}.")
 
 
 def uses_template(fmt: str, tokenizer) -> bool:
@@ -91,22 +91,22 @@ def uses_template(fmt: str, tokenizer) -> bool:
 
 
 def describe_format(fmt: str, tokenizer) -> str:
-    """Which format, and how its rows become text."""
+    """A description of the format and of how its rows are rendered."""
     if fmt == "chat":
-        return "chat: through the tokenizer's chat template"
+        return "chat: rendered by the tokenizer's chat template"
     if fmt in ("alpaca", "qna"):
         how = "as one turn of the tokenizer's chat template" if tokenizer.chat_template else f"in the {fmt} text prompt"
         return f"{fmt}: {how}"
-    return {"prompt_completion": "prompt_completion: joined as given", "text": "text: as given"}[fmt]
+    return {"prompt_completion": "prompt_completion: concatenated", "text": "text: unchanged"}[fmt]
 
 
 # ------ rows to documents
 
 
 def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...]) -> list[Document]:
-    """The row's documents: one, or one for each assistant turn where the chat template rewrites earlier turns.
+    """Documents of a row: one, or one per assistant turn if the chat template rewrites earlier turns.
 
-    `specials`: special_texts(tokenizer). The caller has called check_chat_template where uses_template says so.
+    `specials`: special_texts(tokenizer). If uses_template, the caller has called check_chat_template.
     Raises PlanError naming `source` and the field. A row without a non-empty answer has no target span.
     """
     if fmt == "text":
@@ -131,20 +131,20 @@ def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...
 
 
 def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = True) -> str:
-    """The text of the first of `names` the row has. Raises PlanError where it is missing or no text."""
+    """Text of the first field in `names` that the row has. Raises PlanError if it is missing or not a string."""
     name = next((n for n in names if row.get(n) is not None), None)
     if name is None:
         if not required:
             return ""
         name = next((n for n in names if n in row), names[0])
-        raise PlanError(f"{source}: field {name!r} is {'null' if name in row else 'missing'}, must be text.")
+        raise PlanError(f"{source}: field {name!r} is {'null' if name in row else 'missing'}, must be a string.")
     if not isinstance(row[name], str):
-        raise PlanError(f"{source}: field {name!r} is {type(row[name]).__name__}, must be text.")
+        raise PlanError(f"{source}: field {name!r} is {type(row[name]).__name__}, must be a string.")
     return row[name]
 
 
 def chat_messages(row: dict, source: str) -> list[dict]:
-    """The row's messages as role and content, from either spelling. Raises PlanError naming the message that has neither."""
+    """The row's messages as role and content, from either spelling. Raises PlanError naming an invalid message."""
     name = next((n for n in FORMATS["chat"].needs[0] if row.get(n) is not None), None)
     if name is None:
         fact = "null" if "messages" in row else "missing"
@@ -157,7 +157,7 @@ def chat_messages(row: dict, source: str) -> list[dict]:
         where = f"field '{name}[{i}]"
         if not isinstance(message, dict):
             raise PlanError(f"{source}: {where}' is {type(message).__name__}, must be an object with role and content.")
-        # Arrow gives every message of a column the union of their fields, null where it has none.
+        # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
         message = {key: value for key, value in message.items() if value is not None}
         role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
         role, content = message.pop(role_key, None), message.pop(content_key, None)
@@ -168,13 +168,13 @@ def chat_messages(row: dict, source: str) -> list[dict]:
             content = ""
         if not isinstance(content, str):
             fact = "missing" if content is None else type(content).__name__
-            raise PlanError(f"{source}: {where}.{content_key}' is {fact}, must be text.")
+            raise PlanError(f"{source}: {where}.{content_key}' is {fact}, must be a string.")
         messages.append({"role": known[role], "content": content, **message})
     return messages
 
 
 def _render_text(text: str, tokenizer) -> Document:
-    """Plain text is all target; text with Human and Assistant markers has its answers as targets, each ended with the eos."""
+    """Plain text is all target; with Human and Assistant markers, the answers are targets, each ending with EOS."""
     pieces = TEXT_MARKER.split(text)
     if "Human" not in pieces[1::2] or "Assistant" not in pieces[1::2]:
         return Document((Span(text, bool(text.strip())),), from_template=False, add_eos=True)
@@ -192,15 +192,16 @@ def _render_text(text: str, tokenizer) -> Document:
 def _render_chat(messages: list[dict], tools, source: str, tokenizer, specials) -> list[Document]:
     if tools is not None and tools != [] and not isinstance(tools, list):
         raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
-    turns = []  # (text before, answer with its end, whether it is empty)
+    turns = []  # (prompt text, answer with its end-of-turn, whether it is empty)
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i == 0:  # a first message answers nothing
+        if message["role"] != "assistant" or i == 0:  # a first message is not an answer
             continue
         before = apply_template(messages[:i], tools, source, tokenizer, add_generation_prompt=True)
         after = apply_template(messages[: i + 1], tools, source, tokenizer, add_generation_prompt=False)
         if not after.startswith(before):
             raise PlanError(
-                f"{source}: the chat template's text with messages[{i}] does not begin with its own generation prompt. "
+                f"{source}: the chat template's rendering up to messages[{i}] does not start with its generation "
+                "prompt. "
                 "Give the rows as prompt and completion."
             )
         is_empty = not message["content"].strip() and not message.get("tool_calls")
@@ -214,7 +215,7 @@ def _render_chat(messages: list[dict], tools, source: str, tokenizer, specials) 
     for before, answer, is_empty in turns:
         answer, end = split_end_of_turn(answer, specials)
         spans += [Span(before[done:], False), Span(answer, not is_empty), Span(end, not is_empty, is_end=True)]
-        # Where the template ends a turn with plain text only, the document's end is the only place for an end token.
+        # If the template ends turns with plain text only, EOS can only go at the end of the document.
         if not is_stable:
             documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
             spans, done = [], 0

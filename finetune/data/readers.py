@@ -1,8 +1,8 @@
-"""Rows from files: JSON lines, JSON, CSV, plain text, parquet, arrow, saved and hub data sets, and the older script's words.
+"""Dataset readers: JSONL, JSON, CSV, plain text, Parquet, Arrow, save_to_disk folders, Hub datasets, aliases.
 
-Everything is read strictly: each row knows the file and line it came from, and a broken row is named, not repaired.
-A reader is a generator of (source, row or BadRow); what makes a whole file unreadable is a PlanError. Lines are read
-in binary with a cap, so that no input costs more memory than the longest line allowed.
+Reading is strict: each row knows its file and line, and a malformed row is reported, never repaired. A reader yields
+(source, row or BadRow); an unreadable file is a PlanError. Lines are read in binary with a size limit, which bounds
+memory for any input.
 """
 
 import codecs
@@ -24,7 +24,7 @@ LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used: where it is, to the byte if known, and what is wrong with it."""
+    """A malformed row: its location, to the byte if known, and the reason."""
 
     where: str
     reason: str
@@ -32,9 +32,9 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RawDataset:
-    """Rows as they were read. `skipped` says why each bad row is missing; later stages may skip up to `skip_bad_rows` in all.
+    """Rows as read. `skipped`: the reason for each bad row left out; at most `skip_bad_rows` over all stages.
 
-    `digest` is the sha256 of the bytes read.
+    `digest`: sha256 of the bytes read.
     """
 
     rows: list[dict]
@@ -47,7 +47,7 @@ class RawDataset:
 
 
 def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
-    """The line for a skipped row. Raises PlanError where `skip_bad_rows` allows no more of them."""
+    """The notice for a skipped row. Raises PlanError if `skip_bad_rows` is exceeded."""
     if num_skipped < skip_bad_rows:
         return f"{bad.where}: {bad.reason}"
     if skip_bad_rows:
@@ -69,7 +69,7 @@ def _json_field(path: Path, key: str, optional: bool = False):
         value = json.loads(path.read_bytes())
         return value.get(key) if optional else value[key]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path}: has no readable {key!r}. Save the data set again with save_to_disk.") from error
+        raise PlanError(f"{path}: has no readable {key!r}. Save the dataset again with save_to_disk.") from error
 
 
 # ------ readers
@@ -83,12 +83,12 @@ def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
         elif text.strip():
             row = parse_object(text, source)
             if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
-                row = BadRow(source, row.reason.replace("is not JSON", "is cut off: the last line is not JSON", 1))
+                row = BadRow(source, row.reason.replace("is not JSON", "is truncated: the last line is not JSON", 1))
             yield source, row
 
 
 def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
-    """Rows of a JSON array of objects, or of an object holding one under a known name, or of JSON lines."""
+    """Yields rows of a JSON array of objects, of an object that holds one under a known key, or of JSON lines."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES).strip()
@@ -97,7 +97,7 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
             return
         if size > MAX_JSON_BYTES:
             raise PlanError(
-                f"{label}: is {size / 2**20:.0f} MiB, the most for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl."
+                f"{label}: is {size / 2**20:.0f} MiB, the maximum for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl."
             )
         file.seek(0)
         data = file.read()
@@ -109,7 +109,7 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
     if not text.lstrip().startswith("["):
         yield from _rows_of_object(text, label, split)
         return
-    # One object at a time, because json.loads of the whole array would forget the lines.
+    # Decodes one object at a time: json.loads of the full array would lose the line numbers.
     spaces = re.compile(r"[ \t\r\n]*")
     at = spaces.match(text, text.index("[") + 1).end()
     line, counted = 1, 0
@@ -131,19 +131,21 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         elif text[at : at + 1] == "]":
             continue
         line = 1 + text.count("\n", 0, at)
-        fact = "the file ends inside the array" if at >= len(text) else f"{text[at]!r} instead of a row, ',' or ']'"
+        fact = (
+            "the file ends inside the array" if at >= len(text) else f"{text[at]!r} where a row, ',' or ']' is expected"
+        )
         raise PlanError(f"{label}:{line}: is not JSON ({fact}). Fix the file.")
     if text[at + 1 :].strip():
         raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
 
 
 def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    """Rows of a CSV file with a header line; every value is text."""
+    """Yields rows of a CSV file with a header line; all values are strings."""
 
     def lines():
         for _, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
-                raise PlanError(f"{text.where}: {text.reason}. Fix the file: a CSV file is read whole or not at all.")
+                raise PlanError(f"{text.where}: {text.reason}. Fix the file: CSV lines cannot be skipped.")
             yield text + "\n"
 
     reader = csv.reader(lines(), strict=True)
@@ -155,7 +157,7 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
         header = [name.strip() for name in header]
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:
-            raise PlanError(f"{label}:1: column {twice!r} stands twice in the header. Rename one.")
+            raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
         start = reader.line_num + 1
         for row in reader:
             source, start = f"{label}:{start}", reader.line_num + 1
@@ -172,7 +174,7 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
 
 
 def read_text(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    """One document a line; blank lines are left out."""
+    """Yields one document per line; blank lines are left out."""
     for number, text, _ in text_lines(path, label, hasher):
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
@@ -190,7 +192,7 @@ def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | B
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from _arrow_rows(file.iter_batches(), label)
     except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: is no readable parquet file ({_first_line(error)}). Write it again.") from error
+        raise PlanError(f"{label}: not a readable Parquet file ({_first_line(error)}). Write it again.") from error
 
 
 def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
@@ -207,7 +209,7 @@ def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
                 batches = pyarrow.ipc.open_stream(source)
             yield from _arrow_rows(batches, label)
     except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: is no readable arrow file ({_first_line(error)}). Write it again.") from error
+        raise PlanError(f"{label}: not a readable Arrow file ({_first_line(error)}). Write it again.") from error
 
 
 def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
@@ -218,7 +220,7 @@ def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
         yield f"dummy:{i + 1}", row
 
 
-# The order is also which kind a folder with several is read as.
+# In order of precedence, for folders with several kinds of files.
 READERS = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
@@ -234,7 +236,7 @@ READERS = {
 
 
 def text_lines(path: Path, label: str, hasher) -> Iterator[tuple[int, str | BadRow, bool]]:
-    """(line number, text without line end, whether it had one). No line is held in memory beyond MAX_LINE_BYTES."""
+    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line."""
     with open(path, "rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -264,7 +266,7 @@ def decode(line: bytes, label: str, number: int) -> str | BadRow:
 
 
 def parse_object(text: str, where: str) -> dict | BadRow:
-    """One JSON object, strictly: no key twice, no lone surrogate."""
+    """Parses one JSON object strictly: no duplicate keys, no lone surrogates."""
     try:
         value, end = _decode_value(text, len(text) - len(text.lstrip(" \t\r")), where)
     except PlanError as error:
@@ -277,7 +279,7 @@ def parse_object(text: str, where: str) -> dict | BadRow:
 
 
 def _decode_value(text: str, at: int, where: str):
-    """(value or BadRow, its end). Raises PlanError where the text is no JSON."""
+    """(value or BadRow, end position). Raises PlanError if the text is not JSON."""
     repeated = []
 
     def pairs(items):
@@ -292,7 +294,7 @@ def _decode_value(text: str, at: int, where: str):
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: {_json_fact(error)}. Fix the file.") from error
     if repeated:
-        return BadRow(where, f"has the key {repeated[0]!r} twice"), end
+        return BadRow(where, f"has duplicate key {repeated[0]!r}"), end
     if "\\ud" in text[at:end] or "\\uD" in text[at:end]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -303,7 +305,7 @@ def _decode_value(text: str, at: int, where: str):
 
 def _json_fact(error) -> str:
     if isinstance(error, RecursionError):
-        return "is nested too deep"
+        return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at column {error.colno})"
     return f"is not usable JSON ({_first_line(error)})"
@@ -316,9 +318,7 @@ def _rows_of_object(text: str, label: str, split: str):
     names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
     if len(names) != 1 or not isinstance(value[names[0]], list):
         if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):
-            raise PlanError(
-                f"{label}: holds several lists of rows, {', '.join(names)}, none named {split!r}. Keep one."
-            )
+            raise PlanError(f"{label}: has several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
         yield f"{label}:1", value
         return
     for i, row in enumerate(value[names[0]]):
@@ -361,7 +361,7 @@ def _decode_whole(data: bytes, label: str) -> str:
         raise PlanError(f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8.") from error
     if "\0" in text:
         at = text.index("\0")
-        raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: holds a NUL byte. Remove it.")
+        raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: contains a NUL byte. Remove it.")
     return text
 
 

@@ -14,7 +14,7 @@ from finetune.model_files.hub import endpoint, hub_cache, offline
 
 
 def check_local(dataset: str | None, flag: str) -> None:
-    """Raises PlanError for a data set that cannot be there: no file, no folder, no word, no hub name. Opens no connection."""
+    """Raises PlanError if `dataset` is no existing path, dataset alias or Hub name. Makes no network request."""
     known = (None, "dummy", *DATASET_ALIASES)
     if dataset in known or local_path(dataset, f"{flag} {dataset}").exists():
         return
@@ -22,7 +22,7 @@ def check_local(dataset: str | None, flag: str) -> None:
         find_files(dataset, "train", flag)
 
 
-# word -> (hub name, split, rows where --dataset_samples is -1)
+# alias -> (Hub name, split, number of rows if --dataset_samples is -1)
 DATASET_ALIASES = {
     "alpaca": ("yahma/alpaca-cleaned", "train", -1),
     "alpaca_sample": ("yahma/alpaca-cleaned", "train", 512),
@@ -56,9 +56,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 def read_rows(
     dataset: str, samples: int = -1, skip_bad_rows: int = 0, split: str = "train", flag: str = "--dataset"
 ) -> RawDataset:
-    """The first `samples` rows (-1: all) of a file, a folder, a hub data set or one of the older words.
+    """Reads the first `samples` rows (-1: all) of a file, a folder, a Hub dataset or a dataset alias.
 
-    `flag` is the setting that named it, for errors. Raises PlanError for whatever cannot be read, naming file and line.
+    `flag`: the flag that named it, for error messages. Raises PlanError naming file and line for anything unreadable.
     """
     if samples == 0:
         raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
@@ -81,42 +81,42 @@ def read_rows(
     if not rows:
         name = files[0][2] if len(files) == 1 else dataset
         bad = f"; {len(skipped)} bad rows were skipped, the first: {skipped[0]}" if skipped else ""
-        raise PlanError(f"{name}: holds no rows{bad}. Give a file with at least one row.")
+        raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
 
 
-# ------ which files
+# ------ finding files
 
 
 def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
-    """([(reader, path, label)], description, rows to take where none were asked for)."""
+    """([(reader, path, label)], description, default number of rows)."""
     if dataset == "dummy":
-        return [(read_dummy, None, "dummy")], "dummy: made-up sums", -1
+        return [(read_dummy, None, "dummy")], "dummy: generated sums", -1
     if dataset in DATASET_ALIASES:
         name, split, samples = DATASET_ALIASES[dataset]
         files, description = hub_files(name, split, flag)
         return files, f"{dataset}: {description}", samples
     if "\0" in dataset or not dataset or len(dataset) > 4000:
-        raise PlanError(f"{flag} {dataset[:80]!r}: is no path. Give a file, a folder or a hub name.")
+        raise PlanError(f"{flag} {dataset[:80]!r}: not a path. Give a file, a folder or a Hub name.")
     path = local_path(dataset, f"{flag} {dataset}")
     if path.is_dir():
         files = folder_files(path, split, flag)
         return files, f"{dataset} ({_count(files)})", -1
     if path.is_file() and not os.access(path, os.R_OK):
-        raise PlanError(f"{flag} {dataset}: may not be read by this user. Change its permissions.")
+        raise PlanError(f"{flag} {dataset}: permission denied. Change its permissions.")
     if path.is_file():
         return [(_reader(path.name, f"{flag} {dataset}", split), path, dataset)], dataset, -1
     if path.exists():
-        raise PlanError(f"{flag} {dataset}: is no regular file. Give a file, a folder or a hub name.")
+        raise PlanError(f"{flag} {dataset}: not a regular file. Give a file, a folder or a Hub name.")
     if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
         files, description = hub_files(dataset, split, flag)
         return files, description, -1
     words = ", ".join((*DATASET_ALIASES, "dummy"))
-    raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a hub name (org/name), or one of {words}.")
+    raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a Hub name (org/name), or one of {words}.")
 
 
 def folder_files(folder: Path, split: str, flag: str) -> list:
-    """The files of one split in a folder: as `save_to_disk` wrote it, or data files whose names say the split."""
+    """Data files of one split in a folder: written by `save_to_disk`, or with the split in their names."""
     if (folder / "dataset_dict.json").is_file():
         splits = _json_field(folder / "dataset_dict.json", "splits")
         if split not in splits:
@@ -125,29 +125,30 @@ def folder_files(folder: Path, split: str, flag: str) -> list:
     if (folder / "state.json").is_file():
         if _json_field(folder / "state.json", "_indices_data_files", optional=True):
             raise PlanError(
-                f"{flag} {folder}: holds row indices apart from its rows. Call flatten_indices() and save it again."
+                f"{flag} {folder}: has an indices mapping, which is not supported. Call flatten_indices() and "
+                "save it again."
             )
         names = [entry["filename"] for entry in _json_field(folder / "state.json", "_data_files")]
         outside = [name for name in names if PurePosixPath(name).name != name]
         if outside:
-            raise PlanError(f"{folder / 'state.json'}: names {outside[0]!r}, outside its folder. Do not use it.")
+            raise PlanError(f"{folder / 'state.json'}: refers to {outside[0]!r} outside its folder. Do not use it.")
     else:
         found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
     for name in names:
         if not (folder / name).is_file():
-            raise PlanError(f"{folder / name}: no such file, though state.json names it. Save the data set again.")
+            raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     return [(_reader(name, f"{flag} {folder}", split), folder / name, str(folder / name)) for name in names]
 
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:
-    """The data files of one split among `names`. Where no name says a split, all of them are train."""
+    """The data files of one split among `names`. If no name contains a split, all of them are train."""
     by_suffix = {suffix: [n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS}
     by_suffix = {s: [n for n in group if PurePosixPath(n).name not in NOT_DATA] for s, group in by_suffix.items()}
     data = next((group for group in by_suffix.values() if group), None)
     if data is None:
         raise PlanError(
-            f"{what}: holds no data files. Give one with {', '.join(READERS)} files, or a folder that save_to_disk wrote."
+            f"{what}: has no data files. Give a folder of {', '.join(READERS)} files, or one written by save_to_disk."
         )
     splits = {name: _split_of(name) for name in data}
     if not any(splits.values()):
@@ -163,9 +164,9 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
 
 
 def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
-    """The files of one split of `org/name` or `org/name:config`, downloaded to the hub's cache.
+    """Files of one split of `org/name` or `org/name:config`, downloaded to the Hub cache.
 
-    Honours HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    Honors HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
@@ -187,20 +188,18 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
             chosen, commit = _hub_choice(names, card, config, split, what), info.sha
             paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
-        raise PlanError(f"{what}: asks for accepted terms. Accept them on the hub and set HF_TOKEN.") from error
+        raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
     except RepositoryNotFoundError as error:
-        raise PlanError(
-            f"{what}: neither a file nor a public data set of the hub. Check the name, or set HF_TOKEN."
-        ) from error
+        raise PlanError(f"{what}: neither a file nor a public Hub dataset. Check the name, or set HF_TOKEN.") from error
     except (HTTPError, OSError) as error:
         fact = " ".join(str(error).split())[:200]
-        raise PlanError(f"{what}: no such file, and the hub does not answer ({fact}). Give a local file.") from error
+        raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
 
 
 def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str) -> list[str]:
-    """Names of the files of one split: by the card's `configs` where it has them, else by their names."""
+    """File names of one split: from the dataset card's `configs` if it has them, else inferred from file names."""
     configs = {c.get("config_name", "default"): c for c in card.get("configs") or () if c.get("data_files")}
     if configs and not config:
         marked = [n for n, c in configs.items() if c.get("default") or n == "default"] or list(configs)
@@ -218,7 +217,7 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
         chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         if not chosen:
             raise PlanError(
-                f"{what}: names no file that exists for split {split!r}. Download it and give a local file."
+                f"{what}: its card lists no existing file for split {split!r}. Download it and give a local file."
             )
         return chosen
     if config:
@@ -231,7 +230,7 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a file's name says, or its folder's; None where neither does."""
+    """The split in a file's name or in its folder's name; None if neither contains one."""
     for part in reversed(PurePosixPath(name).with_suffix("").parts):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in SPLIT_WORDS:

@@ -1,8 +1,8 @@
-"""Tokenized rows, their order, and the numpy batches of a step.
+"""Tokenization, sampling order, and collation into the numpy batches of a step.
 
-A data set is three flat arrays, so that a row is a slice and nothing is copied until a batch is made. The order is a pure
-function of (seed, epoch): a cursor of two numbers is all that a checkpoint keeps of it. A batch holds labels already shifted;
-both layouts hold the same (input id, label) pairs.
+A dataset is three flat arrays: a row is a slice, and nothing is copied until a batch is collated. The order is a pure
+function of (seed, epoch), so a checkpoint keeps only a cursor of two numbers. Labels are already shifted; both layouts
+hold the same (input id, label) pairs.
 """
 
 import hashlib
@@ -18,20 +18,21 @@ from finetune.data.readers import RawDataset
 from finetune.data.sources import read_rows
 from finetune.errors import PlanError
 
-__all__ = ["RawDataset", "read_rows"]  # the rows' first station; callers need this room only
+__all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
 
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """Document i is tokens[offsets[i] : offsets[i + 1]]; its first token is no target, as nothing predicts it.
+    """Documents as flat arrays: document i is tokens[offsets[i] : offsets[i + 1]].
 
-    counts: rows, tokens and targets of what is here; skipped, dropped_empty, prompt_truncated, answer_truncated of what was read.
+    Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
+    skipped, dropped_empty, prompt_truncated and answer_truncated while reading.
     """
 
     tokens: np.ndarray  # int32
     is_target: np.ndarray  # bool
-    offsets: np.ndarray  # int64, one more than documents
+    offsets: np.ndarray  # int64, number of documents + 1
     sources: tuple[str, ...]
     counts: dict
     description: str = ""
@@ -45,32 +46,32 @@ class TokenizedDataset:
         return np.diff(self.offsets)
 
     def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, is_target) of one document."""
+        """(input ids, is_target) of one document."""
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
 
     def select(self, indices) -> "TokenizedDataset":
-        """The documents at `indices`, in that order."""
+        """Dataset of the documents at `indices`, in that order."""
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
         sources = tuple(self.sources[i] for i in indices)
         return replace(self, **_joined(parts), sources=sources, counts=counts)
 
     def digest(self) -> str:
-        """sha256 of tokens, targets and where documents end: equal for equal training data."""
+        """sha256 of tokens, targets and document offsets: equal for equal training data."""
         hasher = hashlib.sha256()
         for array in (self.tokens, self.is_target, self.offsets):
             hasher.update(np.ascontiguousarray(array).tobytes())
         return hasher.hexdigest()
 
     def describe(self) -> str:
-        """One line: rows, tokens, targets, and whatever was cut, dropped or skipped."""
+        """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
         longest = int(self.lengths.max()) if len(self) else 0
         parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
         for name, text in (
-            ("prompt_truncated", "cut at the front of the prompt"),
-            ("answer_truncated", "cut at the end of the answer"),
+            ("prompt_truncated", "truncated at the start of the prompt"),
+            ("answer_truncated", "truncated at the end of the answer"),
             ("dropped_empty", "dropped: no answer"),
             ("skipped", "skipped: bad rows"),
         ):
@@ -90,10 +91,10 @@ def tokenize(
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
 ) -> TokenizedDataset:
-    """The rows as tokens with their targets, none longer than `context_length`. `fmt`: a word of FORMATS, or auto.
+    """Tokenizes rows and marks targets, truncating to `context_length`. `fmt`: a key of FORMATS, or auto.
 
-    A token is a target iff it contains a character of an answer; the token that ends an answer is one. `vocab_size`: the model's
-    embedding rows. Raises PlanError for a row that does not fit the format, or where no row has a target.
+    A token is a target iff it contains a character of an answer; the end-of-turn token is one too. `vocab_size`:
+    rows of the model's embedding. Raises PlanError for a row that does not fit the format, or if no row has a target.
     """
     fmt = resolve_format(raw, fmt, tokenizer)
     skipped = list(raw.skipped)
@@ -102,8 +103,9 @@ def tokenize(
     for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped):
         if vocab_size is not None and ids.max() >= vocab_size:
             raise PlanError(
-                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is not among the model's {vocab_size} "
-                "embedding rows. Use the tokenizer that belongs to the model."
+                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is out of range for the model's "
+                f"{vocab_size} "
+                "embedding rows. Use the model's own tokenizer."
             )
         ids, is_target, cut = truncate(ids, is_target, context_length, tokenizer.bos_token_id)
         if not is_target[1:].any():
@@ -117,25 +119,25 @@ def tokenize(
         sources.append(raw.sources[row])
     if not parts:
         raise PlanError(
-            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to learn. Fill in the answers."
+            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to train on. Fill in the answers."
         )
     counts |= dict(skipped=len(skipped)) | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
     description = f"{raw.description}, {describe_format(fmt, tokenizer)}"
     if tokenizer.eos_token_id is None:
-        description += ", the tokenizer has no end-of-text token"
+        description += ", the tokenizer has no EOS token"
     return TokenizedDataset(
         **_joined(parts), sources=tuple(sources), counts=counts, description=description, skipped=tuple(skipped)
     )
 
 
 def generation_examples(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list[int], str, str]]:
-    """(prompt ids, answer text, source) of each row's last answer, for scoring by generation.
+    """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
-    The prompt is what training sees before the answer's first token; where that token also holds the prompt's last
-    characters, they are part of the answer text. Rows without an answer are left out.
+    The prompt is the training input before the answer's first token; if that token also contains the last characters of
+    the prompt, they belong to the answer text. Rows without an answer are left out.
     """
     fmt = resolve_format(raw, fmt, tokenizer)
-    by_row = {}  # a row that became several documents is scored by its last
+    by_row = {}  # a row rendered as several documents is scored on its last
     for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped)):
         if is_target.any():
             start = last_answer_start(is_target)
@@ -148,10 +150,10 @@ def generation_examples(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list
 
 
 def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
-    """The format that `auto` stands for. Raises PlanError for columns that fit none and for an unfit tokenizer."""
+    """Resolves format `auto` from the columns. Raises PlanError if none matches or the tokenizer has no offsets."""
     if not tokenizer.is_fast:
         raise PlanError(
-            f"tokenizer {tokenizer.name_or_path}: gives no character offsets. Use a model with a tokenizer.json."
+            f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
     fmt = detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
     if uses_template(fmt, tokenizer):
@@ -160,10 +162,10 @@ def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
 
 
 def truncate(ids, is_target, context_length: int, bos_id: int | None):
-    """(ids, is_target, which count it falls under or None), cut to context_length.
+    """(input ids, is_target, name of its truncation count or None), truncated to context_length.
 
-    A row that is too long keeps its last answer and BOS, and loses the front of what is before it; an answer too long by itself
-    loses its tail. What follows the last target is dropped.
+    A row that is too long keeps BOS and its last answer and is truncated at the start of the prompt; an answer too long
+    by itself is truncated at its end. Tokens after the last target are dropped.
     """
     targets = np.flatnonzero(is_target)
     end = targets[-1] + 1 if len(targets) else len(ids)
@@ -179,14 +181,14 @@ def truncate(ids, is_target, context_length: int, bos_id: int | None):
 
 
 def last_answer_start(is_target) -> int:
-    """Where the last run of targets begins."""
+    """Index at which the last contiguous run of targets starts."""
     targets = np.flatnonzero(is_target)
     gaps = np.flatnonzero(np.diff(targets) > 1)
     return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])
 
 
 def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str]) -> Iterator[tuple]:
-    """(row number, ids, is_target, text of the answer from a token on) of each document; `skipped` grows by bad rows."""
+    """Yields (row number, input ids, is_target, answer_text(token)) per document; appends bad rows to `skipped`."""
 
     def encode_pending():
         texts = ["".join(span.text for span in document.spans) for _, document in pending]
@@ -218,7 +220,9 @@ def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim spaces off a token's offsets: one of spaces only is left empty, and began where the last ended.
+    # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
+    # where
+    # the previous one ended.
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)
@@ -249,13 +253,13 @@ def _sizes(ids: list, targets: list) -> dict:
 
 
 def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
-    """One row as the model sees it, its targets marked: in green, or between ⟦ and ⟧."""
+    """One row as the model sees it, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # A row's own escape sequences must not reach the terminal.
+        # Escape sequences in the data must not reach the terminal.
         text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
         marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
         pieces.append(f"{marks[0]}{text}{marks[1]}" if is_target[start] else text)

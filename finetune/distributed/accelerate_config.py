@@ -1,7 +1,7 @@
-"""What `accelerate launch` and its config file ask for, as the environment they set says it. No framework here."""
+"""Reads the configuration of `accelerate launch` from the environment variables it sets. No framework here."""
 
-NAMES = {"ptd": "our own", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
-STATE_KEPT = {  # words of accelerate's config files that move state off the device or rewrite the step, and their keys
+NAMES = {"ptd": "built-in", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
+STATE_KEPT = {  # accelerate settings that offload state or change the optimizer step, and their config keys
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
@@ -14,7 +14,7 @@ STATE_KEPT = {  # words of accelerate's config files that move state off the dev
 
 
 def method_of(environment) -> str:
-    """ddp, fsdp1, fsdp2, zero and its stage, or megatron: what accelerate would wrap the model in."""
+    """The wrapper accelerate would use: ddp, fsdp1, fsdp2, zero with its stage, or megatron."""
     if _true(environment, "ACCELERATE_USE_DEEPSPEED"):
         return "zero" + environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if _true(environment, "ACCELERATE_USE_FSDP"):
@@ -23,7 +23,7 @@ def method_of(environment) -> str:
 
 
 def unsupported(environment) -> tuple[str, str] | None:
-    """(key, value) of the first word in accelerate's config file that this trainer would not follow."""
+    """(key, value) of the first unsupported setting in accelerate's config, or None."""
     for variable, key in STATE_KEPT.items():
         value = environment.get(variable, "none")
         if value.lower() not in ("none", "no", "false", ""):
@@ -32,13 +32,13 @@ def unsupported(environment) -> tuple[str, str] | None:
 
 
 def launched_one_process(environment) -> bool:
-    """Whether `accelerate launch --cpu` was given several processes: it starts one, and tells no number."""
+    """True if `accelerate launch --cpu` was given several processes: it starts one and does not pass on the number."""
     started = {"RANK", "WORLD_SIZE"} & set(environment)
     return _true(environment, "ACCELERATE_USE_CPU") and "MASTER_PORT" in environment and not started
 
 
 def mixed_precision(environment) -> str | None:
-    """What the config file says of precision, where it says anything."""
+    """Precision set by accelerate's config, or None."""
     word = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     return None if word == "no" else word
 

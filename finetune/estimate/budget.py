@@ -285,7 +285,7 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
         host = predicted(replace(s, use_cpu_offload=True), shape, room, full_microbatch(s))
         offer(
             "--use_cpu_offload true",
-            f"{gib(host.get('host', 0))} of host memory a rank, from which weights come anew for each "
+            f"{gib(host.get('host', 0))} of host memory per rank, from which weights are copied for each "
             "forward and backward; identical result",
             use_cpu_offload=True,
         )
@@ -420,7 +420,7 @@ def report_lines(
 
 
 def parameter_rows(model_size_b: float, context_length: int, memory_bytes: int, device: str, most: int = 4096) -> int:
-    """Maximum rows per forward, for a Llama-like model of that many billion weights, qlora, activation checkpointing."""
+    """Maximum rows per qlora forward with recomputation, for a Llama-like model of that many billion weights."""
     settings = replace(
         TrainConfig(),
         train_type="qlora",

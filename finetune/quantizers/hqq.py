@@ -1,7 +1,7 @@
-"""HQQ (Badri and Shaji 2023) by its own library, its codes repacked by us row by row.
+"""HQQ (Badri and Shaji 2023) through its own library, with codes repacked row-wise.
 
-Its solver stops by an error over the whole matrix, so a matrix is quantized whole and may be cut by rows after. Groups of
-`group_size` lie inside rows. w = (q - zero) * scale.
+Its solver stops on an error over the full matrix, so a matrix is quantized in full and may be sharded row-wise
+afterwards. Groups of `group_size` lie within rows. w = (q - zero) * scale.
 """
 
 import torch
@@ -10,12 +10,12 @@ from finetune.quantizers import packing
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
-    """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError where groups cross rows."""
+    """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError if groups cross rows."""
     from hqq.core.quantize import Quantizer
 
     rows, columns = weight_OI.shape
     if columns % fmt.group_size:
-        raise ValueError(f"group_size {fmt.group_size}: does not divide a row of {columns} columns, as hqq needs")
+        raise ValueError(f"group_size {fmt.group_size}: does not divide a row of {columns} columns, which hqq requires")
     codes, meta = Quantizer.quantize(
         weight_OI.float(),
         nbits=fmt.bits,
@@ -34,7 +34,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The weight [O, I] in `dtype`; computed in fp32."""
+    """The dequantized weight [O, I] in `dtype`, computed in fp32."""
     packed = tensors["packed"]
     scale, zero = (packing.as_scales(tensors[name], torch.float32).unsqueeze(-1) for name in ("scale", "zero"))
     codes = packing.unpack(packed, fmt.bits).float().view(len(packed), -1, fmt.group_size)

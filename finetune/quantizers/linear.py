@@ -1,6 +1,6 @@
-"""The layer every quantizer fills: integer parameters cut by rows, and one autograd function that keeps only those.
+"""The quantized linear layer of all methods: integer parameters sharded row-wise, which alone are saved for backward.
 
-Scales are held as integer bits, so that no dtype policy or `model.to(dtype)` can change them.
+Scales are stored as integer bits, so that no dtype policy or `model.to(dtype)` can change them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Format:
-    """How one weight is stored: what a quantizer's `quantize` and `dequantize` are told. `scale_dtype`: the weight's own type."""
+    """Format of one weight, passed to `quantize` and `dequantize`. `scale_dtype`: dtype of the original weight."""
 
     bits: int
     group_size: int
@@ -21,7 +21,7 @@ class Format:
 
 
 class FrozenLinear(torch.autograd.Function):
-    """y = x W^T (+ b) with W frozen and made anew by `weight_of(tensors, dtype)` in forward and in backward."""
+    """y = x W^T (+ b) with W frozen, dequantized by `weight_of(tensors, dtype)` in forward and again in backward."""
 
     @staticmethod
     def forward(ctx, x, bias, compute_dtype, weight_of, *stored):
@@ -39,10 +39,10 @@ class FrozenLinear(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear whose weight [O, I] lives in integer parameters of `method` (a row of quantization_wrapper.METHODS).
+    """A frozen linear whose weight [O, I] is stored in integer parameters of `method` (a key of METHODS).
 
-    `tensors` are the method's; `dequantize(tensors, dtype)` gives the weight back. `compute_dtype`: what products run in;
-    None: the input's type, or autocast's.
+    `tensors`: the method's quantized tensors; `dequantize(tensors, dtype)` returns the weight. `compute_dtype`:
+    dtype of matmuls; None: the input's, or autocast's.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class QuantizedLinear(nn.Module):
     ):
         super().__init__()
         self.compute_dtype = compute_dtype
-        self.fan_in_fan_out = fan_in_fan_out  # the layer it replaced kept its weight as [I, O], as GPT-2's Conv1D does
+        self.fan_in_fan_out = fan_in_fan_out  # the replaced layer stored its weight as [I, O], like GPT-2's Conv1D
         self.out_features, self.in_features = shape
         self.names, self.dequantize, self.cached = tuple(tensors), dequantize, None
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.viewed = {}  # {name: (dtype, bytes of a row)} of those that are held as bf16: see hold_as_bf16
+        self.viewed = {}  # {name: (dtype, bytes per row)} of parameters viewed as bf16: see hold_as_bf16
 
     def stored(self) -> tuple:
         return tuple(self._stored(name) for name in self.names)
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
         return content.view(dtype)
 
     def hold_as_bf16(self) -> None:
-        """Views the same bytes as bf16 parameters, rows of an odd number padded by one: for what takes no integer parameters."""
+        """Views the bytes as bf16 parameters (odd rows padded by one byte), for wrappers without integer parameters."""
         for name in self.names:
             tensor = getattr(self, name).detach().contiguous()
             content = tensor.view(torch.uint8)
@@ -82,11 +82,11 @@ class QuantizedLinear(nn.Module):
             setattr(self, name, nn.Parameter(content.view(torch.bfloat16), requires_grad=False))
 
     def cache(self, dtype) -> None:
-        """Keeps the dequantized weight until `cached` is set to None: faster, and as large as unquantized."""
+        """Caches the dequantized weight until `cached` is set to None: faster, but as large as unquantized."""
         self.cached = self.weight_of(self.stored(), dtype)
 
     def weight_of(self, stored, dtype, rows: slice | None = None) -> torch.Tensor:
-        """The weight [O, I], or some rows of it: only for methods that store each row by itself."""
+        """The dequantized weight [O, I], or a slice of its rows (only for methods that quantize rows independently)."""
         if self.cached is not None:
             return (self.cached if rows is None else self.cached[rows]).to(dtype)
         tensors = dict(zip(self.names, stored, strict=True))

@@ -1,7 +1,7 @@
-"""The affine format of MLX in plain torch: the same packed bits as `mx.quantize`, on any device.
+"""MLX's affine format in plain torch: the same packed bits as `mx.quantize`, on any device.
 
-w = q * scale + bias for each group of a row; the group's edge of larger magnitude is exact (mlx 0.32, `affine_quantize`).
-Scales and biases are kept in the weight's own type, as MLX keeps them. O rows, I columns, K groups of a row.
+w = q * scale + bias per group of a row; the group's extremum of larger magnitude is exact (mlx 0.32,
+`affine_quantize`). Scales and biases have the weight's dtype, as in MLX. O rows, I columns, K groups per row.
 """
 
 import torch
@@ -9,15 +9,15 @@ import torch
 from finetune.quantizers import packing
 
 LEAST_SCALE = 1e-7
-CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which stays in the cache
+CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which fits in the CPU cache
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
-    """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError where groups do not fill a row."""
+    """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError if groups do not fill a row."""
     rows, columns = weight_OI.shape
     size, most = fmt.group_size, 2**fmt.bits - 1
     if columns % size:
-        raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, as mlx needs")
+        raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, which mlx requires")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
     step = max(1, CHUNK // columns)
@@ -45,7 +45,7 @@ def _codes(groups, most: int):
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The weight [O, I] in `dtype`; computed in the scales' type, each operation rounded, as `mx.dequantize` does."""
+    """The dequantized weight [O, I] in `dtype`, computed in the scales' dtype, rounding each operation as MLX does."""
     packed = tensors["packed"]
     kept = torch.float32 if tensors["scales"].dtype == torch.int32 else fmt.scale_dtype
     scales, biases = (packing.as_scales(tensors[name], kept).unsqueeze(-1) for name in ("scales", "biases"))

@@ -1,10 +1,10 @@
-"""NF4 in plain torch, on any device: 4-bit codes with one scale for each block of a row.
+"""NF4 in plain torch, on any device: 4-bit codes with one scale per block of a row.
 
-Dettmers et al. 2023 (QLoRA), appendix E: 16 levels at equal-mass quantiles of a normal distribution. A block never crosses
-a row, so rows can be cut apart; the same bytes dequantize to the same numbers on every device. Without double quantization
-and with in_features a multiple of the block, equal to bitsandbytes' NF4 bit for bit.
+Dettmers et al. 2023 (QLoRA), appendix E: 16 levels at equal-mass quantiles of a normal distribution. Blocks never cross
+rows, so weights can be sharded row-wise; the same bytes dequantize identically on every device. Without double
+quantization, and if the block size divides in_features, bitwise equal to bitsandbytes' NF4.
 
-O out_features, I in_features, P I padded to whole blocks, K blocks of a row (P / block), G groups of 256 blocks.
+O out_features, I in_features, P I padded to full blocks, K blocks per row (P / block), G groups of 256 blocks.
 """
 
 import importlib.util
@@ -30,12 +30,12 @@ LEVELS = (
     1.0,
 )
 SCALES_GROUP = 256
-CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which stays in the cache
+CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which fits in the CPU cache
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, P/2], 'absmax' int32 bits of fp32 [O, K]}; with double_quant, 'absmax' uint8 [O, K] and
-    'absmax_range' int32 bits [O, 2G] instead. First of two codes in the high nibble. Frees its temporaries by rows.
+    'absmax_range' int32 bits [O, 2G] instead. The first of two codes is in the high nibble. Quantizes chunks of rows.
     """
     (rows, cols), block = weight_OI.shape, fmt.group_size
     blocks = -(-cols // block)
@@ -58,9 +58,9 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 
 
 def _nearest_levels(values, middles) -> torch.Tensor:
-    """How many of `middles` each value in [-1, 1] is above: torch.bucketize, ten times as fast on a CPU.
+    """torch.bucketize(values, middles) for values in [-1, 1], ten times as fast on a CPU.
 
-    Values fall into cells so small that none holds two middles: a table gives those below the cell, one comparison the rest.
+    Values are binned into cells that contain at most one of `middles`: a table lookup and one comparison.
     """
     cells, last = 64, 128
     index = ((values + 1) * cells).to(torch.int32).clamp_(0, last).flatten()
@@ -73,7 +73,7 @@ def _nearest_levels(values, middles) -> torch.Tensor:
 
 
 def _quantize_absmax(absmax_OK):
-    """8-bit codes of the scales between the least and largest of each 256 in a row, and those two numbers."""
+    """8-bit codes of the scales between the minimum and maximum of each 256 in a row, and those two values."""
     rows, blocks = absmax_OK.shape
     groups = -(-blocks // SCALES_GROUP)
     pad = groups * SCALES_GROUP - blocks
@@ -85,7 +85,7 @@ def _quantize_absmax(absmax_OK):
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The weight [O, I] in `dtype`: level[code] * absmax, in fp32, then cast. On CUDA by one triton kernel."""
+    """The dequantized weight [O, I]: level[code] * absmax in fp32, cast to `dtype`. On CUDA, one Triton kernel."""
     packed_OP = tensors["packed"]
     if packed_OP.is_cuda and importlib.util.find_spec("triton"):
         from finetune.quantizers import nf4_triton
@@ -93,7 +93,7 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
         levels = torch.tensor(LEVELS, device=packed_OP.device)
         return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
     absmax_OK, rows = _absmax(tensors), packed_OP.shape[0]
-    # One lookup gives both codes of a byte: a pair of fp32 levels travels as one 8-byte number.
+    # One lookup decodes both codes of a byte: a pair of fp32 levels is one 8-byte element.
     pairs = _level_pairs(packed_OP.device)
     weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)
     weight = weight.view(rows, -1, fmt.group_size).mul_(absmax_OK.unsqueeze(-1)).view(rows, -1)

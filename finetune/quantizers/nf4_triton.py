@@ -1,6 +1,6 @@
-"""NF4 to a dense weight in one kernel on CUDA: one read of the codes, one write of the weight. nf4.py is its oracle.
+"""NF4 dequantization in one Triton kernel on CUDA: reads the codes once, writes the weight once. Reference: nf4.py.
 
-O rows, P padded columns, K blocks of a row (P / block), G groups of 256 blocks.
+O rows, P padded columns, K blocks per row (P / block), G groups of 256 blocks.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _dequantize(
 
 
 def dequantize(tensors: dict, levels: torch.Tensor, columns: int, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [O, columns] in `dtype`. `levels`: the 16 numbers of the code book, fp32, on the tensors' device."""
+    """The dequantized weight [O, columns] in `dtype`. `levels`: the codebook, 16 fp32 values on the tensors' device."""
     packed = tensors["packed"]
     rows, padded = packed.shape[0], 2 * packed.shape[1]
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
@@ -48,7 +48,7 @@ def dequantize(tensors: dict, levels: torch.Tensor, columns: int, block: int, dt
     absmax = tensors["absmax"] if double else tensors["absmax"].view(torch.float32)
     ranges = tensors["absmax_range"].view(torch.float32) if double else absmax
     size = min(1024, triton.next_power_of_2(padded // 2))
-    # Without fused multiply-adds, so that the numbers are those of nf4.py bit for bit.
+    # No fused multiply-add, so that the result is bitwise equal to nf4.py.
     _dequantize[(rows, triton.cdiv(padded // 2, size))](
         packed,
         absmax,

@@ -1,17 +1,17 @@
-"""Codes of a row as one stream of bits, and scales as integer bits: what the affine formats share.
+"""Bit packing of codes, and scales as integer bits, shared by the affine formats.
 
-The first code of a row sits in the lowest bits of its first byte. Read as little-endian 32-bit words the stream is the
-one that MLX packs. O rows, I columns, K groups of a row, B bytes of a row.
+A row is one bit stream; its first code is in the lowest bits of its first byte. As little-endian 32-bit words this is
+MLX's packing. O rows, I columns, K groups per row, B bytes per row.
 """
 
 import torch
 
-# Codes and bytes of the smallest whole number of bytes that holds whole codes.
+# Number of codes and bytes in the smallest run of full bytes that contains full codes.
 _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}
 
 
 def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [O, B] of uint8 codes [O, I]; I * bits must be whole bytes."""
+    """Packs uint8 codes [O, I] into uint8 [O, B]; I * bits must be a multiple of 8."""
     if bits == 8:
         return codes_OI.to(torch.uint8).contiguous()
     num_codes, num_bytes = _UNIT[bits]
@@ -26,7 +26,7 @@ def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed_OB: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes [O, I] of what pack made."""
+    """Inverse of pack: uint8 codes [O, I]."""
     if bits == 8:
         return packed_OB
     num_codes, num_bytes = _UNIT[bits]
@@ -40,11 +40,11 @@ def unpack(packed_OB: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def as_bits(scales_OK: torch.Tensor) -> torch.Tensor:
-    """The scales' bits as integers: int32 [O, K] of fp32, uint8 [O, 2K] of a 16-bit type (Gloo sends no int16)."""
+    """The scales' bits as integers: int32 [O, K] for fp32, uint8 [O, 2K] for 16-bit dtypes (Gloo has no int16)."""
     scales_OK = scales_OK.contiguous()
     return scales_OK.view(torch.int32 if scales_OK.dtype == torch.float32 else torch.uint8)
 
 
 def as_scales(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scales [O, K] of their bits; `dtype` is their own type."""
+    """Inverse of as_bits: scales [O, K] in their dtype `dtype`."""
     return bits.view(dtype)

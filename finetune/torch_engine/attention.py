@@ -1,7 +1,7 @@
-"""Attention inside each document of a flat microbatch, for any transformers model that asks for its attention by name.
+"""Padding-free attention: per-document attention on packed (flat) microbatches, as a transformers attention interface.
 
-Documents of similar length are padded to one rectangle for the attention only: under a causal mask right padding is never
-seen by a real token, so no key mask is needed. The projections around it never meet padding.
+Documents of similar length are padded into one batch for attention only: under a causal mask no real token attends to
+right padding, so no key mask is needed. The projections around it never see padding.
 
 T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
 """
@@ -13,31 +13,34 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "documents"
-# Up to these lengths two matrix products and a softmax beat CPU SDPA (measured per dtype); 0: SDPA always.
+# Up to these lengths two matmuls and a softmax beat SDPA on a CPU (measured per dtype); 0: always SDPA.
 DENSE_UP_TO = {("cpu", torch.float32): 256, ("cpu", torch.bfloat16): 512, ("cpu", torch.float16): 512}
-GROUP_WASTE = 1.25  # a group's longest document over its shortest
+GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of a group
 
 
 @dataclass(frozen=True)
 class Group:
-    """N documents padded to L. `gather_NL` picks tokens of the flat row (padding picks token 0), `real_NL` says which are real."""
+    """N documents padded to length L.
+
+    `gather_NL`: token indices in the flat row (0 for padding); `real_NL`: not padding.
+    """
 
     length: int
-    gather_NL: torch.Tensor | None  # None: the flat row is this group, unpadded
+    gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
     real_NL: torch.Tensor | None
     num_documents: int
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of one flat row are. `scatter_T` finds each token in the concatenated groups."""
+    """Document layout of one flat row. `scatter_T`: index of each token in the concatenated groups."""
 
     groups: tuple[Group, ...]
     scatter_T: torch.Tensor | None
 
 
 def documents_of(position_ids_T, device) -> Documents:
-    """The layout of a flat row from its positions (numpy or host tensor), which restart at 0 in each document."""
+    """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
     positions = torch.as_tensor(position_ids_T).reshape(-1)
     starts = (positions == 0).nonzero().flatten().tolist()
     lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
@@ -61,7 +64,7 @@ def documents_of(position_ids_T, device) -> Documents:
 
 
 class _ToGroup(torch.autograd.Function):
-    """[T, H, D] -> [N * L, H, D]. Each real token stands once in all groups together, so its gradient is read back."""
+    """[T, H, D] -> [N * L, H, D]. Each real token occurs in exactly one group, so backward is a gather too."""
 
     @staticmethod
     def forward(ctx, x_THD, gather, real):
@@ -78,7 +81,7 @@ class _ToGroup(torch.autograd.Function):
 
 
 def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
-    """Causal attention of N documents of one padded length: [N, L, H, D]."""
+    """Causal attention of N documents padded to one length: [N, L, H, D]."""
     length, dense = q_NHLD.shape[2], DENSE_UP_TO.get((q_NHLD.device.type, q_NHLD.dtype), 0)
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and length > dense:
@@ -115,7 +118,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
 
 
 def _causal(length, window, device) -> torch.Tensor:
-    """[L, L] bool: which key a query may see."""
+    """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return allowed if window is None else allowed.triu(1 - window)
 
@@ -136,7 +139,7 @@ def document_attention(
     **kwargs,
 ):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
-    if documents is None:  # a model that does not hand its keyword arguments down still hands positions
+    if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
@@ -156,11 +159,11 @@ def document_attention(
 
 
 def own_implementation(model) -> str:
-    """The attention a model comes with: what a cache, and rows that cannot be flat, run through."""
+    """The model's default attention implementation, for generation with a KV cache and for padded batches."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
 def register() -> None:
-    """Makes `model.set_attn_implementation(NAME)` possible. The mask function gives none: documents bound themselves."""
+    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: groups imply the mask."""
     AttentionInterface.register(NAME, document_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -1,9 +1,10 @@
-"""Experts that transformers holds as one 3-D parameter a projection: quantized, adapted in PEFT's layout, computed one by one.
+"""Fused mixture-of-experts weights, one 3-D parameter per projection: quantization, LoRA in PEFT's layout, computation.
 
-Every class that transformers marks with use_experts_implementation has the same parts: [gate_]up_proj and down_proj of shape
-[E, O, I] ([E, I, O] where is_transposed), biases [E, O], a gate function. Ours stands around such a module.
+Every class that transformers marks with use_experts_implementation has [gate_]up_proj and down_proj of shape [E, O,
+I] ([E, I, O] if is_transposed), biases [E, O] and a gate function. Experts wraps such a module and computes one
+expert at a time.
 
-E experts, T tokens, K experts a token, R rank, I in_features, O out_features, H hidden size.
+E experts, T tokens, K experts per token, R rank, I in_features, O out_features, H hidden size.
 """
 
 from functools import partial
@@ -17,17 +18,19 @@ from finetune.torch_engine.lora.layers import LoRAProduct
 
 
 class QuantizedExperts(nn.Module):
-    """The weights [O, I] of E experts in integers; one expert is dequantized at a time."""
+    """Quantized weights [O, I] of E experts, dequantized one expert at a time."""
 
     def __init__(self, weight_EOI, config):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
-        whole = config.bits not in quantization_wrapper.METHODS[config.backend].whole  # rows are stored apart
+        whole = (
+            config.bits not in quantization_wrapper.METHODS[config.backend].whole
+        )  # rows are quantized independently
         weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
 
     def of(self, expert: int):
-        """(what is stored of it, the function that makes its weight [O, I] of that)."""
+        """(stored tensors of one expert, the function that dequantizes them to its weight [O, I])."""
         if len(self.parts) == self.num_experts:
             return self.parts[expert].stored(), self.parts[expert].weight_of
         rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
@@ -35,7 +38,7 @@ class QuantizedExperts(nn.Module):
 
 
 class ExpertsPair(nn.Module):
-    """A and B of one 3-D parameter as PEFT stores them: A [E * R, I], B [O, R * E] with the expert's number running fastest."""
+    """A and B of one 3-D parameter in PEFT's layout: A [E * R, I], B [O, R * E], expert index varying fastest."""
 
     def __init__(self, experts: int, rank: int, shape: tuple[int, int], device):
         super().__init__()
@@ -45,15 +48,16 @@ class ExpertsPair(nn.Module):
         self.base_layer = None
 
     def factors(self) -> list[tuple]:
-        """[(A [R, I], B [O, R])] of each expert, differentiable; their gradients are gathered once, not once an expert."""
+        """[(A [R, I], B [O, R])] per expert, differentiable; gradients are collected once, not once per expert."""
         a = self.lora_A.view(self.num_experts, self.rank, -1).unbind(0)
         b = self.lora_B.view(-1, self.rank, self.num_experts).permute(2, 0, 1).unbind(0)
         return list(zip(a, b, strict=True))
 
 
 class Experts(ExpertsPair):
-    """A transformers experts module whose products are ours. Adapters nest as PEFT nests them: the last parameter's stand here,
-    those of the one before in `base_layer`.
+    """Wraps a transformers experts module and computes its matmuls.
+
+    Adapters nest as in PEFT: those of the last parameter are here, those of the one before in `base_layer`.
     """
 
     def __init__(self, base):
@@ -64,7 +68,7 @@ class Experts(ExpertsPair):
         self.register_parameter("lora_B", None)
 
     def adapt(self, names: list[str], rank: int, scaling: float) -> None:
-        """Gives the named weights an adapter of zeros."""
+        """Adds a zero adapter to each of the named weights."""
         self.adapted = tuple(n for n in weight_names(self.base) if n in names)
         self.scaling = scaling
         shapes = {n: shape_of(self.base, n) for n in self.adapted}
@@ -80,7 +84,7 @@ class Experts(ExpertsPair):
         return dict(zip(self.adapted, holders, strict=True)) if self.adapted else {}
 
     def forward(self, hidden, top_k_index, top_k_weights):
-        """[T, H] -> [T, H]: each token through its K experts, weighted. Summed in the order of transformers' grouped_mm."""
+        """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm."""
         base, num_chosen = self.base, top_k_index.shape[-1]
         sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
         counts = torch.bincount(sorted_TK, minlength=self.num_experts).tolist()
@@ -102,7 +106,10 @@ class Experts(ExpertsPair):
         return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
 
     def product(self, name, expert, x, factors):
-        """x through one expert's weight, bias and adapter. Saved for backward: x and what is stored, nothing dense."""
+        """Applies one expert's weight, bias and adapter to x.
+
+        Saves x and the stored tensors for backward, nothing dense.
+        """
         stored, weight_of = frozen_weight(self.base, name, expert)
         bias = getattr(self.base, name + "_bias")[expert] if self.base.has_bias else None
         if name not in factors:
@@ -112,7 +119,7 @@ class Experts(ExpertsPair):
 
 
 def frozen_weight(base, name: str, expert: int):
-    """(what is stored of one expert's weight, the function that makes it [O, I] in a dtype)."""
+    """(stored tensors of one expert's weight, the function that returns it as [O, I] in a dtype)."""
     weight = getattr(base, name)
     if isinstance(weight, QuantizedExperts):
         return weight.of(expert)
@@ -137,7 +144,7 @@ def shape_of(module, name: str) -> tuple[int, int]:
 
 
 def reachable(model) -> dict[str, nn.Module]:
-    """{name: module} of the experts that transformers' interface describes: theirs, or ours around them under their name."""
+    """{name: module} of experts with transformers' experts interface, wrapped or not."""
     found = {}
     for name, module in model.named_modules():
         inner = module.base if isinstance(module, Experts) else module
@@ -155,7 +162,7 @@ def has_experts(model) -> bool:
 
 
 def unreached(model) -> list[str]:
-    """3-D parameters of experts that stay frozen and unquantized, as no interface says what they are."""
+    """Names of 3-D expert parameters without that interface, which stay frozen and unquantized."""
     known = tuple(name + "." for name in reachable(model))
     convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
     three_d = [n for n, p in model.named_parameters() if p.ndim == 3] if has_experts(model) else []
@@ -163,7 +170,7 @@ def unreached(model) -> list[str]:
 
 
 def parameter_names(model) -> list[str]:
-    """The 3-D parameters that an adapter can have, by the names transformers gives them."""
+    """Names (as in transformers) of the 3-D parameters that can be adapted."""
     return [
         f"{name}.{weight}"
         for name, module in reachable(model).items()
@@ -172,7 +179,7 @@ def parameter_names(model) -> list[str]:
 
 
 def wrapped(model, name: str) -> Experts:
-    """The experts module of that name with our computation, put in its place where it was not yet."""
+    """The Experts wrapper of the named module, installed if needed."""
     module = model.get_submodule(name)
     if not isinstance(module, Experts):
         parent, _, leaf = name.rpartition(".")
@@ -182,7 +189,7 @@ def wrapped(model, name: str) -> Experts:
 
 
 def hold(module, weight_name: str, weight, config) -> None:
-    """Stores a 3-D weight of an experts module of transformers as `config` says."""
+    """Quantizes a 3-D weight of a transformers experts module by `config`."""
     delattr(module, weight_name)
     if module.is_transposed:
         weight = weight.transpose(1, 2).contiguous()
@@ -190,7 +197,7 @@ def hold(module, weight_name: str, weight, config) -> None:
 
 
 def quantize(model, config, names: list[str], device=None) -> None:
-    """Stores the named modules' weights as `config` says, one projection at a time."""
+    """Quantizes the weights of the named modules by `config`, one projection at a time."""
     for name in names:
         module = wrapped(model, name).base
         for weight_name in weight_names(module):
@@ -203,7 +210,7 @@ def quantized_parts(model) -> list[QuantizedLinear]:
 
 @torch.no_grad()
 def merge(model) -> None:
-    """Adds each adapter into its dense experts, in fp32, and puts transformers' own module back."""
+    """Merges each adapter into its dense experts, in fp32, and restores the transformers module."""
     for name, layer in list(reachable(model).items()):
         if not isinstance(layer, Experts):
             continue

@@ -1,4 +1,4 @@
-"""Batched generation with a key/value cache: greedy or sampled, rows ended one by one."""
+"""Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -7,7 +7,7 @@ from finetune.torch_engine.attention import own_implementation
 
 
 class _RowsDone(StoppingCriteria):
-    """Ends the rows whose text can no longer become what is wanted, and calls `on_token` for a live view."""
+    """Stops rows for which `stop_row` is true, and streams tokens through `on_token`."""
 
     def __init__(self, start, stop_row, on_token):
         self.start, self.stop_row, self.on_token = start, stop_row, on_token
@@ -23,12 +23,13 @@ class _RowsDone(StoppingCriteria):
 def generate(
     model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, temperature=0.0, top_k=0, top_p=1.0
 ):
-    """New token ids of each prompt, without the end token. Prompts are padded on the left to one rectangle.
+    """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
 
-    temperature 0 is greedy. The model's attention is set to its own for the time of the call: a cache is no flat row.
+    temperature 0 is greedy. Switches the model to its default attention during the call, as flat attention has no KV
+    cache.
     """
     own, own_settings = model.config._attn_implementation, model.generation_config
-    # The folder's own settings (penalties, banned tokens, sampling) would make greedy something else.
+    # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
     limit = context_limit(model)
     if limit:
@@ -58,7 +59,7 @@ def generate(
 
 
 def context_limit(model) -> int | None:
-    """Positions the model has, where its config says."""
+    """Maximum context length of the model, if its config gives it."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((n for n in found if isinstance(n, int) and n > 1), None)

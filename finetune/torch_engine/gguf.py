@@ -1,4 +1,4 @@
-"""A GGUF file rewritten as a Hugging Face folder. A program to hf_files: the dense copy dies with the process."""
+"""Converts a GGUF file to a Hugging Face folder; hf_files runs it as a child process to free the dense copy."""
 
 import fcntl
 import functools
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
     """Writes config.json, model.safetensors (bf16, tied weights once), generation config, tokenizer and chat template.
 
-    Appears whole or not at all, whoever else writes it; a folder that is there with a config.json is left as it is.
+    Atomic, even with concurrent writers; an existing folder with a config.json is left unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.convert.lock", "w") as lock:
@@ -35,7 +35,7 @@ def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
 
 
 def write(gguf_file: Path, folder: Path) -> None:
-    # transformers parses the whole file three times over, seconds each, for tokenizer, config and weights.
+    # transformers parses the full file three times, seconds each: for tokenizer, config and weights.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -44,7 +44,7 @@ def write(gguf_file: Path, folder: Path) -> None:
     tensors = {n: t.to(torch.bfloat16).contiguous() for n, t in model.state_dict().items() if n not in tied}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
-    # A model read from GGUF refuses save_pretrained, and its config would ask for the GGUF reader again.
+    # A model loaded from GGUF rejects save_pretrained, and its config would require the GGUF reader again.
     own = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = {k: v for k, v in model.config.to_diff_dict().items() if k not in own}
     config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}

@@ -1,7 +1,7 @@
-"""LLaMA-Pro on any decoder: which tensors of a copied layer must be zero, the proof that they are, the new blocks in training.
+"""LLaMA-Pro on any decoder: finds the tensors of a copied layer that must be zero, and trains the added blocks.
 
-No list of architectures: a layer of the model's own class with random weights is made an identity by zeros, then every tensor
-that need not be zero is given back. What is left are those that write to the residual stream, with their biases.
+Architecture-independent: a randomly initialized layer of the model's class is zeroed into an identity, then each tensor
+that need not be zero is restored. The rest write to the residual stream (output projections and their biases).
 """
 
 import json
@@ -17,7 +17,7 @@ from finetune.torch_engine.weights import config_dtype, load_dense
 
 
 def full_config(folder) -> tuple[dict, str]:
-    """(the config with every key that its class derives, such as layer_types; the key that counts the layers)."""
+    """(config with all keys that its class derives, such as layer_types; the key for the number of layers)."""
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     text = config.get_text_config()
     key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -25,12 +25,12 @@ def full_config(folder) -> tuple[dict, str]:
 
 
 def residual_writers(config: dict, layers: str, layer: int, stored: dict, said: str) -> set[str]:
-    """Patterns of the tensors on disk whose zeros make `layer` an identity; PlanError where zeros cannot.
+    """Patterns of the tensors on disk that must be zero for `layer` to be an identity; PlanError if there are none.
 
-    `stored`: {name inside the layer: (pattern, shape)}. Memory: the model cut after `layer`, random, in fp32.
+    `stored`: {name within the layer: (pattern, shape)}. Memory: a random fp32 model truncated after `layer`.
     """
     patterns = sorted({pattern for pattern, _ in stored.values()})
-    assert len(patterns) < 256, "a mark is a whole number that bf16 holds"
+    assert len(patterns) < 256, "marks are integers that bf16 represents exactly"
     with tempfile.TemporaryDirectory() as folder:
         marks = {
             f"{layers}.{layer}.{name}": torch.full(shape, patterns.index(pattern) + 1, dtype=torch.bfloat16)
@@ -38,11 +38,11 @@ def residual_writers(config: dict, layers: str, layer: int, stored: dict, said: 
         }
         model = _load_marked(Path(folder), config, marks, said)
     block = layer_list(model, layers, said)[layer]
-    # Which tensors on disk a parameter is made of: the loader may join or turn them, as it does with experts.
+    # Maps parameters to tensors on disk: the loader may concatenate or transpose them, as it does for experts.
     made_of = {n: {int(v) for v in p.detach().unique()} for n, p in block.named_parameters()}
     for name, marks_in in made_of.items():
         if not marks_in <= set(range(1, len(patterns) + 1)):
-            raise PlanError(f"{said}: its layer's {name} is not found in its files. Expand another model.")
+            raise PlanError(f"{said}: {name} of its layers is not in its files. Expand another model.")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -63,21 +63,21 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise PlanError(f"{said}: a part of its layers is no model ({str(error).splitlines()[0]}).") from error
+        raise PlanError(f"{said}: the model does not load with fewer layers ({str(error).splitlines()[0]}).") from error
     if info.get("unexpected_keys"):
         first = sorted(map(str, info["unexpected_keys"]))[0]
-        raise PlanError(f"{said}: its files hold {first}, which its class does not read. Expand another model.")
+        raise PlanError(f"{said}: its files contain {first}, which its class does not use. Expand another model.")
     return model.eval()
 
 
 def layer_stacks(model) -> list[str]:
-    """Names of the lists of modules as long as the config says the model is deep."""
+    """Names of the module lists whose length is the config's number of layers."""
     depth = model.config.get_text_config().num_hidden_layers
     return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
 
 
 def layer_list(model, layers: str | None, said: str) -> nn.ModuleList:
-    """The decoder's stack, under the name that `layers` (from the files) ends with."""
+    """The decoder's layer list, whose name is a suffix of `layers` (from the files)."""
     return model.get_submodule(layer_list_name(model, layers, said))
 
 
@@ -85,12 +85,12 @@ def layer_list_name(model, layers: str | None, said: str) -> str:
     found = [n for n in layer_stacks(model) if layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2]]
     if len(found) != 1:
         count = model.config.get_text_config().num_hidden_layers
-        raise PlanError(f"{said}: {len(found)} stacks of {count} layers are in {type(model).__name__}, not one.")
+        raise PlanError(f"{said}: {type(model).__name__} has {len(found)} stacks of {count} layers instead of one.")
     return found[0]
 
 
 def _needed_zeros(model, block, said: str) -> set[str]:
-    """Names of the parameters without whose zeros the block is no identity; vectors are given back before matrices."""
+    """Names of the parameters that must be zero to make the block an identity; restores vectors before matrices."""
     ran = []
     owners = [m for m in block.modules() if any(True for _ in m.parameters(recurse=False))]
     hooks = [m.register_forward_pre_hook(lambda module, _: ran.append(module)) for m in owners]
@@ -107,8 +107,7 @@ def _needed_zeros(model, block, said: str) -> set[str]:
         parameter.zero_()
     if not _is_identity(model, block):
         raise PlanError(
-            f"{said}: a layer of zeros changes what passes through it, so a copy cannot start as an identity. "
-            "Expand another model."
+            f"{said}: a zeroed layer changes its input, so a copy cannot start as an identity. Expand another model."
         )
     needed = set()
     for parameter, value in zip(every, kept, strict=True):
@@ -136,29 +135,31 @@ def _is_identity(model, block) -> bool:
 
 @torch.no_grad()
 def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
-    """Logits of the weights in `files` under `config`, in the type they are stored in; layers past the config are not read."""
+    """Logits of the weights in `files` under `config`, in their stored dtype; ignores layers beyond the config."""
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             (Path(folder) / file.name).symlink_to(file.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
             model = load_dense(folder, config_dtype(config))
-        except PlanError as error:  # it names the folder made here
+        except PlanError as error:  # it names the temporary folder
             raise PlanError(str(error).replace(f"--model_name {folder}", said)) from error
         vocab = model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(0))
         return model(input_ids=ids, use_cache=False).logits.float()
 
 
-# ---- in training and use
+# ---- training and inference
 
 
 def new_blocks(model, record: dict, said: str) -> list[str]:
-    """Names of the new layers' modules. Raises PlanError where the record does not fit the model."""
+    """Module names of the added layers. Raises PlanError if the record does not match the model."""
     name = layer_list_name(model, record["layers"], said)
     count = len(model.get_submodule(name))
     if max(record["new_layers"]) >= count or len(record["new_layers"]) >= count:
-        raise PlanError(f"{said}: new layers {record['new_layers']} are not among its {count}. Expand it again.")
+        raise PlanError(
+            f"{said}: added layers {record['new_layers']} are out of range for its {count} layers. Expand it again."
+        )
     return [f"{name}.{i}" for i in record["new_layers"]]
 
 
@@ -167,14 +168,14 @@ def inside_blocks(name: str, blocks: list[str]) -> bool:
 
 
 def unfreeze_blocks(model, blocks: list[str]) -> None:
-    """The new blocks in fp32 and trainable."""
+    """Makes the added blocks trainable, in fp32."""
     for name in blocks:
         model.get_submodule(name).to(torch.float32).requires_grad_(True)
 
 
 @torch.no_grad()
 def attach_blocks(model, folder) -> None:
-    """Puts trained blocks into the expanded model they were trained in."""
+    """Loads trained blocks into the expanded model they belong to."""
     from safetensors.torch import load_file
 
     tensors = load_file(Path(folder) / "trained_blocks.safetensors")
@@ -182,6 +183,7 @@ def attach_blocks(model, folder) -> None:
     for name, tensor in tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise PlanError(
-                f"--checkpoint {folder}: holds {name} {list(tensor.shape)}, which its base has not. Give its base."
+                f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
+                "its base."
             )
         parameters[name].copy_(tensor)

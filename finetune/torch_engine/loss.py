@@ -1,4 +1,4 @@
-"""Cross-entropy summed over target positions, with logits made in chunks and never kept.
+"""Chunked cross-entropy, summed over target positions; the full logits are never materialized.
 
 T target positions, H hidden size, V vocabulary.
 """
@@ -15,7 +15,7 @@ CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Head:
-    """The model's output layer, and what its config does to the logits: softcap * tanh(x * scale / softcap)."""
+    """The LM head, with the logit scaling and softcapping of the config: softcap * tanh(x * scale / softcap)."""
 
     linear: torch.nn.Linear
     scale: float
@@ -24,7 +24,7 @@ class Head:
 
     @classmethod
     def of(cls, model) -> "Head | None":
-        """The head of a transformers model; None where it is no linear, or one with DoRA or dropout on it."""
+        """The head of a transformers model; None if it is not a linear, or has DoRA or dropout."""
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
         adapter = None
         if isinstance(linear, LoRALinear) and not linear.dropout and linear.lora_magnitude_vector is None:
@@ -32,9 +32,9 @@ class Head:
         if not isinstance(linear, torch.nn.Linear):
             return None
         scale = 1.0
-        if getattr(config, "logits_scaling", None):  # granite divides
+        if getattr(config, "logits_scaling", None):  # Granite divides
             scale /= config.logits_scaling
-        if getattr(config, "logit_scale", None):  # cohere multiplies
+        if getattr(config, "logit_scale", None):  # Cohere multiplies
             scale *= config.logit_scale
         return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter)
 
@@ -47,12 +47,12 @@ class Head:
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
     def nll(self, hidden_TH, labels_T, share=None) -> torch.Tensor:
-        """Sum over T of -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
+        """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
 
-        `share` is applied to each weight where several ranks make logits of some positions each.
+        `share`: applied to each weight if several ranks compute the logits of some positions each.
         """
         share = share or (lambda weight: weight)
-        learning = torch.is_grad_enabled()  # inside a Function it never is
+        learning = torch.is_grad_enabled()  # always False inside a Function
         lora = (None, None, 0.0)
         if self.adapter is not None:
             lora = (share(self.adapter.lora_A), share(self.adapter.lora_B), self.adapter.scaling)
@@ -69,7 +69,7 @@ class Head:
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """Gradients are made in forward, beside the logits they need, so no chunk of logits outlives its turn."""
+    """Computes gradients in forward, from each chunk's logits, so that no chunk of logits is kept for backward."""
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
@@ -146,5 +146,5 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:
-    """The same sum from logits that the model made."""
+    """Summed NLL from logits computed by the model."""
     return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum")

@@ -1,8 +1,8 @@
-"""What a run takes, by item: tensors that torch can count, and the process's peak for all the rest.
+"""Measured memory of a run per item: tensors counted through torch, and the peak of the process for the rest.
 
-Items have the names of finetune/memory.py. `workspace` is what the total holds beyond the counted: logits, temporaries, library
-buffers; below zero where gradients and activations were never there at the same time. `allocator` is what the process grew by
-after the largest microbatch had run once with its moments there.
+Items are named as in finetune/memory.py. `workspace` is the total beyond the counted items: logits, temporaries,
+library buffers; negative if gradients and activations never coexisted. `allocator` is the growth of the process after
+the largest microbatch had run once with optimizer state present.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from finetune.torch_engine.parallel.fsdp import local_shard
 
 
 class MemoryCounter:
-    """Counts each kind of tensor when it can have changed: weights once, moments after a step that made them, activations of
-    each microbatch larger than any before.
+    """Counts each kind of tensor when it may change: weights once, optimizer state after the step that creates it,
+    activations for each microbatch larger than any before.
     """
 
     def __init__(self, model, trained: dict, device):
@@ -32,7 +32,7 @@ class MemoryCounter:
         self.standing, self.own = None, frozenset()
 
     def begin(self, baseline: int) -> int:
-        """Peak bytes since the process began above `baseline`; counts the training from here on."""
+        """Peak bytes above `baseline` since process start; starts counting for training."""
         self.baseline = baseline
         return self.peak()
 
@@ -51,7 +51,7 @@ class MemoryCounter:
 
     @contextlib.contextmanager
     def kept_by(self, batch):
-        """Counts what autograd keeps of the forward inside, where the batch is larger than any before."""
+        """Context that counts the tensors autograd saves in a forward, if the batch is larger than any before."""
         tokens = batch.input_ids_BS.size
         if tokens <= self.most_tokens:
             yield
@@ -71,13 +71,13 @@ class MemoryCounter:
         self.activations = max(self.activations, sum(kept.values()))
 
     def count_gradients(self) -> None:
-        """Call it between backward and the optimizer's step."""
+        """Counts gradients. Call it between backward and the optimizer step."""
         if not self.gradients:
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
             self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
 
     def _count_standing(self) -> None:
-        here = [p for p in self.model.parameters() if not p.is_meta]  # on meta: another pipeline stage's
+        here = [p for p in self.model.parameters() if not p.is_meta]  # meta parameters belong to other pipeline stages
         parameters, buffers = [local_shard(p) for p in here], list(self.model.buffers())
         cached = [m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None]
         squares = [m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None]
@@ -90,15 +90,15 @@ class MemoryCounter:
         self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
 
     def _bytes(self, tensors) -> int:
-        """Of those on the device: offloaded ones are in host memory."""
+        """Bytes of the tensors on the device; offloaded ones are in host memory."""
         return storage_bytes([t for t in tensors if t.device.type == self.device.type])
 
     def stats(self, optimizer) -> MemoryStats:
-        """Peak since the last call, by item."""
+        """Peak since the last call, per item."""
         if self.standing is None:
             self._count_standing()
         first = self.moments is None
-        if not self.moments:  # made by the first step that is not skipped
+        if not self.moments:  # created by the first step that is not skipped
             states = optimizer.state.values()
             self.moments = self._bytes(t for s in states for t in s.values() if torch.is_tensor(t))
         total = self.peak()
@@ -116,17 +116,17 @@ class MemoryCounter:
 
 
 def storage_bytes(tensors) -> int:
-    """Bytes of the tensors, each storage once."""
+    """Bytes of the tensors, counting shared storages once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def current_resident_bytes() -> int:
-    """Resident memory of this process now; 0 where the system does not tell."""
+    """Current resident memory of this process; 0 if the system does not report it."""
     return _status("VmRSS") or 0
 
 
 def peak_resident_bytes() -> int:
-    """VmHWM of this process; where /proc is missing, the peak since its start."""
+    """VmHWM of this process; without /proc, the peak since its start."""
     return _status("VmHWM") or resident_bytes()
 
 
@@ -138,12 +138,12 @@ def _status(name: str) -> int | None:
 
 
 def glibc():
-    """The C library, where it is glibc; else None."""
+    """The C library if it is glibc, else None."""
     return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
 
 
 def map_blocks_from(size: int) -> None:
-    """glibc maps each block from so many bytes on by itself, so that freeing it gives it back at once."""
+    """Makes glibc mmap blocks of at least `size` bytes, so that freeing them returns memory to the system at once."""
     libc = glibc()
     if libc is not None:
         mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h

@@ -1,4 +1,4 @@
-"""Optimizers by name, and their state as named arrays that another run, or another framework, can take up."""
+"""Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
 import numpy as np
 import torch
@@ -7,7 +7,10 @@ from finetune.errors import PlanError
 
 
 def build(named: dict, settings, device):
-    """The optimizer over {name: parameter}. LoRA+ (Hayou et al. 2024): B learns `loraplus_lr_ratio` times as fast as A."""
+    """Builds the optimizer over {name: parameter}. LoRA+ (Hayou et al.
+
+    2024): lr of B = `loraplus_lr_ratio` * lr of A.
+    """
     decayed = [p for n, p in named.items() if p.ndim >= 2 and not n.endswith("lora_B")]
     flat = [p for n, p in named.items() if p.ndim < 2]
     b_side = [p for n, p in named.items() if p.ndim >= 2 and n.endswith("lora_B")]
@@ -42,7 +45,7 @@ def set_lr(optimizer, lr: float) -> None:
 
 
 def moments(optimizer, named: dict):
-    """('<name>.<moment>', tensor where it stands) of each."""
+    """Yields ('<name>.<moment>', tensor in place) for all optimizer state tensors."""
     for name, parameter in named.items():
         for key, value in (optimizer.state.get(parameter, {}) if parameter is not None else {}).items():
             if key != "step" and torch.is_tensor(value):
@@ -62,16 +65,16 @@ def state(optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
 
 
 def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
-    """Puts back what `state` gave. Keys of unknown parameters are an error, so that nothing is dropped in silence."""
+    """Loads the result of `state`. Unknown parameters are an error, so that nothing is dropped silently."""
     found = {}
     for key, value in {**tensors, **numbers}.items():
         name, _, moment = key.rpartition(".")
         found.setdefault(name, {})[moment] = value
     unknown = sorted(set(found) - set(named))
     if unknown:
-        raise PlanError(f"--resume: the checkpoint holds optimizer state of {unknown[0]}, which does not train here.")
+        raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
     eight_bit = type(optimizer).__module__.startswith("bitsandbytes")
-    fused = any(group.get("fused") for group in optimizer.param_groups)  # whose step counters live on the device
+    fused = any(group.get("fused") for group in optimizer.param_groups)  # their step counters are on the device
     for name, moments in found.items():
         parameter = named[name]
         restored = {}
@@ -85,15 +88,15 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
 
 
 def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
-    """The norm of all gradients of all ranks together, fp32; scales them down to `limit` where it is given and passed.
+    """Global gradient norm over all ranks, fp32; clips the gradients to `limit` if given and exceeded. Collective.
 
-    `owned`: {name: the groups of ranks that hold parts of it, "shard" and "tp" among them}; a name that is missing is counted
-    by another rank.
+    `owned`: {name: process groups over which it is sharded, of "shard" and "tp"}; a missing name is counted by another
+    rank.
     """
     squares = {}
     for over in ((), ("shard",), ("tp",), ("shard", "tp")):
         grads = [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
-        # Each tensor's norm in fp32, their sum in fp64: the same number whichever ranks the tensors are on.
+        # Norms in fp32 per tensor, summed in fp64: the same result however the tensors are distributed over ranks.
         square = torch.zeros((), dtype=torch.float64)
         if grads:
             square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()

@@ -1,7 +1,7 @@
-"""Weights that lie on disk quantized already: MLX folders and bitsandbytes' 4-bit and 8-bit ones.
+"""Prequantized checkpoints: MLX folders, and bitsandbytes 4-bit and 8-bit folders.
 
-Their codes and scales go into our layers as they are, or are dequantized where the model needs the weight itself, as an
-embedding does. `part` of a weight: a tensor beside it that holds its scales.
+Codes and scales are loaded unchanged into QuantizedLinear, or dequantized if the model needs the dense weight, as
+for an embedding. `part` of a weight: a companion tensor with its scales.
 """
 
 import json
@@ -16,7 +16,7 @@ BNB4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
 def owner(name: str, checkpoint) -> tuple[str, bool]:
-    """(the weight a tensor belongs to, whether it is a part of it and not the weight itself)."""
+    """(weight that a tensor belongs to, True if it is a part and not the weight itself)."""
     head, _, leaf = name.rpartition(".")
     if leaf in ("scales", "biases") and f"{head}.weight" in checkpoint.file_of:
         return f"{head}.weight", True
@@ -29,7 +29,7 @@ def owner(name: str, checkpoint) -> tuple[str, bool]:
 
 
 def parts(name: str, checkpoint) -> str | None:
-    """How a weight is stored: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor. One tensor beside it is enough to tell."""
+    """Storage format of a weight: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor, by its companion tensors."""
     head, _, leaf = name.rpartition(".")
     if leaf != "weight":
         return None
@@ -54,9 +54,9 @@ def _quant_state(name: str, checkpoint) -> str | None:
 
 
 def read(name: str, checkpoint, expected: tuple) -> tuple:
-    """(its quantizer's module, tensors, shape [O, I], Format) of a weight stored quantized, with its parts.
+    """(quantizer module, tensors, shape [O, I], Format) of a prequantized weight and its parts.
 
-    Raises ValueError where a part is missing, or where they are not those of a weight of the expected shape.
+    Raises ValueError if a part is missing or does not match the expected shape.
     """
     kind, head = parts(name, checkpoint), name.rpartition(".")[0]
     needed = {
@@ -66,7 +66,7 @@ def read(name: str, checkpoint, expected: tuple) -> tuple:
     }[kind]
     for part in needed:
         if part not in checkpoint.file_of:
-            raise ValueError(f"{part} is missing beside the weight whose scales it holds")
+            raise ValueError(f"{part} is missing next to the weight whose scales it holds")
     found = _READ[kind](name, checkpoint)
     if found[2] != expected:
         raise ValueError(f"it is {list(found[2])} in its files, {list(expected)} by config.json")
@@ -74,12 +74,12 @@ def read(name: str, checkpoint, expected: tuple) -> tuple:
 
 
 def layer(module, tensors: dict, shape: tuple, fmt: Format) -> QuantizedLinear:
-    """The layer of what `read` gave, its codes unchanged."""
+    """QuantizedLinear from the result of `read`, with unchanged codes."""
     return QuantizedLinear(tensors, shape, partial(module.dequantize, shape=shape, fmt=fmt))
 
 
 def dense(module, tensors: dict, shape: tuple, fmt: Format) -> torch.Tensor:
-    """The weight itself of what `read` gave, for where the model needs it."""
+    """The dequantized weight from the result of `read`."""
     return module.dequantize(tensors, fmt.scale_dtype, shape, fmt)
 
 
@@ -87,15 +87,17 @@ def _mlx(name, checkpoint):
     head = name.rpartition(".")[0]
     words, scales, biases = (checkpoint.read(n) for n in (name, f"{head}.scales", f"{head}.biases"))
     packed = words.view(torch.uint8)
-    # bits * columns = 8 * bytes of a row, columns = groups * group_size: the config gives the one that files do not tell.
+    # bits * columns = 8 * bytes per row, columns = groups * group_size: the config gives the value that files lack.
     bits, group_size = checkpoint.mlx_format(head)
     if scales.shape != biases.shape or scales.shape[0] != words.shape[0]:
         raise ValueError(
-            f"its codes are of {words.shape[0]} rows, its scales {list(scales.shape)}, its biases {list(biases.shape)}"
+            f"its codes have {words.shape[0]} rows, its scales {list(scales.shape)}, its biases {list(biases.shape)}"
         )
     shape = (words.shape[0], scales.shape[1] * group_size)
     if packed.shape[1] * 8 != shape[1] * bits:
-        raise ValueError(f"its codes are {packed.shape[1]} bytes a row, not {bits} bits of {shape[1]} columns")
+        raise ValueError(
+            f"its codes have {packed.shape[1]} bytes per row, which is not {bits} bits for {shape[1]} columns"
+        )
     tensors = {"packed": packed, "scales": packing.as_bits(scales), "biases": packing.as_bits(biases)}
     return mlx, tensors, shape, Format(bits, group_size, "affine", False, scales.dtype)
 
@@ -107,15 +109,17 @@ def _bnb4(name, checkpoint):
     packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
     if packed.nbytes * 2 != shape[0] * shape[1]:
         raise ValueError(
-            f"its codes take {packed.nbytes} bytes, {shape[0] * shape[1] // 2} fit its shape {list(shape)}"
+            f"its codes have {packed.nbytes} bytes, but its shape {list(shape)} needs {shape[0] * shape[1] // 2}"
         )
     blocks = shape[0] * shape[1] // block
     if absmax.numel() != blocks:
-        raise ValueError(f"it has {absmax.numel()} scales, {blocks} fit its shape {list(shape)}")
+        raise ValueError(f"it has {absmax.numel()} scales, but its shape {list(shape)} needs {blocks}")
     tensors = {"packed": packed.view(torch.uint8).reshape(by_rows)}
     if nested:
         if state["nested_blocksize"] != 256:
-            raise ValueError(f"its scales are quantized in blocks of {state['nested_blocksize']}, 256 are read")
+            raise ValueError(
+                f"its scales are quantized in blocks of {state['nested_blocksize']}, only 256 is supported"
+            )
         offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
         tensors |= {
             "absmax": absmax.reshape(by_rows),

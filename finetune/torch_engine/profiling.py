@@ -1,4 +1,4 @@
-"""--profile: torch's profiler over a few steps of each cycle, as chrome traces in a folder."""
+"""--profile: the torch profiler over a few steps per cycle, writing Chrome traces to a folder."""
 
 import contextlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 @contextlib.contextmanager
 def profiler(settings, device, written: list):
-    """A function to call after each optimizer step; the files it writes are appended to `written`."""
+    """Returns a function to call after each optimizer step; it appends the files it writes to `written`."""
     if not settings.profile:
         yield lambda: None
         return
@@ -40,7 +40,7 @@ def profiler(settings, device, written: list):
 
 
 def _phase(settings):
-    """Cycles of --profiling_frequency steps: warm up, then record; the first starts after --wait_steps."""
+    """Profiler schedule: cycles of --profiling_frequency steps, warmup then active; the first after --wait_steps."""
     warmup, active = settings.profiler_warmup_steps, settings.active_steps
     cycle_steps = max(settings.profiling_frequency, warmup + active)
 

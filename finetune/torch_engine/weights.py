@@ -1,7 +1,7 @@
-"""Weights from safetensors straight to where they stay: read, cast, quantized and let go, a few tensors at a time.
+"""Streams weights from safetensors into a model built on the meta device, casting and quantizing a few at a time.
 
-The model is built without weights; transformers' own conversion mapping says which tensors of the files make which
-weight of the model. At no time are more than `workers` weights of the model in their unquantized form.
+transformers' conversion mapping determines which tensors in the files form which parameter. At most `workers` weights
+are in memory unquantized at any time.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from finetune.errors import PlanError
 from finetune.torch_engine import prequantized
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
-MOST_WORKERS = 4  # more tensors in flight cost memory and gain nothing on the disks tried
+MOST_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 
 
 class WeightFiles:
-    """The tensors of a folder's safetensors files, read one at a time into memory of their own (nothing stays mapped)."""
+    """Tensors in a folder's safetensors files, each copied into its own memory when read (nothing stays mmapped)."""
 
     def __init__(self, files, quantization: dict | None = None):
         self.file_of, self._open = {}, {}
         self.quantization = quantization or {}
-        self.cut = {}  # in the files of several ranks
+        self.cut = {}  # tensors of sharded checkpoints
         if safetensors_io.shapes_of(files):
             self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
             self.file_of = dict.fromkeys(self.cut, files[0])
@@ -54,20 +54,20 @@ class WeightFiles:
                 self.file_of[name] = file
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or some of its rows: then no others are read."""
+        """The tensor, or a slice of its rows, reading only those."""
         if name in self.cut:
             return torch.from_numpy(self.cut[name][... if rows is None else rows])
         file = self._open[self.file_of[name]]
         return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
     def mlx_format(self, layer: str) -> tuple[int, int]:
-        """(bits, group_size) of a layer of an MLX folder: its own in config.json's `quantization`, else the model's."""
+        """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""
         own = self.quantization.get(layer)
         chosen = own if isinstance(own, dict) else self.quantization
         return chosen["bits"], chosen["group_size"]
 
     def kind(self, name: str) -> str:
-        """The type of a tensor in safetensors' words: F32, BF16, U8, ..."""
+        """The safetensors dtype of a tensor: F32, BF16, U8, ..."""
         if name in self.cut:
             return self.cut[name].dtype
         return self._open[self.file_of[name]].get_slice(name).get_dtype()
@@ -83,9 +83,10 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def _parameters_on_meta():
-    """Modules made inside, by this thread, have parameters without memory; their buffers are real, so that nothing computed is lost.
+    """Context in which this thread builds modules with parameters on meta; buffers are real, so computed ones survive.
 
-    torch has no hook for it, so nn.Module's own method is changed for that while: one thread at a time, others see no change.
+    torch has no hook for it, so nn.Module's own method is changed for that while: one thread at a time, others see
+    no change.
     """
     with _building:
         register, builder = nn.Module.register_parameter, threading.get_ident()
@@ -103,7 +104,7 @@ def _parameters_on_meta():
 
 
 def empty_model(folder, dtype: torch.dtype):
-    """The folder's model with parameters on the meta device. Code in the folder is never run. Raises PlanError."""
+    """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
     transformers.logging.set_verbosity_error()
     try:
         try:
@@ -123,14 +124,19 @@ def empty_model(folder, dtype: torch.dtype):
         AssertionError,
     ) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanError(f"--model_name {folder}: its config.json makes no causal language model: {first}") from error
+        raise PlanError(
+            f"--model_name {folder}: its config.json is not that of a causal language model: {first}"
+        ) from error
     model.name_or_path = str(folder)
     return model.eval().requires_grad_(False)
 
 
 def _built(folder, dtype, **options):
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    for name in ("quantization_config", "quantization"):  # the files' format is read by `stored`, not by transformers
+    for name in (
+        "quantization_config",
+        "quantization",
+    ):  # prequantized formats are read by `stored`, not by transformers
         if hasattr(config, name):
             delattr(config, name)
     with _parameters_on_meta():
@@ -138,14 +144,14 @@ def _built(folder, dtype, **options):
 
 
 def load_dense(folder, dtype, device="cpu"):
-    """The folder's model with plain weights in `dtype`, in evaluation mode; no missing weight is ever filled in at random."""
+    """Loads the folder's model with dense weights in `dtype`, in eval mode. Missing weights are an error."""
     model = empty_model(folder, dtype)
     load_weights(model, folder, dtype, torch.device(device), {})
     return model.requires_grad_(True)
 
 
 def config_dtype(config: dict) -> torch.dtype:
-    """The dtype a config.json names, fp32 where it names none."""
+    """The dtype in a config.json; fp32 if unset."""
     name = (
         config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype") or "float32"
     )
@@ -154,21 +160,21 @@ def config_dtype(config: dict) -> torch.dtype:
 
 @dataclass
 class _WeightTask:
-    """One or more weights of the model that are made together: by name, or by a conversion of several tensors."""
+    """One or more parameters loaded together: by name, or by a conversion of several tensors."""
 
     target: str
     names: list = field(default_factory=list)
-    mapping: object = None  # transformers' WeightConverter, with its sources collected
+    mapping: object = None  # transformers' WeightConverter, with its source tensors collected
 
 
 def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None) -> list[str]:
-    """Reads every weight of `model` (on meta) from the folder's files onto `device`; lines worth telling.
+    """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
 
-    `share`: what this rank keeps of each; the parameters then stay on meta. None: everything.
+    `share`: this rank's local shards; the parameters then stay on meta. None: the full model.
 
-    `quantized`: {parameter name: QuantizationConfig} of the weights that are stored quantized. `hold(module, name, tensor, config)`
-    stores one that is no linear's weight. `workers`: weights in flight; -1: by the processor. Raises PlanError for
-    weights that are missing, of another shape, or stored in a way that is not read.
+    `quantized`: {parameter name: QuantizationConfig} of weights to quantize. `hold(module, name, tensor, config)`
+    stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
+    PlanError for weights that are missing, of another shape, or in an unsupported format.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     checkpoint = WeightFiles(files_of(folder), config.get("quantization"))
@@ -188,7 +194,7 @@ def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -
     lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
     if lost:
         raise PlanError(
-            f"{said}: lacks {len(lost)} weights of its config, such as {lost[0]}. "
+            f"{said}: lacks {len(lost)} weights that its config requires, such as {lost[0]}. "
             "Give a folder whose weights fit its config.json."
         )
     for module in model.modules():
@@ -198,15 +204,15 @@ def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
     lines = [
-        f"{name} is another weight in its files than the one config.json ties it to: both are kept" for name in apart
+        f"{name} differs in its files from the weight that config.json ties it to: both are kept" for name in apart
     ]
     if extra:
-        lines.append(f"{len(extra)} tensors of its files are no part of the model, such as {extra[0]}: left out")
+        lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
     return lines
 
 
 def _run(place, weights, workers: int) -> None:
-    """Calls `place` for each weight, `workers` at a time, which share the processor's threads."""
+    """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
     workers = min(MOST_WORKERS, threads) if workers < 1 else workers
     each = max(1, threads // workers)
@@ -225,14 +231,14 @@ def _run(place, weights, workers: int) -> None:
 
 
 def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[str]]:
-    """What is made of which tensors, in the order of the layers, by transformers' own mapping; and the names left over."""
+    """Maps file tensors to parameters, in layer order, by transformers' conversion mapping; and the unused names."""
     mapping = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     weights, extra, prefix = {}, [], model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=core_model_loading.dot_natural_key):
-        whole, part = prequantized.owner(name, checkpoint)  # of a weight stored quantized, its scales go with it
+        whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
         if part:
             continue
         target, pattern = core_model_loading.rename_source_key(whole, renamings, converters, prefix, wanted)
@@ -250,7 +256,7 @@ def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[
 
 
 def _check(said, checkpoint, weights, wanted) -> None:
-    """Raises PlanError, from the files' headers, for a weight of another shape or of a type that is no weight's."""
+    """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
     for weight in weights:
         expected = wanted[weight.target]
         for name in weight.names:
@@ -258,7 +264,7 @@ def _check(said, checkpoint, weights, wanted) -> None:
             plain = prequantized.parts(name, checkpoint) is None
             if plain and expected.is_floating_point() and kind not in PLAIN_KINDS:
                 raise PlanError(
-                    f"{said}: {name} is of type {kind} and has no scales beside it; weights are read as "
+                    f"{said}: {name} has dtype {kind} but no scales; supported weight dtypes are "
                     f"{', '.join(PLAIN_KINDS)}. Download or save the model again."
                 )
             found = checkpoint.shape(name)
@@ -270,20 +276,20 @@ def _check(said, checkpoint, weights, wanted) -> None:
 
 
 class WeightLoader:
-    """Called with one _Weight after another, from several threads: reads it, and puts what it becomes into the model."""
+    """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
     def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, share=None):
-        self.share, self.digests = share, {}  # of weights that may be tied, whole: ranks see rows alone
+        self.share, self.digests = share, {}  # of full, possibly tied weights: ranks see only their rows
         self.model, self.checkpoint, self.dtype, self.device, self.said = (model, checkpoint, dtype, device, said)
         self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
-        # A folder that is stored quantized says itself which layers are not.
+        # A prequantized folder determines itself which layers are quantized.
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
         strict = model._keep_in_fp32_modules_strict or ()
         kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
         self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept)) if kept else None
 
     def targets_of(self, weight: _WeightTask) -> list[str]:
-        """Names of the model that this makes. A conversion may make several of one tensor."""
+        """Parameter names that this weight provides. A conversion may split one tensor into several."""
         if weight.mapping is None:
             return [weight.target]
         first = weight.mapping.target_patterns[0]
@@ -309,7 +315,8 @@ class WeightLoader:
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(
-                f"{self.said}: {weight.target} cannot be made of its files: {first}. Download or save the model again."
+                f"{self.said}: {weight.target} cannot be converted from its files: {first}. "
+                "Download or save the model again."
             ) from error
         while made:
             self.put(*made.popitem())
@@ -318,7 +325,7 @@ class WeightLoader:
         return parameter.is_meta and not (self.share is not None and self.share.has(parameter))
 
     def local_rows(self, name: str) -> slice | None:
-        """The rows that are enough of a plain weight of the model; None: it must be whole."""
+        """The local rows to read of a dense weight; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module, shape = self.model.get_submodule(parent), self.shape_of(name)
         if self.share is None or leaf in module._buffers or name in self.digests or not shape:
@@ -327,17 +334,17 @@ class WeightLoader:
         linear = config is None or isinstance(module, nn.Linear)
         if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
             return None
-        # Neither files nor quantizers take no rows: one stands for them.
+        # Neither files nor quantizers support zero rows: use one as a placeholder.
         return rows if rows.start < rows.stop else slice(0, 1)
 
     def compare_tied(self, weights) -> None:
-        """Of a share: weights that the config ties and the files hold twice are compared whole, by their digests."""
+        """With local shards: records digests of full weights that the config ties and the files hold twice."""
         found = {w.target for w in weights} if self.share is not None else set()
         for pair in self.model.all_tied_weights_keys.items():
             self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
 
     def same_tied(self) -> set[str]:
-        """The second of each such pair, where both are the same. Those that are not are no longer tied."""
+        """The second name of each such pair with equal weights. Pairs that differ are no longer tied."""
         same = set()
         for target, source in list(self.model.all_tied_weights_keys.items()):
             if target in self.digests and self.digests[target] == self.digests[source]:
@@ -354,7 +361,7 @@ class WeightLoader:
         return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
 
     def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
-        """`part`: the tensor holds the rows of `rows_of` alone."""
+        """Sets a parameter, quantizing it if configured. `part`: the tensor holds only the rows of `rows_of`."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         old = getattr(module, leaf)
@@ -391,13 +398,15 @@ class WeightLoader:
                 if buffer:
                     module._buffers[leaf] = tensor
                 else:
-                    owner = self.model.get_submodule(parent)  # a linear may have become a quantized one meanwhile
+                    owner = self.model.get_submodule(
+                        parent
+                    )  # the linear may have been replaced by a quantized one meanwhile
                     setattr(owner, leaf, parameter)
 
     def quantize(self, name, tensor, config, conv1d):
         weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
         try:
-            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may hold some of them
+            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may be a slice of them
             return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d, rows)
         except ValueError as error:
             raise PlanError(
@@ -406,7 +415,7 @@ class WeightLoader:
             ) from error
 
     def put_layer(self, name: str, layer, part: bool = False) -> None:
-        """Replaces the linear whose weight `name` is; a bias that was there, or comes later, is the new one's."""
+        """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
         path = name.rpartition(".")[0]
         parent, _, leaf = path.rpartition(".")
         if self.share is not None:
@@ -417,7 +426,7 @@ class WeightLoader:
 
 
 def files_of(folder) -> list[Path]:
-    """The weight files of a folder that finetune.model_files.files has checked."""
+    """The weight files of a folder already checked by finetune.model_files.files."""
     folder = Path(folder)
     whole = folder / "model.safetensors"
     if whole.is_file():

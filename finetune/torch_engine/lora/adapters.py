@@ -1,4 +1,4 @@
-"""Which layers get an adapter, how adapters start, and PEFT's names, shapes and config for them on disk."""
+"""Adapter target modules and initialization, and their names, shapes and config in PEFT's format on disk."""
 
 import re
 
@@ -15,10 +15,12 @@ from finetune.torch_engine.lora.targets import WRAPPERS, tied_bases
 
 
 def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | None = None, share=None) -> None:
-    """Puts an adapter on each named layer. A is drawn from `seed` and the layer's name alone, on the CPU; or is `starts`'.
+    """Adds an adapter to each named layer.
 
-    `starts`: {name: A}, or {name: (A, B)} where their product was taken out of the base (see change_base). `share`: what this
-    rank keeps, where the model is on meta; then DoRA's magnitudes are not yet made.
+    A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
+
+    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base). `share`:
+    this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())
     s = settings
@@ -32,13 +34,13 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
         base = modules[name]
         if isinstance(base, nn.Embedding):
             layer = LoRAEmbedding(base, s.lora_rank, s.lora_alpha, s.use_rslora, s.use_dora)
-            with torch.no_grad():  # PEFT's: A zero, B normal
+            with torch.no_grad():  # as in PEFT: A zero, B normal
                 drawn = sampled(name, layer.lora_embedding_B.shape, "normal", s)
                 assign(share, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
             layer = LoRALinear(base, s.lora_rank, s.lora_alpha, s.lora_dropout, s.use_rslora, s.use_dora)
             initialize(layer, name, starts.get(name), layer.in_features, s, share)
-            if s.use_dora and layer.start is not None:  # the magnitude of what the base was
+            if s.use_dora and layer.start is not None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         parent, _, leaf = name.rpartition(".")
@@ -56,7 +58,7 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
 
 @torch.no_grad()
 def merge_adapters(model) -> None:
-    """Adds each adapter into its dense base weight, in fp32, and takes the adapter away. Adapted tied weights are untied."""
+    """Merges each adapter into its dense base weight, in fp32, and removes it. Adapted tied embeddings are untied."""
     outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, WRAPPERS)]
     if outer and tied_bases(model):
         head = model.get_output_embeddings()
@@ -76,7 +78,7 @@ def merge_adapters(model) -> None:
 
 
 def attach_adapter(model, folder) -> None:
-    """Puts a saved PEFT LoRA adapter (ours or anyone's) on a dense model. PlanError for what this version does not read."""
+    """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
     import json
     from dataclasses import replace
     from pathlib import Path
@@ -96,7 +98,7 @@ def attach_adapter(model, folder) -> None:
     }
     for key, fine in plain.items():
         if key in config and config[key] not in fine:
-            raise PlanError(f"{file}: {key} {config[key]} is not read by this version. Merge it with peft first.")
+            raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     _copy_outer_weights(model, tensors, file)
     modules = dict(model.named_modules())
@@ -109,7 +111,7 @@ def attach_adapter(model, folder) -> None:
     names = sorted(n for n in names if n.removesuffix(".base_layer") not in owners)
     for name in names:
         if name not in modules:
-            raise PlanError(f"{file}: adapts {name}, which this base has not. Give the base it was trained on.")
+            raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
     settings = replace(
         TrainConfig(),
         lora_rank=config["r"],
@@ -121,12 +123,12 @@ def attach_adapter(model, folder) -> None:
     add_adapters(model, names + three_d, settings)
     ours = {disk_name(n): p for n, p in adapter_parameters(model).items()}
     if set(ours) != set(tensors):
-        raise PlanError(f"{file}: does not fit its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")
+        raise PlanError(f"{file}: does not match its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")
     with torch.no_grad():
         for name, parameter in ours.items():
             if parameter.shape != tensors[name].shape:
                 raise PlanError(
-                    f"{file}: {name} is {list(tensors[name].shape)}, {list(parameter.shape)} fits this base."
+                    f"{file}: {name} is {list(tensors[name].shape)}, this base needs {list(parameter.shape)}."
                 )
             parameter.copy_(tensors[name])
             parameter.requires_grad_(False)
@@ -134,13 +136,13 @@ def attach_adapter(model, folder) -> None:
 
 @torch.no_grad()
 def _copy_outer_weights(model, tensors: dict, file) -> None:
-    """PEFT saves an adapted embedding's or head's own weight beside the adapter: takes it from `tensors` into the base."""
+    """Copies the base weights of adapted embeddings or head, which PEFT saves with the adapter, from `tensors`."""
     for key in [k for k in tensors if k.endswith(".base_layer.weight")]:
         name = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
         saved, modules = tensors.pop(key), dict(model.named_modules())
         weight = modules[name].weight if name in modules else None
         if weight is None or weight.shape != saved.shape:
             raise PlanError(
-                f"{file}: holds {name} {list(saved.shape)}, which this base has not. Merge it with peft first."
+                f"{file}: contains {name} {list(saved.shape)}, which this base does not have. Merge it with peft first."
             )
         weight.copy_(saved)

@@ -1,8 +1,8 @@
-"""Starts of an adapter that change the base: PiSSA, OLoRA and LoftQ, and the plain LoRA they are saved as.
+"""Residual adapter initializations, which change the base (PiSSA, OLoRA, LoftQ), and their conversion to plain LoRA.
 
-Each gives A_0, B_0 for a weight W; the base then holds W - s B_0 A_0, quantized under qlora, so training starts where the
-unchanged model stands. What is saved is LoRA of twice the rank on the unchanged base: A' = [A; A_0], B' = [B, -B_0], as s (B' A') =
-s (B A - B_0 A_0). PEFT's conversion of these starts has the same form.
+Each gives A_0, B_0 for a weight W; the base becomes W - s B_0 A_0, quantized under qlora, so training starts from the
+original model. Saved as LoRA of twice the rank on the original base: A' = [A; A_0], B' = [B, -B_0], as s (B' A') =
+s (B A - B_0 A_0), the same form as PEFT's conversion.
 """
 
 import math
@@ -11,19 +11,21 @@ import zlib
 import torch
 
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
-# Power iterations of the randomised SVD. Meng et al. 2024, section 4.3, find 16 as good as the whole SVD; in LoftQ the next
-# step mends what the one before left.
+# Power iterations of the randomized SVD. Meng et al. 2024, section 4.3, find 16 as good as a full SVD; in LoftQ each
+# step
+# corrects the error of the one before.
 POWER_STEPS = {"pissa": 16, "loftq": 4}
 MORE_RANK = 8
 
 
 @torch.no_grad()
 def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: str, quantized) -> tuple:
-    """(A_0 [R, I], B_0 [O, R]) in fp32. `quantized(weight) -> weight` stores and reads back, as the run stores its base.
+    """(A_0 [R, I], B_0 [O, R]) in fp32. `quantized(weight) -> weight`: quantizes and dequantizes as the run's base.
 
-    pissa: Meng et al. 2024, eq. 2-3: the largest R singular values, half on each side. olora: Büyükakyüz 2024: the first R
-    columns of Q and rows of R of W = QR. loftq: Li et al. 2023, algorithm 1: what quantization loses, quantized again
-    without what the adapter holds, LOFTQ_STEPS times. Where W has less rank than asked for, the rest starts as LoRA does.
+    pissa: Meng et al. 2024, eq. 2-3: the R largest singular values, their square roots on each side. olora: Büyükakyüz
+    2024: the first R columns of Q and rows of R of W = QR. loftq: Li et al. 2023, algorithm 1: LOFTQ_STEPS alternations
+    of quantizing W minus the adapter and fitting the adapter to the error. If W has a lower rank, the rest is
+    initialized as in LoRA.
     """
     weight = weight_OI.float()
     if init == "olora":
@@ -41,12 +43,12 @@ def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: st
 
 
 def seed_of(seed: int, name: str) -> int:
-    """What the draws of one layer begin with: the same on every machine and over any number of ranks."""
+    """Random seed of one layer: the same on every machine and for any world size."""
     return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
 def _leading_factors(weight_OI, rank: int, steps: int, seed: int, name: str):
-    """The best approximation of `weight_OI` of that rank as B A, by a randomised SVD that seed and name decide."""
+    """Best rank-`rank` approximation of `weight_OI` as B A, by a randomized SVD seeded by seed and name."""
     most = min(weight_OI.shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, name))
@@ -69,24 +71,24 @@ def _padded(a, b, rank: int, seed: int, name: str):
 
 
 def doubled_a(a, start_a, experts: int = 1):
-    """[A; A_0] of each expert."""
+    """[A; A_0] per expert."""
     parts = (a.view(experts, -1, a.shape[1]), start_a.view(experts, -1, a.shape[1]))
     return torch.cat(parts, 1).reshape(-1, a.shape[1])
 
 
 def doubled_b(b, start_b, experts: int = 1):
-    """[B, -B_0] of each expert."""
+    """[B, -B_0] per expert."""
     parts = (b.view(b.shape[0], -1, experts), -start_b.view(b.shape[0], -1, experts))
     return torch.cat(parts, 1).reshape(b.shape[0], -1)
 
 
 def halves_a(both, experts: int = 1):
-    """(A, A_0) of what doubled_a made."""
+    """Inverse of doubled_a: (A, A_0)."""
     a, start = both.view(experts, -1, both.shape[1]).chunk(2, 1)
     return a.reshape(-1, both.shape[1]), start.reshape(-1, both.shape[1])
 
 
 def halves_b(both, experts: int = 1):
-    """(B, B_0) of what doubled_b made."""
+    """Inverse of doubled_b: (B, B_0)."""
     b, start = both.view(both.shape[0], -1, experts).chunk(2, 1)
     return b.reshape(both.shape[0], -1), -start.reshape(both.shape[0], -1)

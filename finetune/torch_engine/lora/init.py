@@ -15,7 +15,7 @@ from finetune.torch_engine.lora.targets import tied
 
 
 def assign(share, name: str, parameter, value) -> None:
-    """Sets a parameter, or keeps this rank's rows of its value."""
+    """Sets a parameter, or this rank's shard of it."""
     if share is None:
         parameter.copy_(value)
     else:
@@ -30,16 +30,16 @@ def initialize(layer, name: str, start, in_features: int, settings: TrainConfig,
         layer.lora_B.copy_(start[1])
     elif start is not None:
         layer.lora_A.copy_(start)
-    elif settings.init_lora_weights == "gaussian":  # PEFT's: normal with deviation 1/r
+    elif settings.init_lora_weights == "gaussian":  # as in PEFT: normal with standard deviation 1/r
         drawn = sampled(name, layer.lora_A.shape, "normal", settings)
         assign(share, f"{name}.lora_A", layer.lora_A, drawn / settings.lora_rank)
-    else:  # PEFT's: Kaiming uniform with a = sqrt(5), that is +-1/sqrt(I)
+    else:  # as in PEFT: Kaiming uniform with a = sqrt(5), i.e. +-1/sqrt(I)
         drawn = sampled(name, layer.lora_A.shape, "uniform", settings)
         assign(share, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
 
 
 def sampled(name: str, shape, kind: str, settings: TrainConfig) -> torch.Tensor:
-    """Numbers that the seed and the layer's name alone decide: standard normal, or uniform in [-1, 1]."""
+    """Random values determined by the seed and the layer's name: standard normal, or uniform in [-1, 1]."""
     generator = torch.Generator().manual_seed(factors.seed_of(settings.seed, name))
     out = torch.empty(shape)
     return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
@@ -47,9 +47,9 @@ def sampled(name: str, shape, kind: str, settings: TrainConfig) -> torch.Tensor:
 
 @torch.no_grad()
 def residual_init(model, names: list[str], settings: TrainConfig, config, saved: dict | None, device) -> dict:
-    """{name: (A_0, B_0)} of pissa, olora or loftq, their product taken out of the still dense weights.
+    """{name: (A_0, B_0)} by pissa, olora or loftq; subtracts their product from the still dense base weights.
 
-    `config`: how the base will be quantized, None where it will not; `saved`: a checkpoint's tensors, whose start is used again.
+    `config`: quantization of the base, or None; `saved`: a checkpoint's tensors, whose initial adapter is reused.
     """
     s, modules, starts = settings, dict(model.named_modules()), {}
     scaling = scaling_of(s.lora_rank, s.lora_alpha, s.use_rslora)
@@ -60,7 +60,7 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
         return layer.weight_of(layer.stored(), torch.float32)
 
     def part(name, weight, number=0, count=1):
-        """Takes the product out of one weight [O, I], a view of the parameter, and gives its factors."""
+        """Subtracts the product from one weight [O, I], a view of the parameter; returns its factors."""
         if saved is not None:
             key = PREFIX + peft_owner(name, names, modules)
             _, a = factors.halves_a(torch.from_numpy(saved[key + ".lora_A.weight"]), count)
@@ -82,8 +82,8 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
                 continue
             if module is model.get_output_embeddings() and tied(model):
                 raise PlanError(
-                    f"--init_lora_weights {s.init_lora_weights}: changes the weights of {name}, which are those of the "
-                    "embedding too. Leave it out of --lora_target_modules, or use --init_lora_weights default."
+                    f"--init_lora_weights {s.init_lora_weights}: changes the weights of {name}, which are tied to the "
+                    "embedding. Remove it from --lora_target_modules, or use --init_lora_weights default."
                 )
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
             starts[name] = part(name, weight.detach())
@@ -100,9 +100,9 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
 
 
 def eva_init(model, names: list[str], settings: TrainConfig, batches) -> dict[str, torch.Tensor]:
-    """{layer name: A [R, I]} from the data, by peft's EVA (Paischer et al. 2024): leading directions of each layer's inputs.
+    """{layer name: A [R, I]} by peft's EVA (Paischer et al. 2024): leading singular vectors of each layer's inputs.
 
-    `model` still dense; `batches` are dicts of its inputs. Ranks stay as asked for (rho 1), so that every layer has one.
+    `model`: still dense; `batches`: dicts of its inputs. The rank is not redistributed (rho 1), so every layer gets R.
     """
     import peft
     from peft.tuners.lora.eva import get_eva_state_dict
@@ -111,7 +111,7 @@ def eva_init(model, names: list[str], settings: TrainConfig, batches) -> dict[st
         most = min(features(model.get_submodule(name)))
         if settings.lora_rank > most:
             raise PlanError(
-                f"--lora_rank {settings.lora_rank}: eva finds at most {most} directions in {name}. Use at most {most}."
+                f"--lora_rank {settings.lora_rank}: eva finds at most {most} components in {name}. Use at most {most}."
             )
     config = peft.LoraConfig(
         r=settings.lora_rank, target_modules=names, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)

@@ -1,6 +1,7 @@
 """LoRA, rsLoRA and DoRA layers around a frozen linear, dense or quantized, and around an embedding.
 
-R rank, I in_features, O out_features, V vocabulary, H hidden size. Adapter weights are fp32; products run in the input's dtype.
+R rank, I in_features, O out_features, V vocabulary, H hidden size. Adapter weights are fp32; matmuls run in the input's
+dtype.
 """
 
 import math
@@ -13,7 +14,7 @@ from finetune.quantizers.linear import QuantizedLinear
 
 
 class LoRAProduct(torch.autograd.Function):
-    """z = x W^T + b + s (x A^T) B^T with W frozen: keeps x once, no gradient for W, no product in fp32 by accident."""
+    """z = x W^T + b + s (x A^T) B^T with W frozen: saves x once, no gradient for W, no accidental fp32 matmul."""
 
     @staticmethod
     def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, *stored):
@@ -25,7 +26,7 @@ class LoRAProduct(torch.autograd.Function):
             keep = None if keep is None else keep.to(dtype)
             dropped = rows if keep is None else rows * keep
             low_R = dropped @ lora_a_RI.to(dtype).t()
-            # The product keeps x's shape: a returned view could not be changed in place by the model's code.
+            # Keep x's shape: a returned view could not be modified in place by the model's code.
             out = F.linear(x_low, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
             out.view(len(rows), -1).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
         ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
@@ -65,17 +66,18 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.dropout = dropout
-        self.start = None  # (A, B) whose product was taken out of the base: see lora_init.py
+        self.start = None  # (A, B) whose product was subtracted from the base: see lora_init.py
         self.lora_magnitude_vector = None
-        self.row_square_O = None  # |w|^2 of each row of the frozen weight, made once
-        self.merged = None  # base and adapter as one dense weight while many small forwards run
-        # Where ranks hold pieces of the inputs (tensor_parallel.py): how many, which one, and what adds up squares over them.
+        self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
+        self.merged = None  # base and adapter merged into one dense weight during generation
+        # Row-parallel linears (tensor_parallel.py): number of input shards, this rank's index, all-reduce of squared
+        # norms.
         self.pieces, self.mask_piece, self.across = 1, None, None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
 
     def _first_magnitude(self, device) -> torch.Tensor:
-        """|w| of each row; of weights on meta it is made when they are gathered (parallelize.start_magnitudes)."""
+        """|w| per row; for weights on meta it is computed later (parallelize.start_magnitudes)."""
         if device.type == "meta":
             return torch.empty(self.out_features, device=device)
         return self.weight_norm().detach().clone()
@@ -91,7 +93,7 @@ class LoRALinear(nn.Module):
         return weight if isinstance(self.base, nn.Linear) else weight.t()
 
     def exact_weight(self) -> torch.Tensor:
-        """The frozen weight in fp32 from what is stored, not from a copy kept in 16 bits."""
+        """The frozen weight in fp32, dequantized from storage, not from a 16-bit cache."""
         if isinstance(self.base, QuantizedLinear) and self.base.cached is not None:
             if self.base.cached.dtype != torch.float32:
                 return self.base.dequantize(dict(zip(self.base.names, self.base.stored(), strict=True)), torch.float32)
@@ -106,7 +108,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """Base and adapter as one weight [O, I], fp32."""
+        """Base and adapter merged: weight [O, I], fp32."""
         weight_OI = torch.addmm(self.exact_weight(), self.lora_B.float(), self.lora_A.float(), alpha=self.scaling)
         if self.lora_magnitude_vector is not None:
             weight_OI *= (self.lora_magnitude_vector / self.weight_norm()).unsqueeze(1)
@@ -130,7 +132,7 @@ class LoRALinear(nn.Module):
                 x, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
             )
             out = both * gain_O.to(both.dtype)
-        else:  # PEFT drops the adapter's input only: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
+        else:  # PEFT applies dropout only to the adapter's input: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
             x_kept = x * keep.view(x.shape)
             both = LoRAProduct.apply(
                 x_kept, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
@@ -140,7 +142,7 @@ class LoRALinear(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
     def dropout_mask(self, x):
-        """[rows of x, I], 0 or 1 / (1 - p); a piece of the inputs has its piece of what all of them would draw."""
+        """Dropout mask [rows of x, I], 0 or 1 / (1 - p); an input shard gets its slice of the full mask."""
         rows, piece = x.numel() // x.shape[-1], self.mask_piece
         width = x.shape[-1] if piece is None else x.shape[-1] * self.pieces
         keep = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -163,7 +165,7 @@ class LoRAEmbedding(nn.Module):
         self.start = None
         self.lora_magnitude_vector = None
         self.row_square_O = None
-        if use_dora:  # a magnitude for each of the H columns of the table
+        if use_dora:  # a magnitude per column of the embedding, H in all
             meta = device.type == "meta"
             norm = torch.empty(base.embedding_dim, device=device) if meta else self.weight_norm().clone()
             self.lora_magnitude_vector = nn.Parameter(norm)
@@ -182,7 +184,7 @@ class LoRAEmbedding(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
-        """Base and adapter as one table [V, H], fp32."""
+        """Base and adapter merged: embedding [V, H], fp32."""
         table_VH = torch.addmm(
             self.base.weight.float(), self.lora_embedding_A.t(), self.lora_embedding_B.t(), alpha=self.scaling
         )
@@ -194,7 +196,7 @@ class LoRAEmbedding(nn.Module):
         out = self.base(ids)
         low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx=self.base.padding_idx)
         added = (low @ self.lora_embedding_B.t()) * self.scaling
-        scale = getattr(self.base, "embed_scale", None)  # Gemma multiplies in the embedding's own forward
+        scale = getattr(self.base, "embed_scale", None)  # Gemma scales in the embedding's forward
         if scale is not None:
             added = added * torch.as_tensor(scale, device=added.device).to(added.dtype)
         both = out + added
@@ -209,10 +211,10 @@ def scaling_of(rank: int, alpha: float, use_rslora: bool) -> float:
 
 @torch.no_grad()
 def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
-    """|w + s B A| of each row [O], fp32. DoRA (Liu et al. 2024, eq. 6) holds it constant in backward (section 4.3).
+    """|w + s B A| per row [O], fp32. DoRA (Liu et al. 2024, eq. 6) treats it as a constant in backward (section 4.3).
 
-    Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, so that no matrix of the weight's size is made twice. `across` adds up
-    squares over ranks that hold a piece of the inputs each.
+    Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, which avoids a second matrix of the weight's size. `across`: all-
+    reduce of the squares over ranks that each hold an input shard.
     """
     a, b = a.float(), b.float()
     cross = ((weight_OI @ a.t()) * b).sum(1)
@@ -221,7 +223,7 @@ def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
 
 
 def features(base) -> tuple[int, int]:
-    """(in_features, out_features), Conv1D's stored the other way round."""
+    """(in_features, out_features); Conv1D stores its weight transposed."""
     if isinstance(base, (nn.Linear, QuantizedLinear)):
         return base.in_features, base.out_features
     return tuple(base.weight.shape)

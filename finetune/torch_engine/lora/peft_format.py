@@ -11,13 +11,14 @@ from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
 from finetune.torch_engine.lora.targets import original_names
 
-# Of a mixture, PEFT reads these in target_modules as its experts of transformers 4; by their weight they are what they are.
+# In a mixture of experts, PEFT reads these names in target_modules as the experts of transformers 4, so such linears go
+# into target_parameters by their .weight.
 PEFT_TAKES_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 PREFIX = "base_model.model."
 
 
 def peft_owner(name: str, names: list[str], modules) -> str:
-    """The module under which PEFT keeps a target's adapter; of two parameters of one module the first is nested."""
+    """Module name under which PEFT stores a target's adapter; of two parameters of one module, the first is nested."""
     if name in modules:
         return name
     owner, _, parameter = name.rpartition(".")
@@ -26,12 +27,12 @@ def peft_owner(name: str, names: list[str], modules) -> str:
 
 
 def disk_name(name: str) -> str:
-    """PEFT's key of one of our parameters: '...q_proj.lora_A' -> 'base_model.model....q_proj.lora_A.weight'."""
+    """PEFT's key of a parameter: '...q_proj.lora_A' -> 'base_model.model....q_proj.lora_A.weight'."""
     return PREFIX + name + (".weight" if name.rpartition(".")[2] in ("lora_A", "lora_B") else "")
 
 
 def to_disk(model, named: dict, settings: TrainConfig) -> dict[str, torch.Tensor]:
-    """{PEFT's key: tensor} of the adapters: of twice the rank, on the unchanged base, where the start changed the base."""
+    """{PEFT key: tensor} of the adapters; of twice the rank, for the original base, if the base was changed."""
     out = {disk_name(n): p.detach().float().cpu() for n, p in named.items()}
     if settings.init_lora_weights in RESIDUAL_INITS:
         for name in named:
@@ -47,7 +48,7 @@ def to_disk(model, named: dict, settings: TrainConfig) -> dict[str, torch.Tensor
 
 
 def from_disk(model, named: dict, tensors: dict, settings: TrainConfig) -> dict:
-    """The contrary of to_disk, for numpy arrays: what trains here, without the start's half."""
+    """Inverse of to_disk, for numpy arrays: the trained adapters, without the half of the initial ones."""
     if settings.init_lora_weights not in RESIDUAL_INITS:
         return tensors
     out = dict(tensors)
@@ -61,7 +62,7 @@ def from_disk(model, named: dict, tensors: dict, settings: TrainConfig) -> dict:
 
 
 def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
-    """adapter_config.json as PEFT reads it."""
+    """Content of adapter_config.json in PEFT's format."""
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
     parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
@@ -82,9 +83,9 @@ def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": s.lora_rank * 2 if twice else s.lora_rank,
-        # alpha/r, or alpha/sqrt(r), stays what it was in training
+        # keeps alpha/r, or alpha/sqrt(r), as in training
         "lora_alpha": s.lora_alpha * (2**0.5 if s.use_rslora else 2) if twice else s.lora_alpha,
-        "lora_dropout": 0.0 if parameters else s.lora_dropout,  # PEFT refuses any beside target_parameters
+        "lora_dropout": 0.0 if parameters else s.lora_dropout,  # PEFT rejects dropout with target_parameters
         "target_modules": leaves if by_leaf == set(chosen) else chosen,
         "target_parameters": parameters or None,
         "use_dora": s.use_dora,

@@ -10,13 +10,13 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
 
-# What "default" means where a model does not call its projections q_proj and v_proj.
+# Meaning of "default" for models whose projections are not named q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
 
 
 def linear_names(model) -> list[str]:
-    """Every linear but the head, routers and one-output gates: what qlora quantizes, beside experts held as one parameter."""
+    """Names of all linears but head, routers and one-output gates: qlora quantizes these, and fused experts."""
     head = model.get_output_embeddings()
     routed = experts.has_experts(model)
     parts = {id(part) for part in experts.quantized_parts(model)}
@@ -32,15 +32,16 @@ def linear_names(model) -> list[str]:
 
 
 def outer_names(model) -> list[str]:
-    """What an adapter is put on only when it is named: the head and embeddings."""
+    """Names of the head and the embeddings, which get an adapter only if named explicitly."""
     head = model.get_output_embeddings()
     return [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)]
 
 
 def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
-    """The layers that get an adapter. `wish`: all, default, a comma list of names or endings, or a regex on whole names.
+    """Names of the layers that get an adapter.
 
-    Experts held as one parameter are named by it, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
+    `wish`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by their
+    parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
     names, three_d = linear_names(model), experts.parameter_names(model)
     if wish == "all":
@@ -51,7 +52,7 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
             if found:
                 return found
         raise PlanError(
-            "--lora_target_modules default: this model has no query and value projections known by name. Use all."
+            "--lora_target_modules default: the query and value projections of this model are unknown. Use all."
         )
     names = names + three_d + outer_names(model)
     if re.fullmatch(r"[\w.,\s]+", wish):
@@ -64,19 +65,21 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
         try:
             chosen = [n for n in names if re.fullmatch(wish, n)]
         except re.error as error:
-            raise PlanError(f"--lora_target_modules {wish}: is no regex ({error}). Give names, or a regex.") from None
+            raise PlanError(
+                f"--lora_target_modules {wish}: not a valid regex ({error}). Give names, or a regex."
+            ) from None
         missing = [] if chosen else [wish]
     if missing:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(
-            f"--lora_target_modules {missing[0]}: no layer of this model that can be adapted has that name. Name some of "
+            f"--lora_target_modules {missing[0]}: no adaptable layer of this model has that name. Choose from "
             f"{leaves}, or use all."
         )
     if use_dora and set(chosen) & set(three_d):
         first = next(n for n in chosen if n in three_d)
         raise PlanError(
-            f"--use_dora true: PEFT has no DoRA for experts held as one parameter, such as {first}. "
-            "Name other layers in --lora_target_modules, or leave --use_dora out."
+            f"--use_dora true: PEFT has no DoRA for fused experts, such as {first}. "
+            "Name other layers in --lora_target_modules, or omit --use_dora."
         )
     return chosen
 
@@ -87,13 +90,13 @@ def tied(model) -> bool:
 
 
 def original_names(model) -> list[str]:
-    """Names of the modules as transformers made them: ours count under the name of what they stand around."""
+    """Module names of the original transformers model: wrappers have the name of the module they wrap."""
     ours = [n + "." for n, m in model.named_modules() if isinstance(m, WRAPPERS)]
     return [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
 
 
 def tied_bases(model) -> bool:
-    """tied(model), where one of the two may have an adapter."""
+    """True for tied embeddings, even if one of the two has an adapter."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     one, two = (m.base if isinstance(m, WRAPPERS) else m for m in ends)
     return two is not None and one.weight is two.weight

@@ -1,9 +1,9 @@
-"""Context parallelism: each rank holds a part of every flat row's tokens, and gathers keys and values for its attention.
+"""Context parallelism: each rank holds a shard of every sequence, and all-gathers keys and values for attention.
 
-A row is cut into twice as many chunks as ranks; a rank takes one from the front and one from the back, so that under a causal
-mask all have about the same work. Documents keep their bounds: a query sees keys of its own document alone.
+A row is split into twice as many chunks as ranks; a rank takes one from the front and one from the back (zigzag), which
+balances the work under a causal mask. Attention stays within documents.
 
-T tokens of the row with padding to whole chunks, C ranks, L tokens a rank (T / C), H heads, K key/value heads, D head size.
+T tokens of the row padded to full chunks, C ranks, L tokens per rank (T / C), H heads, K key/value heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from finetune.torch_engine.attention import DENSE_UP_TO
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"
-# torch 2.13 renamed them; the older names still work there, each with a warning in the middle of a run.
+# torch 2.13 renamed these collectives; the older names still work there, but warn in the middle of a run.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """Queries of one document within one chunk: where they stand on this rank, and which of the row's tokens they may see."""
+    """Queries of one document within one chunk: their local position, and the tokens of the row they attend to."""
 
     queries: slice
     keys: slice
@@ -36,23 +36,26 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class Context:
-    """The layout of one row across the ranks of a context-parallel group. `order_T`: where each token stands after gathering."""
+    """The layout of one row over a context-parallel group. `order_T`: index of each token after the all-gather."""
 
     pieces: tuple[QueryChunk, ...]
     order_T: torch.Tensor
-    back_T: torch.Tensor  # the contrary of order_T
+    back_T: torch.Tensor  # inverse permutation of order_T
     group: object
 
 
 def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray:
-    """Which tokens of a row (its length a multiple of 2 * num_ranks) a rank holds, in their order."""
+    """Indices of the row's tokens that a rank holds, in order; the row length is a multiple of 2 * num_ranks."""
     each = num_tokens // (2 * num_ranks)
     first, last = rank * each, (2 * num_ranks - 1 - rank) * each
     return np.concatenate([np.arange(first, first + each), np.arange(last, last + each)])
 
 
 def shard_batch(batch: Batch, ranks: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
-    """This rank's part of a flat batch, and how attention finds the rest. Padding is a document of its own, without targets."""
+    """This rank's shard of a flat batch, and its layout for attention.
+
+    Padding forms a separate document without targets.
+    """
     num_ranks, rank = ranks.dims.cp, ranks.coordinate("cp")
     padding = -batch.input_ids_BS.size % (2 * num_ranks)
 
@@ -89,7 +92,7 @@ def _query_chunks(mine_L, each: int, starts: list[int]) -> tuple[QueryChunk, ...
 
 
 class _AllGatherSequence(torch.autograd.Function):
-    """[L, 2, K, D] of each rank -> [T, 2, K, D] in the row's order; the gradient is the ranks' sum at the own tokens."""
+    """All-gather of [L, 2, K, D] to [T, 2, K, D] in row order; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, x_L, context):
@@ -126,7 +129,7 @@ def context_attention(
     """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""
     if not isinstance(documents, Context):
         raise PlanError(
-            "--cp_degree: this model does not hand its layout down to its attention. Use --dp_shards instead."
+            "--cp_degree: this model does not pass its keyword arguments to attention. Use --dp_shards instead."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if key.shape[-1] == value.shape[-1]:
@@ -143,7 +146,7 @@ def context_attention(
 
 
 def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
-    """Causal attention of the last queries of a document to all its keys so far: [1, H, n, D]."""
+    """Causal attention of the last n queries of a document to all its keys up to there: [1, H, n, D]."""
     num_queries, num_keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     dense = DENSE_UP_TO.get((q.device.type, q.dtype), 0)
     windowed = window is not None and window < num_keys
@@ -172,6 +175,6 @@ def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
 
 
 def register() -> None:
-    """Makes `model.set_attn_implementation(NAME)` possible. The mask function gives none: pieces bound themselves."""
+    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: pieces imply the mask."""
     AttentionInterface.register(NAME, context_attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

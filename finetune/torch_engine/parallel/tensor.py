@@ -1,8 +1,8 @@
-"""Tensor parallelism by the model's own plan (`base_model_tp_plan` in transformers' configs): each rank holds a piece of each linear.
+"""Tensor parallelism by the model's own plan (`base_model_tp_plan` in transformers configs).
 
-A column-parallel linear holds some output rows, a row-parallel one some input columns (Shoeybi et al. 2019, Megatron-LM).
-Pieces are plain tensors, dense or packed, cut from the quantized whole, so FSDP shards them like any others. Embeddings,
-norms and head stay whole on each rank; the head makes logits for its share of the target positions.
+Column-parallel linears hold some output rows, row-parallel ones some input columns (Shoeybi et al. 2019, Megatron-LM).
+Shards are plain tensors, dense or packed, sliced from the quantized weight, so FSDP can shard them further. Embeddings,
+norms and head are replicated; each rank computes the logits of some of the target positions.
 """
 
 import re
@@ -23,14 +23,14 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
-PARTIAL = "replicated_with_grad_allreduce"  # a norm over the heads that a rank holds
+PARTIAL = "replicated_with_grad_allreduce"  # a norm over a rank's local heads
 
 
-# ---- what crosses ranks in forward and in backward
+# ---- collectives in forward and backward
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):
-    """Itself; the gradient is the sum of the group's."""
+    """Identity in forward, all-reduce in backward (Megatron's copy to the tensor-parallel region)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -45,7 +45,7 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):
-    """The sum of the group's; the gradient is itself."""
+    """All-reduce in forward, identity in backward (Megatron's reduce from the tensor-parallel region)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -59,7 +59,7 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
 
 
 class _GatherFromTensorParallelRegion(torch.autograd.Function):
-    """The group's tensors side by side along the last dimension; the gradient is its own piece."""
+    """All-gather along the last dimension in forward, local slice in backward (Megatron's gather)."""
 
     @staticmethod
     def forward(ctx, x, ranks):
@@ -72,7 +72,7 @@ class _GatherFromTensorParallelRegion(torch.autograd.Function):
 
 
 class _ScatterToTensorParallelRegion(torch.autograd.Function):
-    """This rank's piece of the last dimension; the gradient is the group's side by side."""
+    """Local slice of the last dimension in forward, all-gather in backward (Megatron's scatter)."""
 
     @staticmethod
     def forward(ctx, x, ranks):
@@ -85,14 +85,14 @@ class _ScatterToTensorParallelRegion(torch.autograd.Function):
 
 
 def copy_to_region(tensor: torch.Tensor | None, ranks: ProcessGroups):
-    """`tensor`, where each rank of a tensor-parallel group works on it in part: its gradient is the sum of theirs."""
+    """`tensor` as the replicated input of tensor-parallel work: its gradient is all-reduced over the group."""
     if tensor is None or not tensor.requires_grad:
         return tensor
     return _CopyToTensorParallelRegion.apply(tensor, ranks.groups["tp"])
 
 
 class _SharedInput:
-    """`complete` of the last input, so that linears that read the same one (q, k and v) exchange its gradient once."""
+    """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once."""
 
     def __init__(self):
         self.of, self.completed = None, None
@@ -105,19 +105,19 @@ class _SharedInput:
         return self.completed
 
 
-# ---- cutting a model
+# ---- sharding a model
 
 
 @dataclass
 class TPShards:
-    """What `split` did: {parameter: dimension it is cut along}, and the parameters whose gradients are partial."""
+    """Result of `split`: {parameter: dim it is sharded along}, and the parameters whose gradients are partial sums."""
 
     dims: dict = field(default_factory=dict)
     partial: set = field(default_factory=set)
 
 
 def shard_layers(model, ranks: ProcessGroups) -> TPShards:
-    """Cuts the loaded model in place. Raises PlanError where its plan is missing, asks for what is not done, or does not divide."""
+    """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide."""
     if ranks.dims.tp == 1:
         return TPShards()
     pieces, shared, said = TPShards(), _SharedInput(), f"--tp_degree {ranks.dims.tp}"
@@ -137,19 +137,24 @@ def shard_layers(model, ranks: ProcessGroups) -> TPShards:
                 _split_linear(name, module, kind, ranks, shared, pieces)
             except ValueError as error:
                 raise PlanError(
-                    f"{said}: {name} cannot be cut: {error}. Use --dp_shards instead, a smaller --group_size or another quantizer."
+                    f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
+                    "or another quantizer."
                 ) from None
         else:
-            raise PlanError(f"{said}: {name} is planned as {kind}, which is not done here. Use --dp_shards instead.")
+            raise PlanError(f"{said}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
     if not met & set(COLUMN + ROW):
         raise PlanError(
-            f"{said}: transformers' plan of {type(model).__name__} names no layer of it. Use --dp_shards instead."
+            f"{said}: transformers' TP plan for {type(model).__name__} matches none of its layers. Use "
+            "--dp_shards instead."
         )
     return pieces
 
 
 def plan_of(model, said: str) -> dict[str, str]:
-    """{pattern of a module's whole name: kind} of the config's plan, for the decoder's modules. PlanError where there is none."""
+    """{pattern of a full module name: kind} in the config's TP plan, for decoder modules.
+
+    PlanError if there is none.
+    """
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
@@ -159,7 +164,7 @@ def plan_of(model, said: str) -> dict[str, str]:
     odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
     if odd:
         what = "experts" if any("expert" in name for name in plan) else f"layers planned as {odd[0]}"
-        raise PlanError(f"{said}: {config.model_type} has {what}, which are not cut here. Use --dp_shards instead.")
+        raise PlanError(f"{said}: {config.model_type} has {what}, which are not supported. Use --dp_shards instead.")
     decoder = model.get_decoder()
     prefix = next((n + "." for n, m in model.named_modules() if m is decoder and n), "")
     return {re.escape(prefix) + re.escape(n).replace(r"\*", r"\d+"): kind for n, kind in plan.items()}
@@ -176,7 +181,7 @@ def _split_linear(name: str, module, kind: str, ranks: ProcessGroups, shared: _S
         _keep_piece(base, "weight", 0 if column else 1, ranks, path, pieces)
         base.out_features, base.in_features = base.weight.shape
     else:
-        raise ValueError(f"{type(base).__name__} keeps its weight the other way round")
+        raise ValueError(f"{type(base).__name__} stores its weight transposed")
     if column:
         _keep_piece(base, "bias", 0, ranks, path, pieces)
     if base is not module:
@@ -204,20 +209,20 @@ def _keep_piece(module, leaf: str, dim: int, ranks: ProcessGroups, path: str, pi
     if old is None:
         return
     if old.shape[dim] % ranks.dims.tp:
-        raise ValueError(f"its {old.shape[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}")
+        raise ValueError(f"its {old.shape[dim]} {('rows', 'columns')[dim]} are not divisible by {ranks.dims.tp}")
     index = (slice(None),) * dim + (ranks.tp_slice(old.shape[dim]),)
     setattr(module, leaf, nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad))
     pieces.dims[f"{path}.{leaf}"] = dim
 
 
 def _split_quantized(layer: QuantizedLinear, dim: int, ranks: ProcessGroups) -> dict[str, int]:
-    """Cuts packed codes and scales; {tensor: dimension} of those that were cut. ValueError where no cut gives the exact weight.
+    """Shards packed codes and scales; {tensor: dim} of the sharded ones. ValueError if no split gives the exact weight.
 
-    Which tensors run along the inputs is a matter of the method: ways to cut are tried, and the weights compared.
+    Which tensors extend along the inputs depends on the method: candidate splits are tried and the weights compared.
     """
     sizes = (layer.out_features, layer.in_features)
     if sizes[dim] % ranks.dims.tp:
-        raise ValueError(f"its {sizes[dim]} {('rows', 'columns')[dim]} are no multiple of {ranks.dims.tp}")
+        raise ValueError(f"its {sizes[dim]} {('rows', 'columns')[dim]} are not divisible by {ranks.dims.tp}")
     index = (slice(None),) * dim + (ranks.tp_slice(sizes[dim]),)
     wanted = layer.weight_of(layer.stored(), torch.float32)[index]
     shape = tuple(wanted.shape)
@@ -227,7 +232,7 @@ def _split_quantized(layer: QuantizedLinear, dim: int, ranks: ProcessGroups) -> 
     stored = dict(zip(layer.names, layer.stored(), strict=True))
     even = [n for n, t in stored.items() if t.ndim > dim and t.shape[dim] % ranks.dims.tp == 0]
     ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
-    for chosen in ways:  # a pair of numbers a row may be of the whole row, or of each part of it
+    for chosen in ways:  # two values per row may belong to the full row or to each half of it
         tensors = {
             n: t.detach()[(slice(None),) * dim + (ranks.tp_slice(t.shape[dim]),)].clone() if n in chosen else t.detach()
             for n, t in stored.items()
@@ -240,7 +245,7 @@ def _split_quantized(layer: QuantizedLinear, dim: int, ranks: ProcessGroups) -> 
             break
     else:
         what = ("rows", "columns")[dim]
-        raise ValueError(f"{sizes[dim]} {what} in {ranks.dims.tp} parts share scales across the cuts")
+        raise ValueError(f"{sizes[dim]} {what} split into {ranks.dims.tp} shards would share scales across shards")
     for n, tensor in tensors.items():
         setattr(layer, n, nn.Parameter(tensor, requires_grad=False))
     layer.dequantize, (layer.out_features, layer.in_features) = dequantize, shape
@@ -249,7 +254,7 @@ def _split_quantized(layer: QuantizedLinear, dim: int, ranks: ProcessGroups) -> 
     return dict.fromkeys(chosen, dim)
 
 
-# ---- the linears' forwards
+# ---- forwards of the linears
 
 
 def _column(module, ranks: ProcessGroups, kind: str, shared: _SharedInput, x):
