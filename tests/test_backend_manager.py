@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -82,14 +81,12 @@ def test_mlx_that_has_only_a_processor_is_available_by_name_and_never_picked():
     assert Both("mlx", verbose=False).backend is Backend.MLX
 
 
-def test_constructing_one_is_quick_and_imports_no_framework():
+def test_constructing_one_imports_no_framework():
     code = (
-        "import time, sys; start = time.perf_counter(); from backend_manager import BackendManager\n"
-        "BackendManager(verbose=False); spent = time.perf_counter() - start\n"
-        "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules), 'a framework was imported'; print(spent)"
+        "import sys; from backend_manager import BackendManager; BackendManager(verbose=False)\n"
+        "assert not {'torch', 'mlx', 'transformers', 'numpy'} & set(sys.modules), 'a framework was imported'"
     )
-    spent = min(float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3))
-    assert spent < 0.2
+    subprocess.check_call([sys.executable, "-c", code], cwd=ROOT)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("cpu", Backend.CPU), ("auto", HERE.backend), (None, HERE.backend)])
@@ -231,16 +228,9 @@ def test_a_backend_is_added_in_a_few_lines(tmp_path):
     assert out.split() == ["tpu", "True"]
 
 
-def test_help_answers_quickly_and_imports_no_framework():
-    code = (
-        "import sys, runpy\nsys.argv = ['train.py', '--help']\n"
-        "try: runpy.run_path('train.py', run_name='train')['build_parser']().parse_args()\n"
-        "except SystemExit: pass\nassert not {'torch', 'mlx', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.check_call([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.check_output([sys.executable, "train.py", "--help"], cwd=ROOT)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
+def test_help_is_answered_before_numpy_or_a_framework_is_imported():
+    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "finetune.settings" in imported and "--model_name" in done.stdout
+    assert not {"torch", "mlx", "transformers", "numpy"} & imported

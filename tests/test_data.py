@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -525,18 +524,27 @@ def test_take_and_digest(raw, plain_tokenizer):
     assert len(dataset.select([])) == 0
 
 
-def test_tokenizing_twice_the_rows_takes_about_twice_the_time(tmp_path, plain_tokenizer):
+def test_tokenizing_four_times_the_rows_takes_about_four_times_the_calls(tmp_path, plain_tokenizer):
     row = {"prompt": "What is the capital of France? " * 4, "completion": "The capital is Paris. " * 4}
 
-    def seconds(num_rows):
-        raw = read_rows(jsonl(tmp_path / "a.jsonl", [row] * num_rows))
-        start = time.process_time()
-        tokenize(raw, "auto", plain_tokenizer, 512)
-        return time.process_time() - start
+    def calls(num_rows):
+        """Calls of functions, C's included: unlike seconds, the same under any load."""
+        raw, count = read_rows(jsonl(tmp_path / "a.jsonl", [row] * num_rows)), [0]
 
-    seconds(500)
+        def counted(frame, event, argument):
+            count[0] += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(counted)
+        try:
+            tokenize(raw, "auto", plain_tokenizer, 512)
+        finally:
+            sys.setprofile(before)
+        return count[0]
+
+    calls(1)  # what is made once is made here
     # Linear is 4; quadratic would be 16.
-    assert min(seconds(4000) for _ in range(2)) < 8 * min(seconds(1000) for _ in range(2))
+    assert 3 * calls(1000) < calls(4000) < 5 * calls(1000)
 
 
 # ------ order and batches

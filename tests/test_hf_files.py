@@ -3,7 +3,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -326,9 +325,7 @@ def test_the_demo_model_comes_from_a_hub_where_there_is_one(model, monkeypatch):
 def test_the_hub_probe_gives_up_in_time(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        start = time.monotonic()
-        assert hub_problem("some/tiny")
-        assert time.monotonic() - start < HUB_PROBE_S + 1
+        assert hub_problem("some/tiny") in ("timed out", f"no answer in {HUB_PROBE_S:g} s")
 
 
 def own_index(folder, monkeypatch, content):

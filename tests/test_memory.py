@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -363,8 +362,14 @@ def test_assuming_another_machine_is_for_a_dry_run():
 
 
 def dry_run(*argv):
-    done = subprocess.run([sys.executable, "train.py", "--dry_run", *argv], cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "train.py", "--dry_run", *argv], cwd=ROOT, capture_output=True, text=True
+    )
+    times = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    imported = {line.rpartition("|")[2].strip() for line in times}
+    assert "numpy" in imported and not {"torch", "mlx", "transformers"} & imported
+    err = "".join(f"{line}\n" for line in done.stderr.splitlines() if line not in set(times))
+    return done.returncode, done.stdout, err
 
 
 @pytest.mark.parametrize(
@@ -373,11 +378,9 @@ def dry_run(*argv):
 )
 def test_two_devices_of_24_gib_and_the_shipped_configs(name, weights, code):
     assert shape_of(name).num_weights == pytest.approx(weights, rel=1e-4)
-    began = time.perf_counter()
     found, out, err = dry_run(
         "--model_name", f"examples/configs/{name}", "--assume_memory", "24GiB", "--assume_world_size", "2"
     )
-    assert time.perf_counter() - began < 20  # a third of a second where nothing else runs; no framework is imported
     assert found == code, err
     assert "total" in out and ("fits" if code == 0 else "does not fit, by") in out
     if code:
@@ -490,6 +493,7 @@ def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(tiny_m
         context_length=64,
         max_steps=2,
         log_to="stdout",
+        precision="fp32",
     )
     start, *_, end = read_events(tmp_path / "out")
     predicted, measured = start["predicted_memory_bytes"], end["peak_memory_bytes"]

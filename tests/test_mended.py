@@ -25,7 +25,16 @@ from tests.test_torch_engine import batches, engine
 from train import fine_tune
 
 ROOT = Path(__file__).parent.parent
-RUN = dict(train_type="lora", lora_rank=4, batch_size=4, context_length=64, backend="cpu", log_to="stdout", lr=1e-3)
+RUN = dict(
+    train_type="lora",
+    lora_rank=4,
+    batch_size=4,
+    context_length=64,
+    backend="cpu",
+    log_to="stdout",
+    lr=1e-3,
+    precision="fp32",
+)
 
 
 @pytest.fixture
@@ -111,7 +120,8 @@ def test_the_state_of_a_finished_run_goes_first_when_it_is_taken_further(run, tm
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4).step == 4
 
 
-def test_an_encoder_is_no_causal_model(run, make_tokenizer, tmp_path):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_autocast"])
+def test_an_encoder_is_no_causal_model(run, make_tokenizer, tmp_path, precision):
     folder = tmp_path / "bert"
     tokenizer = make_tokenizer(folder, bos=False)
     config = transformers.BertConfig(
@@ -119,7 +129,7 @@ def test_an_encoder_is_no_causal_model(run, make_tokenizer, tmp_path):
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with pytest.raises(PlanError, match="lets a token see those after it"):
-        run(model_name=str(folder), max_steps=1)
+        run(model_name=str(folder), max_steps=1, precision=precision)
 
 
 def test_a_closed_pipe_is_no_success(tiny_model, rows_file, tmp_path):
@@ -203,13 +213,15 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(run, rows_file, tmp_path)
 
 
 def test_a_resumed_run_keeps_the_precision_it_settled(run, tmp_path):
-    run(max_steps=2, save_every=1)
+    run(max_steps=2, save_every=1, precision="auto")
     file = tmp_path / "out" / "run_plan.json"
     plan = json.loads(file.read_text())
-    plan["settled"]["precision"] = "bf16"  # as a machine with bf16 products would have settled
+    # As a machine of the other kind would have settled.
+    other = {"bf16": "fp32", "fp32": "bf16"}[plan["settled"]["precision"]]
+    plan["settled"]["precision"] = other
     file.write_text(json.dumps(plan))
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=3).step == 3
-    assert json.loads(file.read_text())["settled"]["precision"] == "bf16"
+    assert json.loads(file.read_text())["settled"]["precision"] == other
 
 
 def test_step_folders_and_unfinished_runs_are_opened_or_pointed_to(run, tmp_path, capsys):

@@ -227,6 +227,8 @@ def base(tiny_model, rows_file):
         "5e-3",
         "--log_to",
         "stdout",
+        "--precision",
+        "fp32",
     ]
 
 
@@ -280,6 +282,8 @@ def alone(tiny_model, rows_file, tmp_path_factory):
         "5e-3",
         "--log_to",
         "stdout",
+        "--precision",
+        "fp32",
     ]
     code, _, err = finish(
         command(flags, "--batch_size", 4, "--save_every", 4, "--keep_last", 9, "--output_dir", folder)

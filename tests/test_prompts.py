@@ -1,7 +1,6 @@
 """What becomes of a row: which text, and which of it is a target."""
 
 import copy
-import time
 
 import pytest
 
@@ -232,13 +231,11 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
         ("{% if %}", "is not a valid template"),
     ],
 )
-def test_a_hostile_template_is_refused_in_time(template, fact, chat_tokenizer, tmp_path, monkeypatch):
+def test_a_hostile_template_is_refused(template, fact, chat_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.monotonic()
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(PlanError) as error:  # one that is not stopped never ends
         check_chat_template(with_template(chat_tokenizer, template))
     assert fact in str(error.value) and str(error.value).startswith("chat template of ")
-    assert time.monotonic() - start < 5
     assert not list(tmp_path.iterdir())
 
 

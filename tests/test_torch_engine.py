@@ -11,6 +11,7 @@ from finetune.data.collate import microbatches
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
 from finetune.torch_engine import attention, loss
+from finetune.torch_engine.checks import check_causal, no_autocast
 from finetune.torch_engine.engine import TorchEngine, dense_weights
 from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.adapters import add_adapters
@@ -61,6 +62,29 @@ def assert_same(mine, theirs, tolerance=1e-6):
     for name in mine:
         size = theirs[name].abs().max()
         assert (mine[name] - theirs[name]).abs().max() <= tolerance * max(size, 1e-3), name
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_causal_model_passes_its_proof_in_every_type(architecture, dtype):
+    check_causal(tiny.build(architecture).to(dtype), no_autocast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "qwen3_moe"])
+def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, dtype):
+    model = tiny.build(architecture).to(dtype)
+
+    def open_mask(module, args, kwargs):
+        length = kwargs["input_ids"].shape[1]
+        return args, kwargs | {"attention_mask": torch.zeros(1, 1, length, length, dtype=dtype)}
+
+    model.register_forward_pre_hook(open_mask, with_kwargs=True)
+    with pytest.raises(PlanError, match="lets a token see those after it"):
+        check_causal(model, no_autocast)
 
 
 @pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a not in tiny.PADDED])

@@ -35,6 +35,7 @@ RUN = dict(
     backend="cpu",
     log_to="stdout",
     context_length=64,
+    precision="fp32",
 )
 
 
@@ -348,7 +349,19 @@ def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
     figures = []
     for checkpoint_dir in (folder, merged, folder / "checkpoints" / "step-4"):
         assert (
-            score.main(["--checkpoint", str(checkpoint_dir), "--dataset", str(rows_file), "--json", "--device", "cpu"])
+            score.main(
+                [
+                    "--checkpoint",
+                    str(checkpoint_dir),
+                    "--dataset",
+                    str(rows_file),
+                    "--json",
+                    "--device",
+                    "cpu",
+                    "--precision",
+                    "fp32",
+                ]
+            )
             == 0
         )
         figures.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
@@ -366,6 +379,8 @@ def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
             "6",
             "--device",
             "cpu",
+            "--precision",
+            "fp32",
         ]
         assert generate.main(argv) == 0
         answers.append(capsys.readouterr().out)

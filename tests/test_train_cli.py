@@ -59,6 +59,8 @@ def base(tiny_model, rows_file, tmp_path):
         4,
         "--context_length",
         64,
+        "--precision",
+        "fp32",
     ]
 
 
@@ -193,20 +195,15 @@ def test_a_bad_command_leaves_one_line_on_stderr_and_code_2():
 # ---- dry run, help, environment
 
 
-def test_a_dry_run_prints_the_plan_without_a_framework_in_under_a_second(base):
-    argv = [str(a) for a in base] + ["--dry_run"]
+def test_a_dry_run_prints_the_plan_without_importing_a_framework(base):
+    argv = [*_with(base, precision="auto"), "--dry_run"]
     code = (
         f"import sys; sys.argv = {['train.py', *argv]!r}; import runpy\n"
         "code = runpy.run_path('train.py', run_name='train')['main']()\n"
         "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        times.append(time.perf_counter() - start)
-        assert out.returncode == 0, out.stderr
-    assert min(times) < 1.0
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
     assert "rows per step: 4" in out.stdout and "precision: auto ->" in out.stdout
 
 

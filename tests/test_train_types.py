@@ -98,7 +98,8 @@ def used(kind, model, expanded, out):
     # The sums are the same in another order; DoRA's norm is expanded on our side.
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     asked = ["--checkpoint", str(out), "--prompt", "What is 2 plus 2? ", "--max_new_tokens", "4", "--device", "cpu"]
-    assert generate.main(asked) == 0
+    for precision in ("fp32", "bf16"):
+        assert generate.main([*asked, "--precision", precision]) == 0
 
 
 @pytest.mark.parametrize(("kind", "stored"), FEW, ids=[f"{k}-{s}" for k, s in FEW])

@@ -6,6 +6,7 @@ import torch
 
 from finetune.errors import PlanError
 from finetune.torch_engine import attention, loss
+from finetune.torch_engine.load import weights_dtype
 
 
 @dataclass(frozen=True)
@@ -18,25 +19,39 @@ class Check:
 
 @torch.no_grad()
 def check_causal(model, autocast) -> None:
-    """Raises PlanError where the loaded model does not run as it is, or lets a token see those after it."""
-    ids = torch.arange(3, 15)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
-    other = ids.clone()
-    other[0, -1] = 2
-    name = type(model).__name__
+    """Raises PlanError where the loaded model does not run as it is, or lets a token see those after it.
+
+    Bitwise in every type: with other tokens after it, a causal model's products keep their shapes and what is masked adds zeros.
+    """
+    ids = torch.arange(3, 16)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
+    middle, name = 6, type(model).__name__
+    other_end, other_start = ids.clone(), ids.clone()
+    other_end[0, middle + 1 :] = 2
+    other_start[0, :middle] = 2
+
     try:
         with autocast():
-            one, two = (model(input_ids=i, use_cache=False).logits[0, :-1].float() for i in (ids, other))
+            # Always three: a forward over shards is a collective, and ranks need not agree on what is equal.
+            own, leaked, seen = (
+                model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
+                for i in (ids, other_end, other_start)
+            )
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         first = str(error).splitlines()[0][:150]
         raise PlanError(
             f"--model_name: {name} does not run with these adapters and types ({first}). "
             "Use --train_type full, or another model."
         ) from error
-    moved = (one - two).abs().max().item() / max(one.abs().max().item(), 1e-30)
-    if not moved <= (1e-4 if one.dtype == torch.float32 and model.dtype == torch.float32 else 2e-2):
+    if torch.equal(own, leaked):
+        return
+    # A mixture's expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
+    # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any type: 0.5 to 2 times as far.
+    moved = (own - leaked).abs().max().item() / max((own - seen)[middle].abs().max().item(), 1e-30)
+    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
+    if not moved <= (1e-4 if exact else 0.1):
         raise PlanError(
-            f"--model_name: {name} lets a token see those after it (logits move by {moved:.1e}), so it is no "
-            "causal language model. Give another."
+            f"--model_name: {name} lets a token see those after it (they move logits {moved:.1e} times as far as "
+            "those before it), so it is no causal language model. Give another."
         )
 
 
@@ -63,7 +78,7 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
     size = alone.abs().max().item()
     leak = (flat[first_length:] - changed[first_length:]).abs().max().item() / size
     off = (flat - alone).abs().max().item() / size
-    dtype = torch.get_autocast_dtype(flat.device.type) if autocast is not no_autocast else model.dtype
+    dtype = torch.get_autocast_dtype(flat.device.type) if autocast is not no_autocast else weights_dtype(model)
     exact = dtype == torch.float32
     allowed = 1e-4 if exact else 5e-2
     if leak > (1e-5 if exact else 1e-2):
@@ -113,7 +128,7 @@ def check_head(model, layout, autocast) -> Check:
         own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
         theirs = model(**inputs).logits[0].float()
     off = (own - theirs).abs().max().item() / theirs.abs().max().item()
-    if not off <= (1e-4 if theirs.dtype == torch.float32 and model.dtype == torch.float32 else 2e-2):
+    if not off <= (1e-4 if weights_dtype(model) == torch.float32 else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (off by {off:.1e})")
     return Check(True, "logits made in chunks equal the model's own")
 

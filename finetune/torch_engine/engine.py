@@ -16,7 +16,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import attention, experts, loss, memory_stats, optim
 from finetune.torch_engine.checks import Check, base_model, check_causal, check_head, check_padding_free, no_autocast
-from finetune.torch_engine.load import autocast_dtype, out_of_memory
+from finetune.torch_engine.load import autocast_dtype, out_of_memory, weights_dtype
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, peft_config, to_disk
 from finetune.torch_engine.parallel import accelerate, fsdp, pipeline
@@ -181,7 +181,7 @@ class TorchEngine:
             if len(wanted):
                 off = ((logits[real] - wanted).abs().max() / self.reference.abs().max()).item()
         off, self.reference = self.ranks.all_reduce_max(off), None
-        exact = self.autocast is no_autocast and self.model.dtype == torch.float32
+        exact = self.autocast is no_autocast and weights_dtype(self.model) == torch.float32
         if not off <= (1e-4 if exact else 5e-2):
             raise PlanError(
                 f"{self.ranks.dims}: the model in parts does not give the logits of the whole one (off by {off:.1e}). "
@@ -835,7 +835,8 @@ def dense_weights(model):
 
     In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays apart.
     """
-    merging = model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+    dtype = weights_dtype(model)
+    merging = dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     merged = [m for m in model.modules() if isinstance(m, LoRALinear)] if merging else []
     # Of experts a token meets few: theirs stay packed, and one is dequantized at a time.
     inside = {id(layer.base) for layer in merged} | {id(part) for part in experts.quantized_parts(model)}
@@ -844,7 +845,7 @@ def dense_weights(model):
         for layer in merged:
             layer.merged = layer.merged_weight()
         for layer in cached:
-            layer.cache(model.dtype)
+            layer.cache(dtype)
         yield
     finally:
         for layer in merged:

@@ -15,6 +15,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts, llama_pro, memory_stats
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
+from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
@@ -165,3 +166,9 @@ def load_trained(checkpoint, files, device, dtype):
     elif (Path(checkpoint) / "trained_blocks.json").is_file():
         llama_pro.attach_blocks(model, checkpoint)
     return model
+
+
+def weights_dtype(model) -> torch.dtype:
+    """The type of the model's own weights. `model.dtype` is that of its first parameter, which may be an adapter's: fp32."""
+    trained = adapter_parameters(model)
+    return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and n not in trained)
