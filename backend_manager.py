@@ -543,7 +543,6 @@ def environment() -> dict:
         "MASTER_ADDR",
         "MASTER_PORT",
         "SLURM_PROCID",
-        "DISABLE_COMPILE",
     )
     return {name: os.environ[name] for name in names if name in os.environ}
 

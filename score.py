@@ -40,35 +40,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def exact_match(
-    engine, tokenizer, questions, max_new_tokens: int, ends: set[int], batch_size: int = 32, stop=None
-) -> tuple[float, list[str]]:
-    """(fraction of questions whose greedy answer equals the expected text, all answers as far as generated).
-
-    `questions`: from data.prompts_and_answers. Surrounding whitespace is ignored. A row stops as soon as its text
-    can no longer match, which does not change the score. `ends`: stop token ids; `stop()`: abort.
-    """
-    answers = []
-    for start in range(0, len(questions), batch_size):
-        part = questions[start : start + batch_size]
-        wanted = [answer.strip() for _, answer, _ in part]
-
-        def stop_row(row, ids, wanted=wanted):
-            if stop and stop():
-                return True
-            text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
-            return not (wanted[row].startswith(text) or text.strip() == wanted[row])
-
-        new = engine.generate([p for p, _, _ in part], max_new_tokens, ends, stop_row)
-        answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
-    right = sum(a.strip() == wanted.strip() for a, (_, wanted, _) in zip(answers, questions, strict=True))
-    return right / len(questions), answers
-
-
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
-    from finetune import inference
+    from finetune import evaluation, inference
     from finetune.data.chat_template import ensure_chat_template
     from finetune.data.collate import microbatches
     from finetune.data.formats import detect_format
@@ -84,14 +59,14 @@ def main(argv=None) -> int:
     form = detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
     began = time.perf_counter()
     engine, tokenizer, ends = inference.open_engine(args)
-    ensure_chat_template(tokenizer) if form == "chat" else None
-    vocab = engine.model.get_input_embeddings().weight.shape[0]
+    if form == "chat":
+        ensure_chat_template(tokenizer)
     length = min(args.context_length, engine.context_limit() or args.context_length)
-    rows = tokenize(raw, form, tokenizer, length, False, vocab_size=vocab)
+    rows = tokenize(raw, form, tokenizer, length, False, vocab_size=engine.vocab_size())
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
     questions = generation_examples(raw, form, tokenizer)
-    match, answers = exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
+    match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
     loss = nll / num_targets
     figures = {
         "rows": len(rows),

@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from backend_manager import CAPABILITIES, environment_error, package_version
@@ -98,34 +99,39 @@ def check_environment(overrides: dict) -> None:
         raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
 
 
-def load_model(plan: RunPlan, groups, batches=None, initial_adapter=None):
-    """(model, this rank's shards or None): weights streamed in and quantized one by one, adapters on, base frozen.
+def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None):
+    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen. The model is in evaluation mode.
 
-    `batches`: for --init_lora_weights eva; `initial_adapter`: a checkpoint's, for inits that change the base.
+    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`: a
+    checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     from finetune.torch_engine import load
-    from finetune.torch_engine.local_shards import LocalShards
 
-    shards = LocalShards.of(groups, plan.settings, groups.device) if plan.distribution == "ptd" else None
-    model = load.load_model(plan.files.folder, plan.settings, groups.device, batches, initial_adapter, share=shards)
-    return model, shards
+    device = groups.device
+    with load.memory_advice(folder, settings):
+        model = load.build_on_meta(folder, settings)
+        layers = load.layers_of(model, folder, settings)
+        for notice in load.load_and_quantize(model, folder, layers, settings, device, local_shards):
+            print(f"  note: {notice}")
+        starts = load.init_from_base(model, layers, settings, device, batches, initial_adapter)
+        load.make_trainable(model, layers, settings, device, starts, local_shards)
+    return model
 
 
-def build_engine(plan: RunPlan, groups, model, shards, tokenizer):
-    """The engine around the loaded model, its layers and weights distributed over the ranks."""
+def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
+    """The model distributed as the plan says: a Parallelism."""
+    from finetune.torch_engine.parallel.parallelize import parallelize
+
+    return parallelize(
+        model, plan.settings, groups, local_shards, plan.reshard_after_forward, plan.distribution, pad_id
+    )
+
+
+def build_engine(plan: RunPlan, parallel):
+    """The engine that takes the plan's steps."""
     from finetune.torch_engine.engine import TorchEngine
 
-    return TorchEngine(
-        model,
-        plan.settings,
-        groups.device,
-        pad_id(tokenizer),
-        plan.files.config,
-        groups,
-        plan.reshard_after_forward,
-        shards,
-        plan.distribution,
-    )
+    return TorchEngine(parallel, plan.settings, plan.files.config)
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
@@ -185,18 +191,16 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         if raw_datasets["train"][1] == "chat":
             notice = ensure_chat_template(tokenizer)
             log.say(f"  note: {notice}") if notice else None
-        groups, baseline = join_groups(plan, env)
+        groups, local_shards, baseline = join_groups(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
+        load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
         from_data = plan.settings.init_lora_weights == "eva"
-        loading = (
-            None if from_data else process.in_background(load_model, plan, groups, None, output_dir.initial_adapter())
-        )
+        loading = None if from_data else process.in_background(load, None, output_dir.initial_adapter())
         data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())))
-        batches = eva_batches(data, plan.settings) if from_data else None
-        model, shards = loading.result() if loading else load_model(plan, groups, batches)
-        engine = build_engine(plan, groups, model, shards, tokenizer)
+        model = load(eva_batches(data, plan.settings)) if from_data else loading.result()
+        engine = build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id(tokenizer)))
         plan = finalize(plan, data, engine, log.say)
         log.say("\n".join(report.engine_lines(engine)))
         output_dir.describe(engine, plan, data)
@@ -207,7 +211,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.open(output_dir.root, state, offset)
         if resumed_from:
             log.saved(resumed_from)
-        log.start(data, predicted_for_batch(plan, data, engine.pad_id, shards is not None))
+        log.start(data, predicted_for_batch(plan, data, engine.pad_id, local_shards is not None))
         run_steps(engine, data, plan, state, log, output_dir, stop)
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
@@ -245,15 +249,17 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outp
 
 
 def join_groups(plan: RunPlan, env: RankEnv):
-    """(process groups with this rank's device, memory of the process after its imports). Collective."""
-    from finetune.torch_engine.engine import device_of, settle_threads
+    """(process groups with this rank's device, its rows if it loads only those, process memory after imports). Collective."""
+    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
-    settle_threads(env.local_size)
+    set_num_threads(env.local_size)
     baseline = current_resident_bytes()
-    device = device_of(plan.backend, env.local_rank if env.size > 1 else None)
-    return ProcessGroups.of(env, plan.dims, device), baseline
+    groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
+    local_shards = LocalShards.of(groups, plan.settings) if plan.distribution == "ptd" else None
+    return groups, local_shards, baseline
 
 
 def already_complete(plan: RunPlan) -> TrainState | None:

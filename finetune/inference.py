@@ -65,16 +65,21 @@ def open_engine(args):
     precision = args.precision
     if precision == "auto":
         precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
-    from finetune.torch_engine.engine import TorchEngine, device_of, settle_heap, settle_threads
+    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+    from finetune.torch_engine.memory_stats import keep_heap
+    from finetune.torch_engine.parallel.parallelize import parallelize
+    from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
-    settle_threads()
+    set_num_threads()
     device = device_of(str(manager.backend))
     model = load_trained(args.checkpoint, files, device, WEIGHT_DTYPES[precision])
-    settle_heap(low_memory=False)
+    keep_heap(low_memory=False)
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     settings = replace(TrainConfig(), train_type="lora", precision=precision)
-    engine = TorchEngine(model, settings, device, pad_id(tokenizer))
+    parallel = parallelize(model, settings, ProcessGroups(device=device), pad_id=pad_id(tokenizer))
+    engine = TorchEngine(parallel, settings)
     engine.verify("auto")
     return engine, tokenizer, end_ids(tokenizer, files.folder)
 

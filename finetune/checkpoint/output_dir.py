@@ -251,7 +251,7 @@ class OutputDir:
         Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
         rank 0.
         """
-        if not engine.writes_parts:
+        if not engine.writes_shards:
             return []
         sign = self._write_probe_file(engine)
         blind = [rank for rank, sees in enumerate(engine.all_gather_object(sign.is_file())) if not sees]
@@ -288,7 +288,7 @@ class OutputDir:
         if failed is None:
             beside = self.root / "checkpoints" / name
             try:
-                weights, moments = engine.parts()
+                weights, moments = engine.state_shards()
                 written = write_parts(beside, engine.rank, {self.weights_file: weights, MOMENTS: moments})
             except (StorageError, NonFiniteError, PlanError) as error:
                 failed = [error.exit_code, str(error)]

@@ -1,27 +1,130 @@
-"""Checks on the loaded model: that it is causal, that packed documents do not see each other, that our chunked head gives its logits."""
+"""Checks on the loaded model: causal; packed documents see only themselves; our chunked head and a distributed model give its logits."""
 
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
+from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
 from finetune.torch_engine import attention, loss
+from finetune.torch_engine.forward import ModelForward, base_model, no_autocast
 from finetune.torch_engine.load import weights_dtype
+from finetune.torch_engine.parallel import context
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was shown on the loaded model, and the sentence that says it."""
+    """What was observed on the loaded model, and the sentence that says it."""
 
     holds: bool
     reason: str
 
 
+# ---- of a run
+
+
+def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
+    """{"batch_layout": (used, reason)}: runs the checks and sets the forward's layout, head and attention.
+
+    PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
+    other logits than the full one. Collective.
+    """
+    padding_free, head = forward.checks or check_model(forward, batch_layout, parallel)
+    forward.layout = "padding_free" if padding_free.holds else "padded"
+    dims = forward.groups.dims
+    if dims.cp > 1:
+        if not padding_free.holds:
+            raise PlanError(
+                f"--cp_degree {dims.cp}: shards padding-free rows, and {padding_free.reason}. Use --dp_shards instead."
+            )
+        context.register()
+    forward.head = loss.Head.of(forward.model) if head.holds and forward.pipeline.last else None
+    forward.head_is_shared = head.holds and dims.tp > 1
+    forward.set_attention()
+    if forward.reference is not None:
+        check_parallel_logits(forward, parallel)
+    return {"batch_layout": (forward.layout, padding_free.reason)}
+
+
+def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tuple[Check, Check]:
+    """(padding-free rows are right, our head is). Raises PlanError as `verify` does. Leaves the model in evaluation mode."""
+    model, call = forward.model, partial(_call, parallel)
+    model.eval()
+    call(check_causal, model, forward.autocast)
+    padding_free = Check(False, "requested")
+    if batch_layout != "padded":
+        padding_free = call(check_padding_free, model, forward.autocast, forward.settings.context_length)
+    if batch_layout == "padding_free" and not padding_free.holds:
+        raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
+    forward.layout = "padding_free" if padding_free.holds else "padded"
+    name = attention.NAME if padding_free.holds else attention.own_implementation(model)
+    model.set_attn_implementation(name)
+    return padding_free, call(check_head, model, forward.layout, forward.autocast)
+
+
+def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
+    """Runs the checks while each rank computes the full model, and records the logits its shards must give."""
+    forward.checks = check_model(forward, batch_layout, parallel)
+    forward.reference = _call(parallel, forward.logits, _reference_batch(forward))
+
+
+def _call(parallel, work, *args):
+    """work(*args); of a distributed model, what the forward gathered is freed."""
+    if parallel is None:
+        return work(*args)
+    try:
+        return parallel.call(work, *args)
+    finally:
+        parallel.reshard()
+
+
+def _reference_batch(forward: ModelForward) -> Batch:
+    """Two short documents, or one if rows are padded."""
+    lengths = (13, 9) if forward.layout == "padding_free" else (13,)
+    vocab = min(forward.model.get_input_embeddings().weight.shape[0], 1000)
+    ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    return Batch(ids[None], np.full((1, len(ids)), IGNORE_INDEX), positions[None], documents[None], ())
+
+
+@torch.no_grad()
+def check_parallel_logits(forward: ModelForward, parallel) -> None:
+    """Raises PlanError unless the distributed model gives the logits of the full one. Collective."""
+    groups, batch, expected = forward.groups, _reference_batch(forward), forward.reference
+    work = partial(forward.logits, batch)
+    forward.pipeline.set_hidden_dtype(parallel.call, work)
+    logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
+    parallel.reshard()
+    off = 0.0
+    if logits is not None:
+        real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        if groups.dims.cp > 1:
+            cp = groups.dims.cp
+            indices = context.rank_token_indices(len(logits) * cp, groups.coordinate("cp"), cp)
+            real = torch.from_numpy(indices < len(expected)).to(logits.device)
+            expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
+        if len(expected):
+            off = ((logits[real] - expected).abs().max() / forward.reference.abs().max()).item()
+    off, forward.reference = groups.all_reduce_max(off), None
+    exact = not forward.casts and weights_dtype(forward.model) == torch.float32
+    if not off <= (1e-4 if exact else 5e-2):
+        raise PlanError(
+            f"{groups.dims}: the distributed model does not give the logits of the full one (max diff {off:.1e}). "
+            "Use --dp_shards instead."
+        )
+
+
+# ---- of a model
+
+
 @torch.no_grad()
 def check_causal(model, autocast) -> None:
-    """Raises PlanError where the loaded model does not run as it is, or lets a token see those after it.
+    """Raises PlanError if the loaded model does not run, or if a token sees later ones.
 
-    Bitwise in every type: with other tokens after it, a causal model's products keep their shapes and what is masked adds zeros.
+    Bitwise in every dtype: other tokens after it keep the shapes of a causal model's products, and what is masked adds zeros.
     """
     ids = torch.arange(3, 16)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
     middle, name = 6, type(model).__name__
@@ -31,7 +134,7 @@ def check_causal(model, autocast) -> None:
 
     try:
         with autocast():
-            # Always three: a forward over shards is a collective, and ranks need not agree on what is equal.
+            # Always three: a forward over shards is collective, and ranks need not agree on what is equal.
             own, leaked, seen = (
                 model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
                 for i in (ids, other_end, other_start)
@@ -39,31 +142,29 @@ def check_causal(model, autocast) -> None:
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         first = str(error).splitlines()[0][:150]
         raise PlanError(
-            f"--model_name: {name} does not run with these adapters and types ({first}). "
+            f"--model_name: {name} does not run with these adapters and dtypes ({first}). "
             "Use --train_type full, or another model."
         ) from error
     if torch.equal(own, leaked):
         return
-    # A mixture's expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
-    # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any type: 0.5 to 2 times as far.
+    # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the logits in
+    # fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as far.
     moved = (own - leaked).abs().max().item() / max((own - seen)[middle].abs().max().item(), 1e-30)
     exact = autocast is no_autocast and weights_dtype(model) == torch.float32
     if not moved <= (1e-4 if exact else 0.1):
         raise PlanError(
             f"--model_name: {name} lets a token see those after it (they move logits {moved:.1e} times as far as "
-            "those before it), so it is no causal language model. Give another."
+            "those before it), so it is not a causal language model. Give another."
         )
 
 
 @torch.no_grad()
 def check_padding_free(model, autocast, context_length: int = 0) -> Check:
-    """Two short documents flat must equal the same two alone under the model's own attention, and the second must not
-    change with the first.
-    """
+    """Two packed documents give the logits of the same two alone, by the model's own attention; the second ignores the first."""
     attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
-    # Longer than the attention window, where rows can be: a window that is only in the model's mask would not be seen.
+    # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
     window = attention_window(model)
     first_length = window + 8 if window and window < context_length else 13
     lengths = (first_length, first_length, 9)
@@ -72,36 +173,31 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
         with autocast():
             alone = torch.cat([model(input_ids=d[None].to(model.device)).logits[0].float() for d in (one, two)])
             model.set_attn_implementation(attention.NAME)
-            flat, changed = (_packed_logits(model, [first, two]) for first in (one, other))
+            packed, changed = (_packed_logits(model, [first, two]) for first in (one, other))
     except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        return Check(False, f"this model does not take flat rows: {str(error).splitlines()[0][:120]}")
+        return Check(False, f"this model does not support packed documents: {str(error).splitlines()[0][:120]}")
     size = alone.abs().max().item()
-    leak = (flat[first_length:] - changed[first_length:]).abs().max().item() / size
-    off = (flat - alone).abs().max().item() / size
-    dtype = torch.get_autocast_dtype(flat.device.type) if autocast is not no_autocast else weights_dtype(model)
+    leak = (packed[first_length:] - changed[first_length:]).abs().max().item() / size
+    off = (packed - alone).abs().max().item() / size
+    dtype = torch.get_autocast_dtype(packed.device.type) if autocast is not no_autocast else weights_dtype(model)
     exact = dtype == torch.float32
     allowed = 1e-4 if exact else 5e-2
     if leak > (1e-5 if exact else 1e-2):
-        return Check(False, f"a document flat sees the one before it (logits move by {leak:.1e})")
+        return Check(False, f"a packed document sees the one before it (logits move by {leak:.1e})")
     if not off <= allowed:
-        return Check(False, f"two documents flat are not the same two alone (logits off by {off:.1e})")
-    return Check(True, f"two documents flat equal the same two alone (logits within {off:.0e})")
+        return Check(False, f"packed documents give other logits than separate ones (max diff {off:.1e})")
+    return Check(True, f"packed documents give the same logits as separate ones (max diff {off:.0e})")
 
 
 def attention_window(model) -> int | None:
-    """Tokens a token sees back in the layers that see least, where the config says."""
+    """The smallest sliding window or chunk of the model's attention layers in tokens, if its config gives one."""
     config = model.config.get_text_config()
     found = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return min((n for n in found if isinstance(n, int) and n > 0), default=None)
 
 
-def no_autocast():
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def packed_inputs(documents, device):
+    """The model's keyword arguments for documents packed into one row."""
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     return {
         "input_ids": torch.cat(documents).unsqueeze(0).to(device),
@@ -117,10 +213,10 @@ def _packed_logits(model, documents):
 
 @torch.no_grad()
 def check_head(model, layout, autocast) -> Check:
-    """Whether our chunked head gives the model's own logits; where not, the model makes them at target positions."""
+    """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
     if head is None or base_model(model) is model:
-        return Check(False, "the head is no plain linear behind one decoder")
+        return Check(False, "the head is not a plain linear after one decoder")
     inputs = packed_inputs([torch.arange(3, 12)], model.device)
     if layout == "padded":
         inputs.pop("documents")
@@ -129,11 +225,5 @@ def check_head(model, layout, autocast) -> Check:
         theirs = model(**inputs).logits[0].float()
     off = (own - theirs).abs().max().item() / theirs.abs().max().item()
     if not off <= (1e-4 if weights_dtype(model) == torch.float32 else 2e-2):
-        return Check(False, f"the model does more to its logits than its config says (off by {off:.1e})")
-    return Check(True, "logits made in chunks equal the model's own")
-
-
-def base_model(model):
-    """The model without its head: what gives last_hidden_state."""
-    parts = (getattr(model, model.base_model_prefix, None), model.get_decoder(), getattr(model, "model", None))
-    return next((part for part in parts if part is not None and part is not model), model)
+        return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")
+    return Check(True, "logits computed in chunks equal the model's own")

@@ -1,9 +1,15 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
+import contextlib
+
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine import experts
 from finetune.torch_engine.attention import own_implementation
+from finetune.torch_engine.load import weights_dtype
+from finetune.torch_engine.lora.layers import LoRALinear
 
 
 class _RowsDone(StoppingCriteria):
@@ -72,3 +78,29 @@ def _until_end(ids, eos_ids, pad_id):
     while ids and ids[-1] == pad_id:
         ids = ids[:-1]
     return ids
+
+
+@contextlib.contextmanager
+def dense_weights(model):
+    """Keeps dense weights while many small forwards run, as in generation, and frees them afterwards.
+
+    In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays separate.
+    """
+    dtype = weights_dtype(model)
+    merging = dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+    merged = [m for m in model.modules() if isinstance(m, LoRALinear)] if merging else []
+    # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
+    skipped = {id(layer.base) for layer in merged} | {id(part) for part in experts.quantized_parts(model)}
+    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
+    cached = [m for m in packed if id(m) not in skipped]
+    try:
+        for layer in merged:
+            layer.merged = layer.merged_weight()
+        for layer in cached:
+            layer.cache(dtype)
+        yield
+    finally:
+        for layer in merged:
+            layer.merged = None
+        for layer in cached:
+            layer.cached = None

@@ -1,8 +1,10 @@
-"""Any Hugging Face causal LM from a folder to a model ready to train: dtype, quantized base, adapters, proofs.
+"""From a model folder to a model that trains: on meta, weights streamed in and quantized, adapters on, the base frozen.
 
-No list of model classes: layers are found by what they are, and what a model does is proved on the loaded model.
+No list of model classes: layers are found by type and name, and torch_engine/checks.py tests the loaded model.
 """
 
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,16 +38,27 @@ AUTOCAST_DTYPES = {
 }
 
 
-def load_model(folder, settings: TrainConfig, device, batches=None, saved=None, say=print, share=None):
-    """The model in evaluation mode on `device`: frozen weights in their type, base quantized, adapters on, the rest in fp32.
+@dataclass(frozen=True)
+class Layers:
+    """What becomes of a model's layers, by name: blocks that expand.py added; linears and experts that qlora quantizes; what
+    gets an adapter.
 
-    `batches`: the first ones of the data, which --init_lora_weights eva starts from; `saved`: a checkpoint's tensors, which hold
-    the start of one that changes the base; `say` is called with lines worth telling. Code in the model's folder is never run.
-    `share`: what this rank keeps of it; the parameters then stay on meta, for parallelize.shard.
-    Raises PlanError for weights that do not fit the config, OutOfMemoryError.
+    `quantize_last`: adapters start from unquantized weights, or from what flows through them, so the base is quantized only
+    after it was loaded in full.
     """
+
+    new_blocks: list
+    linears: list
+    experts: list
+    adapted: list
+    quantize_last: bool
+
+
+@contextlib.contextmanager
+def memory_advice(folder, settings: TrainConfig):
+    """Turns a failed allocation into an OutOfMemoryError that says what to change."""
     try:
-        return _load(folder, settings, device, batches, saved, say, share)
+        yield
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
@@ -56,74 +69,100 @@ def load_model(folder, settings: TrainConfig, device, batches=None, saved=None, 
 
 
 def out_of_memory(error) -> bool:
-    """Whether it is torch's or Python's word for memory that is not there; the CPU allocator raises a plain RuntimeError."""
+    """True for any out-of-memory error: torch's, Python's, or the CPU allocator's RuntimeError."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _load(folder, settings, device, batches, saved, say, share):
-    dtype, config = WEIGHT_DTYPES[settings.precision], quantization_config(settings)
-    if share is not None:  # what is read and let go leaves no holes between the rows that stay
-        memory_stats.map_blocks_from(2**20)
-    model = empty_model(folder, dtype)
-    if settings.tp_degree > 1:  # what its class cannot do is said before weights are read
+def build_on_meta(folder, settings: TrainConfig):
+    """The model of a folder's config, its parameters on meta. PlanError if its class has no plan for TP or PP."""
+    model = empty_model(folder, WEIGHT_DTYPES[settings.precision])
+    if settings.tp_degree > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
     if settings.pp_degree > 1:
         pipeline.stages_of(model, settings.pp_degree)
+    return model
+
+
+def layers_of(model, folder, settings: TrainConfig) -> Layers:
+    """Which layers are quantized, adapted or new. Raises PlanError for names that match nothing."""
     new = new_blocks(model, folder, settings)
     linears = [n for n in linear_names(model) if not llama_pro.inside_blocks(n, new)]
     moe = [n for n in experts.reachable(model) if not llama_pro.inside_blocks(n, new)]
-    targets = None
+    adapted = []
     if settings.train_type != "full" and not new:
-        targets = target_names(model, settings.lora_target_modules, settings.use_dora)
-    # These starts look at unquantized weights, or at what flows into them: such a base is quantized after it was whole.
-    whole_first = bool(targets) and (
-        settings.init_lora_weights == "eva" or settings.init_lora_weights in RESIDUAL_INITS
-    )
-    quantized = {}
-    if config and not whole_first:
-        quantized = {f"{n}.weight": config for n in linears}
-        quantized |= {name: config for name in experts.parameter_names(model) if name.rpartition(".")[0] in moe}
+        adapted = target_names(model, settings.lora_target_modules, settings.use_dora)
+    from_base = settings.init_lora_weights == "eva" or settings.init_lora_weights in RESIDUAL_INITS
+    return Layers(new, linears, moe, adapted, bool(adapted) and from_base)
+
+
+def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, device, local_shards=None) -> list[str]:
+    """Streams the weights in, each quantized as it arrives; notices to print. Raises PlanError if they do not fit the config.
+
+    `local_shards`: keeps this rank's rows only, and the parameters stay on meta.
+    """
+    dtype, config, quantized = WEIGHT_DTYPES[settings.precision], quantization_config(settings), {}
+    if local_shards is not None:  # what is read and dropped leaves no holes between the rows that stay
+        memory_stats.map_blocks_from(2**20)
+    if config and not layers.quantize_last:
+        quantized = {f"{n}.weight": config for n in layers.linears}
+        in_experts = [n for n in experts.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
+        quantized |= dict.fromkeys(in_experts, config)
     workers = 1 if settings.low_memory else settings.loading_workers
-    for line in load_weights(model, folder, dtype, device, quantized, workers, experts.hold, share):
-        say(f"  note: {line}")
+    notices = load_weights(model, folder, dtype, device, quantized, workers, experts.hold, local_shards)
+    if config and not layers.quantize_last:
+        for name in layers.experts:
+            experts.wrapped(model, name)
+    return notices
+
+
+def init_from_base(
+    model, layers: Layers, settings: TrainConfig, device, batches=None, initial_adapter=None
+) -> dict | None:
+    """{layer: A, or (A, B)} of adapters that start from the base; quantizes it afterwards. None for other inits.
+
+    `batches`: the first ones of the data, for eva; `initial_adapter`: a checkpoint's, for inits that change the base.
+    """
+    if not layers.quantize_last:
+        return None
+    config = quantization_config(settings)
+    if settings.init_lora_weights == "eva":
+        linears = [n for n in layers.adapted if n in layers.linears]
+        starts = eva_init(model, linears, settings, [padded_inputs(batch) for batch in batches])
+    else:
+        starts = residual_init(model, layers.adapted, settings, config, initial_adapter, device)
+    if config:
+        quantization_wrapper.quantize_model(model, config, layers.linears, device=device)
+        experts.quantize(model, config, layers.experts, device)
+    return starts
+
+
+def make_trainable(model, layers: Layers, settings: TrainConfig, device, starts=None, local_shards=None) -> None:
+    """Unfreezes what trains: every weight, the new blocks, or adapters that are added here. Moves the model to `device`."""
     if settings.train_type == "full":
         model.requires_grad_(True)
-        return model
-    starts = None
-    if settings.init_lora_weights == "eva" and whole_first:
-        linear = [n for n in targets if n in linears]
-        starts = eva_init(model, linear, settings, [padded_inputs(b) for b in batches])
-    elif whole_first:
-        starts = residual_init(model, targets, settings, config, saved, device)
-    if config and whole_first:
-        quantization_wrapper.quantize_model(model, config, linears, device=device)
-        experts.quantize(model, config, moe, device)
-    elif config:
-        for name in moe:
-            experts.wrapped(model, name)
-    if share is None:
+        return
+    if local_shards is None:
         model.to(device)
     if settings.cache_dequantized == "true":
-        cache_dequantized(model, autocast_dtype(settings) or dtype)
-    if new:
-        llama_pro.unfreeze_blocks(model, new)
+        cache_dequantized(model, autocast_dtype(settings) or WEIGHT_DTYPES[settings.precision])
+    if layers.new_blocks:
+        llama_pro.unfreeze_blocks(model, layers.new_blocks)
     else:
-        add_adapters(model, targets, settings, starts, share)
+        add_adapters(model, layers.adapted, settings, starts, local_shards)
     if settings.precision == "bf16_buffers_autocast":
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(torch.bfloat16))
-    return model
 
 
 def new_blocks(model, folder, settings) -> list[str]:
-    """Names of the layers that expand.py added, where the run trains those; else none."""
+    """Names of the layers that expand.py added, if the run trains those; else none."""
     if not settings.llama_pro_path:
         return []
-    said = f"--llama_pro_path {settings.llama_pro_path}"
-    return llama_pro.new_blocks(model, llama_pro_files.read_record(Path(folder), said), said)
+    flag = f"--llama_pro_path {settings.llama_pro_path}"
+    return llama_pro.new_blocks(model, llama_pro_files.read_record(Path(folder), flag), flag)
 
 
 def cache_dequantized(model, dtype) -> None:
@@ -134,7 +173,7 @@ def cache_dequantized(model, dtype) -> None:
 
 
 def quantization_config(settings):
-    """How a qlora run stores its base; None for the other train types."""
+    """The quantization of a qlora run's base; None for other train types."""
     if settings.train_type != "qlora":
         return None
     return quantization_wrapper.config_for(
@@ -143,7 +182,7 @@ def quantization_config(settings):
 
 
 def autocast_dtype(settings):
-    """What products are cast to: with new layers in fp32 between frozen ones in 16 bits, the type of the frozen ones."""
+    """The dtype products are cast to; with new fp32 layers between frozen 16-bit ones, that of the frozen ones."""
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     if settings.llama_pro_path and settings.precision in ("bf16", "fp16"):
         return WEIGHT_DTYPES[settings.precision]
@@ -159,7 +198,7 @@ def padded_inputs(batch) -> dict:
 
 
 def load_trained(checkpoint, files, device, dtype):
-    """A model to use, not to train: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
+    """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
     model = load_dense(files.folder, dtype, device).requires_grad_(False)
     if (Path(checkpoint) / "adapter_config.json").is_file():
         attach_adapter(model, checkpoint)
@@ -169,6 +208,6 @@ def load_trained(checkpoint, files, device, dtype):
 
 
 def weights_dtype(model) -> torch.dtype:
-    """The type of the model's own weights. `model.dtype` is that of its first parameter, which may be an adapter's: fp32."""
+    """The dtype of the model's own weights. `model.dtype` is that of its first parameter, which may be an adapter's: fp32."""
     trained = adapter_parameters(model)
     return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and n not in trained)

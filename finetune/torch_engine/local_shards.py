@@ -1,7 +1,6 @@
-"""Which part of each tensor one rank of several keeps while the model is loaded: its own rows, and never the rest.
+"""Rank-local shards while the model is still on meta: each rank reads and keeps only its rows; fully_shard takes them from here.
 
-The model's parameters stay on meta in their whole shapes; a rank's rows stand here until `parallelize.shard` has cut the
-model and puts them in. Which part of a named tensor is kept is said by `rows` alone.
+Parameters stay on meta in their full shapes. `rows` alone decides which rows of a tensor are kept.
 """
 
 import torch
@@ -13,44 +12,45 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 
 class LocalShards:
-    """A rank's rows of every tensor, by the parameter on meta that they are of. `device`: where they stay."""
+    """This rank's rows of every tensor, keyed by the parameter on meta. `device`: where they are kept."""
 
-    def __init__(self, ranks: ProcessGroups, device: torch.device):
-        self.ranks, self.device, self.kept = ranks, device, {}
+    def __init__(self, groups: ProcessGroups, device: torch.device):
+        self.groups, self.device, self.kept = groups, device, {}
 
     @classmethod
-    def of(cls, ranks: ProcessGroups, settings, device: torch.device) -> "LocalShards | None":
-        """None where this rank keeps everything, or must load it all first."""
-        if not ranks.sharded or loads_full_model(settings):
+    def of(cls, groups: ProcessGroups, settings) -> "LocalShards | None":
+        """None if this rank keeps everything, or must load the full model first. Collective."""
+        if not groups.sharded or loads_full_model(settings):
             return None
-        if settings.train_type == "qlora" and not fsdp.supports_integer_params(ranks):
+        if settings.train_type == "qlora" and not fsdp.supports_integer_params(groups):
             return None
-        return cls(ranks, torch.device("cpu") if settings.use_cpu_offload else device)
+        return cls(groups, torch.device("cpu") if settings.use_cpu_offload else groups.device)
 
     def rows(self, name: str, num_rows: int) -> slice:
-        """The rows that this rank keeps of the tensor `name`, which has so many."""
-        return self.ranks.local_rows(num_rows)
+        """This rank's rows of the tensor `name`, which has `num_rows`."""
+        return self.groups.local_rows(num_rows)
 
     def parameter(self, name: str, tensor: torch.Tensor, shape: tuple | None = None) -> nn.Parameter:
-        """A frozen parameter on meta whose rows are kept. `shape`: the whole one, where `tensor` holds our rows alone, or a
-        row in the place of none.
+        """A frozen parameter on meta whose rows are kept.
+
+        `shape`: the full one, if `tensor` holds only this rank's rows, or one row in place of none.
         """
-        whole = tuple(tensor.shape) if shape is None else tuple(shape)
-        parameter = nn.Parameter(torch.empty(whole, dtype=tensor.dtype, device="meta"), requires_grad=False)
+        full = tuple(tensor.shape) if shape is None else tuple(shape)
+        parameter = nn.Parameter(torch.empty(full, dtype=tensor.dtype, device="meta"), requires_grad=False)
         if shape is None:
             self.give(name, parameter, tensor)
         else:
-            rows = self.rows(name, whole[0])
+            rows = self.rows(name, full[0])
             self.kept[parameter] = tensor[: rows.stop - rows.start].to(self.device)
         return parameter
 
-    def give(self, name: str, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        """Keeps our rows of `whole`, the value of a parameter on meta, on memory of their own."""
-        rows = whole[self.rows(name, len(whole))]
+    def give(self, name: str, parameter: nn.Parameter, full: torch.Tensor) -> None:
+        """Keeps a copy of this rank's rows of `full`, the value of a parameter on meta."""
+        rows = full[self.rows(name, len(full))]
         self.kept[parameter] = rows.to(device=self.device, dtype=parameter.dtype, copy=True)
 
     def module(self, name: str, module: nn.Module, num_rows: int | None = None) -> None:
-        """Puts the parameters of a module just made on meta. `num_rows`: of the whole, where it was made of our rows alone."""
+        """Moves a new module's parameters to meta. `num_rows`: of the full one, if it was made of this rank's rows only."""
         for inner, part in module.named_modules(prefix=name):
             for leaf, old in part._parameters.items():
                 if old is None or old.is_meta:
@@ -62,9 +62,9 @@ class LocalShards:
         return parameter in self.kept
 
     def forget_all_but(self, parameters) -> None:
-        """Lets go of rows whose parameter is no longer the model's."""
+        """Drops rows whose parameter is no longer the model's."""
         self.kept = {p: self.kept[p] for p in parameters if p in self.kept}
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Our rows, which are let go of here."""
+        """This rank's rows, which are dropped from here."""
         return self.kept.pop(parameter)

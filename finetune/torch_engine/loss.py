@@ -46,20 +46,20 @@ class Head:
         logits_TV = logits_TV * self.scale
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
-    def nll(self, hidden_TH, labels_T, share=None) -> torch.Tensor:
+    def nll(self, hidden_TH, labels_T, copy=None) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
 
-        `share`: applied to each weight if several ranks compute the logits of some positions each.
+        `copy`: applied to each weight if several ranks compute the logits of some positions each.
         """
-        share = share or (lambda weight: weight)
+        copy = copy or (lambda weight: weight)
         learning = torch.is_grad_enabled()  # always False inside a Function
         lora = (None, None, 0.0)
         if self.adapter is not None:
-            lora = (share(self.adapter.lora_A), share(self.adapter.lora_B), self.adapter.scaling)
+            lora = (copy(self.adapter.lora_A), copy(self.adapter.lora_B), self.adapter.scaling)
         return _ChunkedNLL.apply(
             hidden_TH,
-            share(self.linear.weight),
-            share(self.linear.bias),
+            copy(self.linear.weight),
+            copy(self.linear.bias),
             labels_T,
             self.scale,
             self.softcap,

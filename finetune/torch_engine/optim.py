@@ -1,9 +1,13 @@
 """Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from finetune.errors import PlanError
+
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 
 
 def build(named: dict, settings, device):
@@ -70,9 +74,7 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
     for key, value in {**tensors, **numbers}.items():
         name, _, moment = key.rpartition(".")
         found.setdefault(name, {})[moment] = value
-    unknown = sorted(set(found) - set(named))
-    if unknown:
-        raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
+    check_known((*tensors, *numbers), named)
     eight_bit = type(optimizer).__module__.startswith("bitsandbytes")
     fused = any(group.get("fused") for group in optimizer.param_groups)  # their step counters are on the device
     for name, moments in found.items():
@@ -87,7 +89,59 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         optimizer.state[parameter] = restored
 
 
-def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
+def check_known(keys, named) -> None:
+    """Raises PlanError if a '<name>.<moment>' key names a parameter that is not in `named`."""
+    unknown = sorted({key.rpartition(".")[0] for key in keys} - set(named))
+    if unknown:
+        raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
+
+
+class LazyArray:
+    """An array that is read when numpy asks for it."""
+
+    def __init__(self, read, *args):
+        self.read = partial(read, *args)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.read(), dtype, copy=copy)
+
+
+class LossScaler:
+    """Loss scale of fp16 as torch.amp.GradScaler moves it: doubled after GROWTH_INTERVAL clean steps, halved on overflow.
+
+    `scale` None: the loss is not scaled.
+    """
+
+    def __init__(self, precision: str):
+        self.scale, self.clean_steps = INITIAL_SCALE if precision.startswith("fp16") else None, 0
+
+    @property
+    def factor(self) -> float:
+        return self.scale or 1.0
+
+    def unscale(self, parameters: dict) -> None:
+        """Divides the gradients by the scale."""
+        if self.scale:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= self.scale
+
+    def lower(self) -> bool:
+        """Halves the scale after an overflow; False if it cannot be lowered, so the overflow is the model's own."""
+        if not self.scale or self.scale <= 1:
+            return False
+        self.scale, self.clean_steps = self.scale / 2, 0
+        return True
+
+    def step(self) -> None:
+        """A step without overflow."""
+        if self.scale:
+            self.clean_steps += 1
+            if self.clean_steps % GROWTH_INTERVAL == 0:
+                self.scale *= 2
+
+
+def clip(parameters: dict, limit: float | None, groups, owned: dict) -> float:
     """Global gradient norm over all ranks, fp32; clips the gradients to `limit` if given and exceeded. Collective.
 
     `owned`: {name: process groups over which it is sharded, of "shard" and "tp"}; a missing name is counted by another
@@ -101,9 +155,9 @@ def clip(parameters: dict, limit: float | None, ranks, owned: dict) -> float:
         if grads:
             square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()
         for group in over:
-            square = ranks.all_reduce(square, group)
+            square = groups.all_reduce(square, group)
         squares[over] = square
-    norm = ranks.all_reduce(sum(squares.values()), "pp").sqrt().float()
+    norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
     return norm.item()

@@ -26,6 +26,7 @@ from transformers import conversion_mapping, core_model_loading
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import prequantized
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
@@ -167,10 +168,12 @@ class _WeightTask:
     mapping: object = None  # transformers' WeightConverter, with its source tensors collected
 
 
-def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, share=None) -> list[str]:
+def load_weights(
+    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, local_shards=None
+) -> list[str]:
     """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
 
-    `share`: this rank's local shards; the parameters then stay on meta. None: the full model.
+    `local_shards`: this rank's local shards; the parameters then stay on meta. None: the full model.
 
     `quantized`: {parameter name: QuantizationConfig} of weights to quantize. `hold(module, name, tensor, config)`
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
@@ -182,7 +185,7 @@ def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -
     weights, extra = _assign_tensors(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
     _check(said, checkpoint, weights, wanted)
-    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, share)
+    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards)
     place.compare_tied(weights)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
     _run(place, weights, workers)
@@ -199,8 +202,8 @@ def load_weights(model, folder, dtype, device, quantized: dict, workers: int = -
         )
     for module in model.modules():
         module._buffers |= {n: b if b is None else b.to(device) for n, b in module._buffers.items()}
-    if share is not None:
-        share.forget_all_but(model.parameters())
+    if local_shards is not None:
+        local_shards.forget_all_but(model.parameters())
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
     lines = [
@@ -278,8 +281,11 @@ def _check(said, checkpoint, weights, wanted) -> None:
 class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
-    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, share=None):
-        self.share, self.digests = share, {}  # of full, possibly tied weights: ranks see only their rows
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None):
+        self.local_shards_shards, self.digests = (
+            local_shards,
+            {},
+        )  # of full, possibly tied weights: ranks see only their rows
         self.model, self.checkpoint, self.dtype, self.device, self.said = (model, checkpoint, dtype, device, said)
         self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
         # A prequantized folder determines itself which layers are quantized.
@@ -322,15 +328,17 @@ class WeightLoader:
             self.put(*made.popitem())
 
     def lacks(self, parameter) -> bool:
-        return parameter.is_meta and not (self.share is not None and self.share.has(parameter))
+        return parameter.is_meta and not (
+            self.local_shards_shards is not None and self.local_shards_shards.has(parameter)
+        )
 
     def local_rows(self, name: str) -> slice | None:
         """The local rows to read of a dense weight; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module, shape = self.model.get_submodule(parent), self.shape_of(name)
-        if self.share is None or leaf in module._buffers or name in self.digests or not shape:
+        if self.local_shards_shards is None or leaf in module._buffers or name in self.digests or not shape:
             return None
-        rows, config = self.share.rows(name, shape[0]), self.config_of(name)
+        rows, config = self.local_shards_shards.rows(name, shape[0]), self.config_of(name)
         linear = config is None or isinstance(module, nn.Linear)
         if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
             return None
@@ -339,7 +347,7 @@ class WeightLoader:
 
     def compare_tied(self, weights) -> None:
         """With local shards: records digests of full weights that the config ties and the files hold twice."""
-        found = {w.target for w in weights} if self.share is not None else set()
+        found = {w.target for w in weights} if self.local_shards_shards is not None else set()
         for pair in self.model.all_tied_weights_keys.items():
             self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
 
@@ -384,13 +392,13 @@ class WeightLoader:
             self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part)
         elif config is not None:
             self.hold(module, leaf, tensor.to(self.device), config)
-            if self.share is not None:
-                self.share.module(name, getattr(module, leaf))
+            if self.local_shards_shards is not None:
+                self.local_shards_shards.module(name, getattr(module, leaf))
         else:
             buffer = leaf in module._buffers
-            shared = self.share is not None and not buffer and old.ndim
+            shared = self.local_shards_shards is not None and not buffer and old.ndim
             if shared:
-                parameter = self.share.parameter(name, tensor, old.shape if part else None)
+                parameter = self.local_shards_shards.parameter(name, tensor, old.shape if part else None)
             else:
                 tensor = tensor.to(self.device)
                 parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
@@ -418,8 +426,8 @@ class WeightLoader:
         """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
         path = name.rpartition(".")[0]
         parent, _, leaf = path.rpartition(".")
-        if self.share is not None:
-            self.share.module(path, layer, layer.out_features if part else None)
+        if self.local_shards_shards is not None:
+            self.local_shards_shards.module(path, layer, layer.out_features if part else None)
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
             setattr(self.model.get_submodule(parent), leaf, layer.eval())
@@ -435,3 +443,12 @@ def files_of(folder) -> list[Path]:
         return safetensors_io.files_of(folder, whole.name)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def parameter_counts(model) -> tuple[int, int]:
+    """(trainable, all) parameters; a packed weight counts as the parameters it represents."""
+    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    stored = {id(p) for m in packed for p in m.stored()}
+    dense = [p for p in model.parameters() if id(p) not in stored]
+    trainable = sum(p.numel() for p in dense if p.requires_grad)
+    return trainable, sum(p.numel() for p in dense) + sum(m.out_features * m.in_features for m in packed)

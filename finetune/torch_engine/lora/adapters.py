@@ -14,12 +14,12 @@ from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied_bases
 
 
-def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | None = None, share=None) -> None:
+def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | None = None, local_shards=None) -> None:
     """Adds an adapter to each named layer.
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
 
-    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base). `share`:
+    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base). `local_shards`:
     this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())
@@ -36,10 +36,10 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
             layer = LoRAEmbedding(base, s.lora_rank, s.lora_alpha, s.use_rslora, s.use_dora)
             with torch.no_grad():  # as in PEFT: A zero, B normal
                 drawn = sampled(name, layer.lora_embedding_B.shape, "normal", s)
-                assign(share, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
+                assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
             layer = LoRALinear(base, s.lora_rank, s.lora_alpha, s.lora_dropout, s.use_rslora, s.use_dora)
-            initialize(layer, name, starts.get(name), layer.in_features, s, share)
+            initialize(layer, name, starts.get(name), layer.in_features, s, local_shards)
             if s.use_dora and layer.start is not None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
@@ -50,10 +50,10 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
         module.adapt(parameters, s.lora_rank, scaling)
         for parameter, pair in module.pairs().items():
             name = f"{owner}.{parameter}"
-            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], s, share)
-    for name, parameter in adapter_parameters(model).items() if share is not None else ():
-        if not share.has(parameter):
-            share.give(name, parameter, torch.zeros(parameter.shape))
+            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], s, local_shards)
+    for name, parameter in adapter_parameters(model).items() if local_shards is not None else ():
+        if not local_shards.has(parameter):
+            local_shards.give(name, parameter, torch.zeros(parameter.shape))
 
 
 @torch.no_grad()

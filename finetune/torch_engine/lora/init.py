@@ -14,16 +14,16 @@ from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
 
 
-def assign(share, name: str, parameter, value) -> None:
+def assign(local_shards, name: str, parameter, value) -> None:
     """Sets a parameter, or this rank's shard of it."""
-    if share is None:
+    if local_shards is None:
         parameter.copy_(value)
     else:
-        share.give(name, parameter, value)
+        local_shards.give(name, parameter, value)
 
 
 @torch.no_grad()
-def initialize(layer, name: str, start, in_features: int, settings: TrainConfig, share=None) -> None:
+def initialize(layer, name: str, start, in_features: int, settings: TrainConfig, local_shards=None) -> None:
     if isinstance(start, tuple):
         layer.start = tuple(t.detach().float().cpu().clone() for t in start)
         layer.lora_A.copy_(start[0])
@@ -32,10 +32,10 @@ def initialize(layer, name: str, start, in_features: int, settings: TrainConfig,
         layer.lora_A.copy_(start)
     elif settings.init_lora_weights == "gaussian":  # as in PEFT: normal with standard deviation 1/r
         drawn = sampled(name, layer.lora_A.shape, "normal", settings)
-        assign(share, f"{name}.lora_A", layer.lora_A, drawn / settings.lora_rank)
+        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / settings.lora_rank)
     else:  # as in PEFT: Kaiming uniform with a = sqrt(5), i.e. +-1/sqrt(I)
         drawn = sampled(name, layer.lora_A.shape, "uniform", settings)
-        assign(share, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
+        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
 
 
 def sampled(name: str, shape, kind: str, settings: TrainConfig) -> torch.Tensor:

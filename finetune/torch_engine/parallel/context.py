@@ -51,12 +51,12 @@ def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray
     return np.concatenate([np.arange(first, first + each), np.arange(last, last + each)])
 
 
-def shard_batch(batch: Batch, ranks: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
+def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
     """This rank's shard of a flat batch, and its layout for attention.
 
     Padding forms a separate document without targets.
     """
-    num_ranks, rank = ranks.dims.cp, ranks.coordinate("cp")
+    num_ranks, rank = groups.dims.cp, groups.coordinate("cp")
     padding = -batch.input_ids_BS.size % (2 * num_ranks)
 
     def padded(row_BS, fill):
@@ -75,7 +75,7 @@ def shard_batch(batch: Batch, ranks: ProcessGroups, pad_id: int, device) -> tupl
     )
     back = torch.from_numpy(np.argsort(order))
     pieces = _query_chunks(mine_L, len(positions_T) // (2 * num_ranks), starts)
-    context = Context(pieces, back.to(device), torch.from_numpy(order).to(device), ranks.groups["cp"])
+    context = Context(pieces, back.to(device), torch.from_numpy(order).to(device), groups.process_groups["cp"])
     return part, context
 
 

@@ -1,6 +1,6 @@
-"""FSDP2 over a loaded model: each decoder layer a group, the rest the root's; and what trains, as the rows this rank holds.
+"""FSDP2 over a loaded model: one group per decoder layer, the rest in the root's.
 
-Frozen parameters of any dtype, packed integers among them, share a group with what trains. Gradients are summed, never
+Frozen parameters of any dtype, packed integers among them, share a group with trainable ones. Gradients are summed, never
 averaged: the loss is already divided by the targets of all ranks.
 """
 
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.llama_pro import layer_stacks
+from finetune.torch_engine.parallel.parallelism import Local
+from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-
-BUCKET_BYTES = 32 * 2**20
 
 
 class FSDPRoot(nn.Module):
@@ -29,27 +29,55 @@ class FSDPRoot(nn.Module):
         return work(*args)
 
 
-def shard(model, ranks: ProcessGroups, reshard_after_forward: bool, share=None, offload: bool = False) -> FSDPRoot:
-    """Cuts every parameter of `model`, the same on all ranks, by rows; each rank keeps its own. Layer by layer.
+class FSDP2(Local):
+    """Weights, gradients and optimizer state sharded by rows; HSDP if there are replicas of the shards."""
 
-    `share`: holds this rank's rows already, and the parameters are on meta. `offload`: rows and gradients are in host memory.
-    Scalars stay whole on every rank. Where this torch shards no integer parameters, packed ones are held as bf16 of the same bytes.
+    shards_weights = True
+
+    def __init__(self, forward, placement: Placement, root: FSDPRoot, no_sync: bool):
+        super().__init__(forward, placement)
+        self.root, self.no_sync = root, no_sync
+
+    def call(self, work, *args):
+        return self.root(work, *args)
+
+    def accumulating(self, last: bool):
+        self.root.set_requires_gradient_sync(last or not self.no_sync)
+        return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        if not self.summon_depth:
+            for module in fsdp_modules(self.root):
+                module.reshard()
+
+    def _unsharded(self):
+        return unsharded(self.root)
+
+
+def shard(
+    model, groups: ProcessGroups, reshard_after_forward: bool, local_shards=None, offload: bool = False
+) -> FSDPRoot:
+    """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
+
+    `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay in
+    host memory. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
     """
-    if not supports_integer_params(ranks):
+    if not supports_integer_params(groups):
         view_as_bf16(model)
-    mesh = ranks.mesh["dp_replicate", "shard"] if ranks.dims.dp_replicate > 1 else ranks.mesh["shard"]
-    another = share is None  # on meta: another pipeline stage's
-    whole = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and another}
+    mesh = groups.mesh["dp_replicate", "shard"] if groups.dims.dp_replicate > 1 else groups.mesh["shard"]
+    other_stages = local_shards is None  # what is on meta belongs to other pipeline stages
+    ignored = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and other_stages}
     root = FSDPRoot(model, reshard_after_forward)
-    policy = CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda") if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=groups.mesh.device_type == "cuda") if offload else OffloadPolicy()
     layers = decoder_layers(model)
-    if share is None:  # else all are on meta
+    if other_stages:
         layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
     for module in (*layers, root):
-        before = list(module.named_parameters(remove_duplicate=False)) if share is not None else []
-        again = reshard_after_forward and module is not root  # backward begins with what the root gathered
-        fully_shard(module, mesh=mesh, reshard_after_forward=again, ignored_params=whole, offload_policy=policy)
-        _put_rows(module, before, share)
+        before = [] if other_stages else list(module.named_parameters(remove_duplicate=False))
+        # Backward begins with what the root gathered.
+        reshard = reshard_after_forward and module is not root
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored, offload_policy=policy)
+        _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
     return root
 
@@ -58,52 +86,53 @@ def sum_gradients_not_average(root) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank met
+        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was routed to
 
 
-def _put_rows(module, before: list, share) -> None:
-    """Gives the parameters of `module`, just cut on meta, this rank's rows, which stand under what they were before: one at a
-    time, since rows that do not fill a rank are copied into memory that does.
+def _assign_local_rows(module, before: list, local_shards) -> None:
+    """Gives the parameters of `module`, just sharded on meta, this rank's rows, kept under the parameters they had before.
+
+    One at a time, since rows that do not fill a rank are copied into padded memory.
     """
     names = {}
     for name, parameter in before:
         if parameter.is_meta and not isinstance(parameter, DTensor):
             names.setdefault(parameter, []).append(name)
     for parameter, tied in names.items():
-        cut = module.get_parameter(tied[0])
+        sharded = module.get_parameter(tied[0])
         # As FSDP makes it: from_local would move rows that are kept in host memory to the mesh's device.
-        rows = DTensor(share.take(parameter), cut._spec, requires_grad=False)
+        rows = DTensor(local_shards.take(parameter), sharded._spec, requires_grad=False)
         new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         module.load_state_dict(dict.fromkeys(tied, new), strict=False, assign=True)
 
 
 @torch.no_grad()
-def init_dora_magnitudes(root, ranks: ProcessGroups) -> None:
-    """Makes DoRA's magnitudes, |w| of whole rows, where each rank loaded its own rows: a gathered layer at a time. Collective."""
+def init_dora_magnitudes(root, groups: ProcessGroups) -> None:
+    """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own rows: one gathered layer at a time. Collective."""
     rows = {
         m: local_shard(m.lora_magnitude_vector.detach())
         for m in root.modules()
         if getattr(m, "lora_magnitude_vector", None) is not None
     }
 
-    def start(module):
+    def init(module):
         if module in rows:
             norm = module.weight_norm()
-            rows.pop(module).copy_(norm[ranks.local_rows(len(norm))])
+            rows.pop(module).copy_(norm[groups.local_rows(len(norm))])
 
-    def start_all():
+    def init_all():
         for layer in decoder_layers(root.model):
             layer.unshard()
-            layer.apply(start)
+            layer.apply(init)
             layer.reshard()
-        root.apply(start)
+        root.apply(init)
 
-    root(start_all)
+    root(init_all)
     root.reshard()
 
 
 def decoder_layers(model) -> list[nn.Module]:
-    """The layers of every stack as deep as the model; in a nested stack, the outer one's."""
+    """The layers of every stack as deep as the model; of nested stacks, the outer one's."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     return [layer for name in outer for layer in model.get_submodule(name)]
@@ -113,13 +142,13 @@ def fsdp_modules(root) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-def supports_integer_params(ranks: ProcessGroups) -> bool:
-    """Shards and gathers one packed parameter: torch takes integer ones since 2026 only. Collective."""
-    module = nn.Linear(2, 2 * ranks.dims.shards, bias=False).to(ranks.mesh.device_type)
-    codes = torch.arange(6 * ranks.dims.shards, dtype=torch.uint8).view(-1, 3)
-    module.packed = nn.Parameter(codes.to(ranks.mesh.device_type), requires_grad=False)
+def supports_integer_params(groups: ProcessGroups) -> bool:
+    """Probes it: shards and gathers one packed parameter; torch supports integer ones since 2026. Collective."""
+    module = nn.Linear(2, 2 * groups.dims.shards, bias=False).to(groups.mesh.device_type)
+    codes = torch.arange(6 * groups.dims.shards, dtype=torch.uint8).view(-1, 3)
+    module.packed = nn.Parameter(codes.to(groups.mesh.device_type), requires_grad=False)
     try:
-        fully_shard(module, mesh=ranks.mesh["shard"])
+        fully_shard(module, mesh=groups.mesh["shard"])
         module.unshard()
         return torch.equal(module.packed.cpu(), codes)
     except (RuntimeError, ValueError, TypeError):
@@ -127,6 +156,7 @@ def supports_integer_params(ranks: ProcessGroups) -> bool:
 
 
 def view_as_bf16(model) -> None:
+    """Views every packed weight as bf16 of the same bytes."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.hold_as_bf16()
@@ -134,7 +164,7 @@ def view_as_bf16(model) -> None:
 
 @contextlib.contextmanager
 def unsharded(root):
-    """Every parameter whole on every rank, so that any code may read it and forwards exchange nothing. Collective at entry."""
+    """Every parameter in full on every rank, so that forwards communicate nothing. Collective at entry."""
     modules = fsdp_modules(root)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -142,61 +172,7 @@ def unsharded(root):
     try:
         yield
     finally:
-        for module in modules:  # the root's own are needed again at once by backward, so FSDP keeps them between
+        for module in modules:
+            # FSDP keeps the root's own parameters until backward, which needs them first.
             module.set_reshard_after_forward(root.reshard_after_forward and module is not root, recurse=False)
             module.reshard()
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a parameter that this rank holds, on the same memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_sharded(parameter) -> bool:
-    """Whether ranks hold its rows apart."""
-    return isinstance(parameter, DTensor)
-
-
-def full_shape(parameter) -> torch.Size:
-    """A parameter's own shape; under DeepSpeed's ZeRO-3 the parameter itself has none between forwards."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def local_params(named: dict) -> dict:
-    """{name: what the optimizer updates}: the parameter itself, or this rank's rows of it. None where it has no row."""
-    out = {}
-    for name, parameter in named.items():
-        if isinstance(parameter, DTensor):
-            rows = local_shard(parameter.detach())
-            out[name] = nn.Parameter(rows) if rows.numel() else None
-        else:
-            out[name] = parameter
-    return out
-
-
-def move_gradients(named: dict, held: dict) -> None:
-    """Hands each sharded gradient to the rows that the optimizer updates."""
-    for name, parameter in named.items():
-        if held[name] is not None and held[name] is not parameter:
-            held[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
-
-
-@torch.no_grad()
-def all_reduce_gradients(parameters: list, ranks: ProcessGroups, over: str) -> None:
-    """Adds up the gradients of these parameters over a group of ranks, in buckets. A gradient that a rank lacks is zero there."""
-    if over not in ranks.groups or not parameters:
-        return
-    present = ranks.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64), over)
-    parameters = [p for p, some in zip(parameters, present.tolist(), strict=True) if some]
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    bucket, size = [], 0
-    for i, p in enumerate(parameters):
-        bucket.append(p.grad)
-        size += p.grad.nbytes
-        if size >= BUCKET_BYTES or i == len(parameters) - 1 or parameters[i + 1].grad.dtype != p.grad.dtype:
-            flat = ranks.all_reduce(torch.cat([g.reshape(-1) for g in bucket]), over)
-            for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(part.view_as(g))
-            bucket, size = [], 0

@@ -1,7 +1,4 @@
-"""The ranks as torch sees them: how they meet, their mesh of devices, and the few collectives the engine calls itself.
-
-Every collective here is called by all ranks of the run at the same point. With one rank each returns what it was given.
-"""
+"""The ranks as torch sees them: rendezvous, process groups and mesh, and the collectives that the engine calls itself."""
 
 import json
 import os
@@ -22,52 +19,53 @@ COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a model
 
 
-def create_store(world: RankEnv):
-    """The store through which ranks exchange words before they train. Rank 0 opens it, the others find it."""
-    if world.launcher == "spawned":
-        if world.rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, world.size, True, LONGEST_WAIT, wait_for_workers=False)
-            write_port(world, store.port)
+def create_store(env: RankEnv):
+    """The rendezvous TCPStore; rank 0 hosts it."""
+    if env.launcher == "spawned":
+        if env.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, env.size, True, LONGEST_WAIT, wait_for_workers=False)
+            write_port(env, store.port)
             return store
-        world = wait_for_port(world)
-        return dist.TCPStore("127.0.0.1", world.port, world.size, False, LONGEST_WAIT)
-    os.environ.setdefault("MASTER_ADDR", world.host)
-    os.environ.setdefault("MASTER_PORT", str(world.port))
-    store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=LONGEST_WAIT))
-    # torchrun's store outlives a restart: what the ranks before wrote there must not be read again.
+        env = wait_for_port(env)
+        return dist.TCPStore("127.0.0.1", env.port, env.size, False, LONGEST_WAIT)
+    os.environ.setdefault("MASTER_ADDR", env.host)
+    os.environ.setdefault("MASTER_PORT", str(env.port))
+    store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=LONGEST_WAIT))
+    # torchrun's store outlives a restart: what the ranks before it wrote must not be read again.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def start_watchdog(world: RankEnv, store, timeout_s: float, stacks, speak) -> Watchdog:
-    """The started thread that notices a rank that is gone; see finetune/ranks.py."""
-    if world.rank == 0:
+def start_watchdog(env: RankEnv, store, timeout_s: float, stacks, log_error) -> Watchdog:
+    """The started thread that notices a rank that is gone; see distributed/watchdog.py."""
+    if env.rank == 0:
         listener = Watchdog.listen()
-        host = "127.0.0.1" if world.size == world.local_size else os.environ["MASTER_ADDR"]
+        host = "127.0.0.1" if env.size == env.local_size else os.environ["MASTER_ADDR"]
         store.set("watch", json.dumps([host, listener.getsockname()[1]]))
-        started = Watchdog(world, timeout_s, stacks, speak, peer_is_gone, listener=listener)
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, listener=listener)
     else:
         address = tuple(json.loads(store.get("watch")))
-        started = Watchdog(world, timeout_s, stacks, speak, peer_is_gone, address=address)
-    started.start()
-    return started
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, address=address)
+    watchdog.start()
+    return watchdog
 
 
-def init_process_group(world: RankEnv, store, device: torch.device, timeout_s: float) -> None:
-    """Makes this process a member of the group of all ranks. Loopback where all are on this machine."""
-    if world.size == world.local_size:
+def init_process_group(env: RankEnv, store, device: torch.device, timeout_s: float) -> None:
+    """Joins the default process group. Over loopback if all ranks are on this host."""
+    if env.size == env.local_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     else:
-        interface = network_interface(world, store, timeout_s)
-        if interface:  # gloo alone would take whatever the host's name stands for
+        interface = network_interface(env, store, timeout_s)
+        if interface:  # gloo alone would take whatever the host's name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type in COMMUNICATION:
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
         COMMUNICATION.get(device.type, "gloo"),
         store=dist.PrefixStore("ranks", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s + GRACE_S),  # the watch is first: it leaves the stacks
+        rank=env.rank,
+        world_size=env.size,
+        # The watchdog is first: it leaves the stacks.
+        timeout=timedelta(seconds=timeout_s + GRACE_S),
     )
 
 
@@ -76,22 +74,22 @@ def destroy_process_group() -> None:
     dist.destroy_process_group()
 
 
-def peer_is_gone(error: BaseException) -> bool:
-    """Whether a collective broke because of another rank: gloo and the store raise plain RuntimeErrors of their own words."""
+def is_peer_failure(error: BaseException) -> bool:
+    """True if a collective failed because of another rank: gloo and the store raise plain RuntimeErrors."""
     words = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "gloo", "Broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-# Which ranks a collective is between, by the axes on which they differ.
+# Axes over which the ranks of a group differ.
 GROUPS = {
-    "data": ("dp_replicate", "dp_shard", "cp"),  # all that hold the same part of each weight or a row of it
+    "data": ("dp_replicate", "dp_shard", "cp"),  # all that hold the same weights, or rows of the same weights
     "shard": ("dp_shard", "cp"),
     "cp": ("cp",),
     "tp": ("tp",),
     "pp": ("pp",),
-    "pp back": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
-}  # and "ends": the first and the last stage, of those that are one of the two
-HEADER = 10  # numbers that go before a tensor whose shape the receiver does not know
+    "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
+}  # and "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table
+HEADER_SIZE = 10  # integers sent before a tensor whose shape the receiver does not know: dtype and shape
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -106,35 +104,36 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This rank among those of the run, with the collectives that the engine needs. `mesh` None: it is alone.
+    """This rank, its device, and the collectives that the engine calls itself.
 
-    `groups`: {name in GROUPS: process group} of those with several members.
+    Every method that communicates is collective; in a single process (`mesh` None) each returns what it was given.
+    `process_groups`: {name in GROUPS: process group} of those with several members.
     """
 
     rank: int = 0
     dims: ParallelDims = field(default_factory=ParallelDims)
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
-    groups: dict = field(default_factory=dict)
+    process_groups: dict = field(default_factory=dict)
 
     @classmethod
-    def of(cls, world: RankEnv | None, dims: ParallelDims, device: torch.device) -> "ProcessGroups":
-        """The ranks of a run whose processes have joined. Collective."""
-        if world is None or world.size == 1:
+    def of(cls, env: RankEnv | None, dims: ParallelDims, device: torch.device) -> "ProcessGroups":
+        """The groups of a run whose ranks have called init_process_group. Collective."""
+        if env is None or env.size == 1:
             return cls(device=device)
         shape = (dims.pp, dims.dp_replicate, dims.shards, dims.tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "shard", "tp"))
-        groups = {name: _group(dims, world.rank, axes) for name, axes in GROUPS.items()}
+        groups = {name: _group(dims, env.rank, axes) for name, axes in GROUPS.items()}
         if dims.pp > 1:
-            groups["ends"] = _group(dims, world.rank, ("pp",), ends=True)
-        return cls(world.rank, dims, device, mesh, {name: group for name, group in groups.items() if group})
+            groups["embedding"] = _group(dims, env.rank, ("pp",), ends_only=True)
+        return cls(env.rank, dims, device, mesh, {name: group for name, group in groups.items() if group})
 
     @property
-    def alone(self) -> bool:
+    def single_process(self) -> bool:
         return self.mesh is None
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place on an axis of the degrees."""
+        """This rank's coordinate on an axis of the degrees."""
         return self.dims.coordinates(self.rank)[axis]
 
     @property
@@ -149,16 +148,12 @@ class ProcessGroups:
     def sharded(self) -> bool:
         return self.dims.shards > 1
 
-    def all_reduce(self, tensor: torch.Tensor, over: str) -> torch.Tensor:
-        """`tensor`, with the sum over the ranks of a group in it."""
-        if over in self.groups:
-            dist.all_reduce(tensor, group=self.groups[over])
-        return tensor
+    # ---- over all ranks
 
     def all_gather_scalars(self, numbers: list) -> np.ndarray:
-        """Every rank's numbers, a row a rank; float64."""
+        """[world_size, len(numbers)] float64: every rank's numbers."""
         mine = torch.tensor([numbers], dtype=torch.float64)
-        if self.alone:
+        if self.single_process:
             return mine.numpy()
         rows = torch.zeros(self.dims.world_size, len(numbers), dtype=torch.float64)
         rows[self.rank] = mine
@@ -169,12 +164,12 @@ class ProcessGroups:
         return self.all_gather_scalars([number]).max()
 
     def broadcast_object(self, value, rank: int = 0):
-        """The JSON value of one rank, on every rank."""
-        return value if self.alone else self.all_gather_object(value if self.rank == rank else None)[rank]
+        """One rank's JSON value, on every rank."""
+        return value if self.single_process else self.all_gather_object(value if self.rank == rank else None)[rank]
 
     def all_gather_object(self, value) -> list:
-        """Every rank's JSON value, in their order."""
-        if self.alone:
+        """Every rank's JSON value, by rank."""
+        if self.single_process:
             return [value]
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = self.all_gather_scalars([len(mine)])[:, 0].astype(int)
@@ -183,72 +178,78 @@ class ProcessGroups:
         return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded), sizes, strict=True)]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of this shape, in their order."""
-        if self.alone:
+        """Every rank's tensor of this shape, by rank."""
+        if self.single_process:
             return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.dims.world_size)]
-        dist.all_gather(found, tensor)
-        return found
+        gathered = [torch.empty_like(tensor) for _ in range(self.dims.world_size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
 
-    # ---- parts of weights
+    # ---- within a group
 
-    def local_rows(self, rows: int) -> slice:
-        """Which of `rows` this rank holds: ceil(rows / shards) each, fewer or none on the last ones, as torch.chunk cuts."""
-        each, at = -(-rows // self.dims.shards), self.dims.shard_rank(self.rank)
-        return slice(min(at * each, rows), min((at + 1) * each, rows))
+    def all_reduce(self, tensor: torch.Tensor, group: str) -> torch.Tensor:
+        """Sums `tensor` in place over a group."""
+        if group in self.process_groups:
+            dist.all_reduce(tensor, group=self.process_groups[group])
+        return tensor
 
-    def all_gather_rows(self, part: torch.Tensor, rows: int) -> torch.Tensor:
-        """The tensor of `rows` rows that the ranks of one shard group hold in parts, on the CPU. Collective."""
-        part = part.detach().cpu()
+    def local_rows(self, num_rows: int) -> slice:
+        """This rank's rows of `num_rows`: ceil(num_rows / shards), fewer or none on the last ranks, as torch.chunk splits."""
+        each, index = -(-num_rows // self.dims.shards), self.dims.shard_rank(self.rank)
+        return slice(min(index * each, num_rows), min((index + 1) * each, num_rows))
+
+    def all_gather_rows(self, shard: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The full tensor of `num_rows` rows from the shards of this rank's shard group, on the CPU."""
+        shard = shard.detach().cpu()
         if not self.sharded:
-            return part
-        each = -(-rows // self.dims.shards)
-        if len(part) < each:
-            part = torch.cat([part, part.new_zeros(each - len(part), *part.shape[1:])])
-        whole = part.new_empty(each * self.dims.shards, *part.shape[1:])
-        dist.all_gather(list(whole.split(each)), part.contiguous(), group=self.groups["shard"])
-        return whole[:rows]
+            return shard
+        each = -(-num_rows // self.dims.shards)
+        if len(shard) < each:
+            shard = torch.cat([shard, shard.new_zeros(each - len(shard), *shard.shape[1:])])
+        full = shard.new_empty(each * self.dims.shards, *shard.shape[1:])
+        dist.all_gather(list(full.split(each)), shard.contiguous(), group=self.process_groups["shard"])
+        return full[:num_rows]
 
     def tp_slice(self, size: int) -> slice:
-        """Which part of a dimension this rank of a tensor-parallel group holds."""
+        """This rank's slice of a dimension of `size` that is sharded over its tensor-parallel group."""
         each = size // self.dims.tp
         return slice(self.coordinate("tp") * each, (self.coordinate("tp") + 1) * each)
 
-    def tp_all_gather(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tensor whose pieces the ranks of one tensor-parallel group hold. Collective."""
+    def tp_all_gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
+        """The full tensor from the shards along `dim` of this rank's tensor-parallel group."""
         if self.dims.tp == 1:
-            return piece
-        pieces = [torch.empty_like(piece) for _ in range(self.dims.tp)]
-        dist.all_gather(pieces, piece.contiguous(), group=self.groups["tp"])
-        return torch.cat(pieces, dim)
+            return shard
+        shards = [torch.empty_like(shard) for _ in range(self.dims.tp)]
+        dist.all_gather(shards, shard.contiguous(), group=self.process_groups["tp"])
+        return torch.cat(shards, dim)
 
     def send_to_rank0(self, tensor: torch.Tensor | None, stage: int) -> torch.Tensor | None:
-        """On rank 0 the CPU tensor that the first rank of a pipeline stage has; others give theirs back. Collective."""
+        """On rank 0, the CPU tensor of a pipeline stage's first rank; the other ranks get their own back."""
         source = self.dims.rank_at({axis: 0 for axis in AXES} | {"pp": stage})
         if source == 0 or self.rank not in (0, source):
             return tensor
         if self.rank == source:
-            shape = [*tensor.shape, *[-1] * (HEADER - 1 - tensor.ndim)]
+            shape = [*tensor.shape, *[-1] * (HEADER_SIZE - 1 - tensor.ndim)]
             dist.send(torch.tensor([DTYPES.index(tensor.dtype), *shape]), 0)
             dist.send(tensor.contiguous(), 0)
             return tensor
-        header = torch.empty(HEADER, dtype=torch.int64)
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64)
         dist.recv(header, source)
         dtype, *shape = header.tolist()
-        found = torch.empty([n for n in shape if n >= 0], dtype=DTYPES[dtype])
-        dist.recv(found, source)
-        return found
+        received = torch.empty([n for n in shape if n >= 0], dtype=DTYPES[dtype])
+        dist.recv(received, source)
+        return received
 
 
-def _group(dims: ParallelDims, rank: int, axes: tuple, ends: bool = False):
-    """The process group of the ranks that differ from `rank` on `axes` alone; None where that is itself alone.
+def _group(dims: ParallelDims, rank: int, axes: tuple, ends_only: bool = False):
+    """The process group of the ranks that differ from `rank` on `axes` only; None if that is `rank` itself.
 
-    `ends`: only the first and the last of them. Every rank makes all such groups, in one order, as torch asks.
+    `ends_only`: of these, the first and the last. Every rank creates all groups in the same order, as torch requires.
     """
     mine = None
     for members in sorted({tuple(dims.group(other, *axes)) for other in range(dims.world_size)}):
         if len(members) > 1:
-            members = (members[0], members[-1]) if ends else members
+            members = (members[0], members[-1]) if ends_only else members
             group = dist.new_group(members)
             mine = group if rank in members else mine
     return mine

@@ -10,7 +10,7 @@ from finetune.distributed.launcher import write_failure, write_result
 from finetune.errors import EXPECTED, RankLostError
 from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.torch_engine.engine import device_of
+from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
     create_store,
     destroy_process_group,

@@ -1,0 +1,23 @@
+"""The device a rank trains on, and its compute threads."""
+
+import os
+
+import torch
+
+
+def device_of(backend: str, local_rank: int | None = None) -> torch.device:
+    """The device of a backend; of several ranks on one host, each takes its own if there are several devices."""
+    if local_rank is None or backend in ("cpu", "mps"):
+        return torch.device(backend)
+    return torch.device(backend, local_rank)
+
+
+def set_num_threads(local_ranks: int = 1) -> None:
+    """As many compute threads as cores this process may use, divided by the ranks on this host; the user's own setting wins."""
+    set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)
+    # torchrun sets 1 if the user set nothing.
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if set_by and not (local_ranks > 1 and by_torchrun):
+        return
+    if hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))

@@ -1,0 +1,117 @@
+"""Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
+
+import contextlib
+from functools import partial
+
+import numpy as np
+import torch
+
+from finetune.engine import IGNORE_INDEX, Batch
+from finetune.torch_engine import attention, loss
+from finetune.torch_engine.load import autocast_dtype
+from finetune.torch_engine.parallel import context
+from finetune.torch_engine.parallel.pipeline import SingleStage
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.tensor import copy_to_region
+from finetune.torch_engine.weights import parameter_counts
+
+
+def no_autocast():
+    """Takes the place of torch.autocast in precisions without it."""
+    return contextlib.nullcontext()
+
+
+class ModelForward:
+    """One microbatch through a transformers model, or through this rank's part of it.
+
+    `layout` and `head` are None until the checks have decided them: padding_free or padded; our chunked head or the model's
+    own. `checks`, `reference`: what was recorded while this rank held the full model, see checks.record_reference.
+    `parameter_counts`: (trainable, all) of the full model.
+    """
+
+    def __init__(self, model, settings, groups: ProcessGroups, pad_id: int):
+        self.model, self.settings, self.groups, self.pad_id = model, settings, groups, pad_id
+        self.device, self.pipeline = groups.device, SingleStage()
+        dtype = autocast_dtype(settings)
+        self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
+        self.casts = dtype is not None
+        self.layout, self.head, self.head_is_shared = None, None, False
+        self.shards_sequences = False  # context parallelism, once the model is distributed
+        self.checks, self.reference = None, None
+        self.parameter_counts = parameter_counts(model)
+
+    def set_attention(self) -> None:
+        """The attention that training runs through."""
+        if self.layout == "padding_free":
+            name = context.NAME if self.groups.dims.cp > 1 else attention.NAME
+        else:
+            name = attention.own_implementation(self.model)
+        self.model.set_attn_implementation(name)
+
+    def nll_fraction(self) -> float:
+        """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it together."""
+        return 1.0 if self.head_is_shared else 1.0 / self.groups.dims.tp
+
+    def empty_batch(self) -> Batch:
+        """Two tokens and no target: adds nothing to loss and gradients."""
+        ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
+        return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
+
+    def shape(self, batch: Batch) -> tuple[int, int]:
+        """(rows, positions) of the batch as this rank computes it."""
+        cp = self.groups.dims.cp
+        return batch.input_ids_BS.shape if cp == 1 else (1, 2 * -(-batch.input_ids_BS.size // (2 * cp)))
+
+    def inputs(self, batch: Batch) -> tuple[dict, torch.Tensor]:
+        """(the model's keyword arguments, labels) for the batch, or for this rank's shard of its sequence."""
+        shard_context = None
+        if self.shards_sequences:
+            batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.device)
+        labels = torch.from_numpy(batch.labels_BS).to(self.device)
+        inputs = {
+            "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
+            "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
+            "use_cache": False,
+        }
+        if self.layout == "padding_free":
+            documents = shard_context or attention.documents_of(batch.position_ids_BS, self.device)
+            inputs["documents"] = documents
+        else:
+            real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
+            inputs["attention_mask"] = real.to(self.device)
+        return self.pipeline.inputs(inputs), labels
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """[positions on this rank, V], fp32; on the last stage of a pipeline."""
+        with self.autocast():
+            return self.model(**self.inputs(batch)[0]).logits.flatten(0, 1).float()
+
+    def nll(self, batch: Batch) -> torch.Tensor:
+        """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline.
+
+        Of ranks that share the batch, this one's part.
+        """
+        inputs, labels = self.inputs(batch)
+        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        with self.autocast():
+            if self.head is None and not self.head_is_shared:
+                return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
+            hidden = base_model(self.model)(**inputs).last_hidden_state
+            copy = None
+            if self.head_is_shared:  # each rank of a tensor-parallel group computes the logits of some positions
+                copy = partial(copy_to_region, groups=self.groups)
+                hidden = copy(hidden)
+                at = tuple(index[self.groups.coordinate("tp") :: self.groups.dims.tp] for index in at)
+            return self.head.nll(hidden[at], labels[at], copy)
+
+    def _logits_at(self, inputs, at):
+        if self.layout == "padding_free":  # one row: an index tensor picks its target positions
+            return self.model(**inputs, logits_to_keep=at[1]).logits[0]
+        return self.model(**inputs).logits[at]
+
+
+def base_model(model):
+    """The model without its head: what returns last_hidden_state."""
+    candidates = (getattr(model, model.base_model_prefix, None), model.get_decoder(), getattr(model, "model", None))
+    return next((m for m in candidates if m is not None and m is not model), model)

@@ -1,0 +1,80 @@
+"""Distributes a loaded model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2 or DDP or ZeRO, CP."""
+
+from finetune.errors import PlanError
+from finetune.torch_engine import checks
+from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.parallel import fsdp
+from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
+from finetune.torch_engine.parallel.parallelism import Local, Parallelism
+from finetune.torch_engine.parallel.pipeline import Stage
+from finetune.torch_engine.parallel.placement import Placement
+from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+
+
+def parallelize(
+    model,
+    settings,
+    groups: ProcessGroups = SINGLE_PROCESS,
+    local_shards=None,
+    reshard_after_forward: bool = True,
+    distribution: str = "ptd",
+    pad_id: int = 0,
+) -> Parallelism:
+    """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
+
+    `local_shards`: this rank's rows, if it loaded only those. `distribution`: a key of accelerate_config.NAMES.
+    """
+    dims, forward = groups.dims, ModelForward(model, settings, groups, pad_id)
+
+    # Only a full model can show what its shards must compute: its checks and the logits to compare against.
+    if dims.tp * dims.pp > 1:
+        checks.record_reference(forward, settings.batch_layout)
+
+    tp_shards = tensor_parallel.shard_layers(model, groups)
+    if dims.pp > 1:
+        forward.pipeline = Stage(model, groups, settings.pp_schedule)
+    if settings.use_gradient_checkpointing == "true":
+        checkpoint_activations(model, settings.reentrant_checkpointing)
+    root = None
+    if groups.sharded and distribution == "fsdp2":
+        root = shard_with_accelerate(model, groups)
+    elif groups.sharded:
+        root = fsdp.shard(model, groups, reshard_after_forward, local_shards, settings.use_cpu_offload)
+    if local_shards is not None and settings.use_dora:
+        fsdp.init_dora_magnitudes(root, groups)
+
+    placement = Placement(model, groups, tp_shards, forward.pipeline)
+    if not placement.of_stage and dims.pp > 1:
+        raise PlanError(
+            f"--pp_degree {dims.pp}: nothing trains on stage {forward.pipeline.number}. Use a smaller degree."
+        )
+    parallel = _around(forward, placement, root, settings.no_sync, distribution)
+    if dims.cp > 1:
+        if forward.reference is None:
+            checks.record_reference(forward, settings.batch_layout, parallel)
+        forward.shards_sequences = True
+    return parallel
+
+
+def _around(forward: ModelForward, placement: Placement, root, no_sync: bool, distribution: str) -> Parallelism:
+    if root is not None:
+        return fsdp.FSDP2(forward, placement, root, no_sync)
+    if distribution == "ddp" and not placement.groups.single_process:
+        return AccelerateDDP(forward, placement)
+    if distribution.startswith("zero") and not placement.groups.single_process:
+        return DeepSpeedZero(forward, placement, int(distribution.removeprefix("zero")))
+    return Local(forward, placement)
+
+
+def checkpoint_activations(model, reentrant: bool) -> None:
+    """Recomputes each layer's activations in backward, by transformers' own checkpointing. Raises PlanError if it has none."""
+    if not model.supports_gradient_checkpointing:
+        raise PlanError(f"--use_gradient_checkpointing true: {type(model).__name__} does not support it. Use false.")
+    # transformers 5.23 renamed it; the older name still works, with a warning.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    if reentrant:  # reentrant checkpointing needs an input that requires a gradient
+        model.enable_input_require_grads()
+    else:  # transformers makes the input require one in any case, and the first layer would compute it for nothing
+        model.disable_input_require_grads()

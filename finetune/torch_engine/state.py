@@ -1,0 +1,185 @@
+"""The engine's state in and out: trainable weights, optimizer moments and random state, full or as this rank's shards.
+
+Names are those on disk (PEFT's for adapters), arrays are numpy. Every function is collective.
+"""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from finetune.errors import PlanError
+from finetune.safetensors_io import FROM_NUMPY, TensorShard
+from finetune.torch_engine import optim
+from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
+from finetune.torch_engine.parallel.placement import local_shard
+from finetune.torch_engine.save import StreamedSave
+
+
+class EngineState:
+    """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
+
+    def __init__(self, model, parallel, optimizer, scaler: optim.LossScaler, settings):
+        self.model, self.parallel, self.place = model, parallel, parallel.placement
+        self.groups, self.optimizer, self.scaler, self.settings = self.place.groups, optimizer, scaler, settings
+        self.is_rank0, self.reseeded = self.groups.rank == 0, False
+        # Weights of the model itself train, not adapters.
+        self.trains_base_weights = settings.train_type == "full" or settings.llama_pro_path is not None
+
+    def checkpoint_key(self, name: str) -> str:
+        return name if self.trains_base_weights else disk_name(name)
+
+    # ---- out
+
+    def trainable_state(self) -> dict[str, np.ndarray]:
+        """The trainable weights on rank 0, gathered one tensor at a time; empty on other ranks."""
+        full = {}
+        for name in self.place.trainable:
+            tensor = self.parallel.gather(name)
+            if self.is_rank0:
+                full[name] = tensor
+        if not self.is_rank0:
+            return {}
+        if not self.trains_base_weights:
+            full = to_disk(self.model, full, self.settings)
+        return {name: tensor.numpy() for name, tensor in full.items()}
+
+    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
+        """({'<name>.<moment>': array} on rank 0, JSON values)."""
+        shards, counts = self.parallel.moments()
+        dtypes = {}
+        for keys in self.groups.all_gather_object([[k, str(v.dtype)] for k, v in shards.items()]):
+            dtypes |= {key: dtype for key, dtype in keys if key not in dtypes}
+        tensors = {}
+        for key, dtype in dtypes.items():
+            name, _, moment = key.rpartition(".")
+            shard = None
+            if name in self.place.of_stage:
+                no_rows = np.zeros((0, *self.place.of_stage[name].shape[1:]), dtype)
+                shard = torch.from_numpy(shards.get(key, no_rows))
+            full = self.place.gather(name, shard)
+            if self.is_rank0:
+                tensors[f"{self.checkpoint_key(name)}.{moment}"] = full.numpy()
+        return tensors, self._values(counts)
+
+    def optimizer_values(self) -> dict:
+        """optimizer_state's JSON values only."""
+        return self._values(optim.counts(self.optimizer, self.parallel.local_params))
+
+    def _values(self, local_counts: dict) -> dict:
+        counts = {}
+        for of_rank in self.groups.all_gather_object(local_counts):
+            for key, count in of_rank.items():
+                name, _, moment = key.rpartition(".")
+                counts.setdefault(f"{self.checkpoint_key(name)}.{moment}", count)
+        return {"counts": counts, "scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps}
+
+    def writes_shards(self) -> bool:
+        """True if each rank can save its own shards: base weights train, sharded in ways that have a place in the full tensor."""
+        dims = self.groups.dims
+        sharded = dims.shards * dims.tp * dims.pp > 1
+        return self.settings.train_type == "full" and sharded and self.parallel.holds_slices
+
+    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
+        """(fp32 weights, moments) that this rank writes, each read when it is written."""
+        params = self.parallel.local_params
+        owned = {n: p for n, p in params.items() if p is not None and self.place.is_writer(n)}
+        weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
+        moments = [
+            self._shard(key.rpartition(".")[0], key, tensor, tensor.dtype)
+            for key, tensor in optim.moments(self.optimizer, owned)
+        ]
+        return weights, moments
+
+    def _shard(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorShard:
+        """`tensor` is placed as the parameter `name` is."""
+        slices = self.place.local_slice(name)
+        shape = tuple(s.stop - s.start for s in slices)
+        assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
+        word = FROM_NUMPY[str(dtype).removeprefix("torch.")]
+        offsets, full_shape = tuple(s.start for s in slices), self.place.full_shape(name)
+        return TensorShard(key, word, shape, lambda: tensor.to("cpu", dtype).contiguous().numpy(), offsets, full_shape)
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        """Random state of every rank on rank 0: its own under plain names, rank 1's under rank1.* and so on."""
+        states = {}
+        for name, state in self.local_rng_state().items():
+            for rank, tensor in enumerate(self.groups.all_gather(state)):
+                states[name if rank == 0 else f"rank{rank}.{name}"] = tensor.numpy()
+        return states if self.is_rank0 else {}
+
+    def local_rng_state(self) -> dict[str, torch.Tensor]:
+        device, state = self.groups.device, {"host": torch.get_rng_state()}
+        if device.type != "cpu":
+            state[device.type] = torch.get_device_module(device).get_rng_state()
+        return state
+
+    def write_model(self, folder, dtype: torch.dtype) -> None:
+        """A full model folder in `dtype`, as transformers loads it; gathered and written one tensor at a time."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        with self.parallel.gathered_for_saving():
+            state = self.model.state_dict(keep_vars=True)
+
+            def read(name):
+                tensor = state[name]
+                shard = None if tensor.is_meta else local_shard(tensor.detach())
+                return self.place.gather(name, shard) if name in parameters else shard.cpu()
+
+            trainable = self.place.trainable
+            shapes = {n: self.place.full_shape(n) if n in trainable else tuple(t.shape) for n, t in state.items()}
+            saving = StreamedSave.of(self.model, shapes, dtype)
+            if self.is_rank0:
+                saving.write(Path(folder), read)
+                return
+            for group in saving.turns:
+                for name in group:
+                    read(name)
+
+    # ---- in
+
+    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+        """Loads a checkpoint, one tensor at a time if its tensors are read by slices. Raises PlanError if they do not match.
+
+        Random state of another world size fits no rank: each is then seeded from rank 0's state and its own rank, and
+        `reseeded` is set.
+        """
+        self.load_trainable(trainable)
+        names = {self.checkpoint_key(n): n for n in self.place.trainable}
+        self.parallel.load_moments(names, optimizer, values["counts"])
+        self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
+        saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
+        if saved_ranks == self.groups.dims.world_size:
+            prefix = f"rank{self.groups.rank}." if self.groups.rank else ""
+            local = self.local_rng_state()
+            self.set_rng_state({name: rng[prefix + name] for name in local if prefix + name in rng})
+        else:
+            self.reseeded = True
+            self.seed(zlib.crc32(np.asarray(rng["host"]).tobytes()))
+
+    def load_trainable(self, trainable: dict) -> None:
+        names = {self.checkpoint_key(n): n for n in self.place.trainable}
+        if not self.trains_base_weights:
+            trainable = from_disk(self.model, self.place.trainable, trainable, self.settings)
+        if set(names) != set(trainable):
+            odd = sorted(set(names) ^ set(trainable))[0]
+            raise PlanError(f"--resume: the checkpoint and this run train different tensors, such as {odd}.")
+        for key, name in names.items():
+            full, shape = trainable[key], self.place.full_shape(name)
+            if shape != tuple(full.shape):
+                raise PlanError(f"--resume: {key} is {tuple(full.shape)} on disk, {shape} here.")
+            self.parallel.copy_weight(name, full)
+
+    def set_rng_state(self, rng) -> None:
+        torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
+        device = self.groups.device
+        if device.type in rng:
+            state = torch.from_numpy(np.array(rng[device.type]))
+            torch.get_device_module(device).set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        """Each rank draws its own dropout, those of one tensor-parallel group the same; rank 0 as a single process would."""
+        groups, dims = self.groups, self.groups.dims
+        at = dims.coordinates(groups.rank)
+        index = (at["pp"] * dims.data_ranks + groups.data_rank) * dims.cp + at["cp"]
+        torch.manual_seed(seed + 1_000_003 * index)
