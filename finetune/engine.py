@@ -5,6 +5,7 @@ to end.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -60,28 +61,87 @@ class MemoryStats:
 
 
 class Engine(Protocol):
-    """The interface of a training engine. Arrays are numpy; tensor names are PEFT's or transformers'."""
+    """Everything that the loop, evaluation, checkpoints and the scripts use of a framework; no caller reaches past it.
 
-    def train_step(self, microbatches: list[Batch], lr: float) -> StepResult: ...
+    Arrays are numpy; tensor names are PEFT's or transformers'. With several ranks, every method that touches weights and every
+    collective is called by all of them at the same point; state and files come from rank 0.
+    """
+
+    # ---- what it is
+
+    rank: int
+    data_rank: int  # which share of a step's rows this rank takes
+    pad_id: int
+    layout: str  # padding_free or padded, once `verify` has decided
+
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    def context_limit(self) -> int | None:
+        """Maximum positions, if the model's config gives them."""
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(trainable, all) parameters of the full model; a packed weight counts as the parameters it represents."""
+
+    def notices(self) -> list[str]:
+        """What a reader of the run should know of the loaded model."""
+
+    # ---- before the first step
+
+    def verify(self, batch_layout: str) -> dict:
+        """{"batch_layout": (used, reason)} by checks on the loaded model. Raises PlanError. Call it once, before anything else."""
+
+    def try_step(self, batch: Batch, several: bool) -> None:
+        """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch. OutOfMemoryError."""
+
+    # ---- step
+
+    def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
+        """One optimizer step over the targets of all microbatches. NonFiniteError leaves weights and moments unchanged."""
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
         """(summed NLL, number of targets), without gradients and dropout; returns early once `stop()` is true."""
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None
-    ) -> list[list[int]]: ...
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, **sampling
+    ) -> list[list[int]]:
+        """New token ids per prompt, without the stop token; greedy unless sampling says otherwise.
+
+        `stop_row(row, ids)` ends a row early. `sampling`: on_token, temperature, top_k, top_p.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Seeds dropout and sampling."""
 
     def full_weights(self):
         """Context with all-gathered weights, in which ranks may generate independently."""
 
+    # ---- collectives
+
     def all_reduce_max(self, number: int) -> int:
-        """All-reduce max over ranks. Collective, like all methods below."""
+        """Maximum over ranks."""
 
     def all_reduce_sum(self, number: float) -> float:
-        """All-reduce sum over ranks."""
+        """Sum over ranks that answer for different rows."""
 
     def all_gather_object(self, value) -> list:
-        """All-gather of JSON values, in rank order."""
+        """Every rank's JSON value, in rank order."""
+
+    def broadcast_object(self, value):
+        """Rank 0's JSON value."""
+
+    def shard_list(self, items: list) -> list:
+        """This rank's share of the items."""
+
+    # ---- state
+
+    reseeded: bool  # True if a checkpoint of another world size was loaded, so that dropout differs
+    writes_shards: (
+        bool  # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it
+    )
+
+    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
+        """(weight shards, optimizer state shards) that this rank writes."""
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Trainable weights by checkpoint name. Arrays may alias the engine's memory: use them before the next step."""
@@ -89,16 +149,31 @@ class Engine(Protocol):
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """Optimizer state: (tensors named '<parameter>.<moment>', JSON values such as the loss scale)."""
 
-    writes_parts: bool  # True if each rank can save its own shards, in place of the two methods above
-
-    def parts(self) -> tuple[list[TensorShard], list[TensorShard]]:
-        """(weight shards, optimizer state shards) that this rank writes."""
-
     def optimizer_values(self) -> dict:
         """The JSON values of optimizer_state."""
 
-    def rng_state(self) -> dict[str, np.ndarray]: ...
+    def rng_state(self) -> dict[str, np.ndarray]:
+        """Random state of every rank."""
 
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None: ...
+    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+        """Loads what the methods above return. Raises PlanError if it does not match what trains here."""
 
-    def memory(self) -> MemoryStats: ...
+    def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
+        """{file: JSON} beside the weights, so that others can load them."""
+
+    def write_model(self, folder: Path) -> None:
+        """A full model folder, as transformers loads it."""
+
+    # ---- memory and profiling
+
+    def begin_memory(self, baseline: int) -> int:
+        """Peak bytes of loading above `baseline`; counts training from now on."""
+
+    def memory(self) -> MemoryStats:
+        """Peak since the last call, by item."""
+
+    def reset_memory(self) -> int:
+        """Peak bytes since the last call, which then starts again: evaluation's are not training's."""
+
+    def profiler(self, written: list):
+        """A context that yields a function to call after each step; appends the files it writes to `written`."""
