@@ -92,7 +92,8 @@ class _Resolver:
         self.backend, self.caps, self.shape = backend, capabilities, shape
         self.demo, self.kept = demo_defaults(self.requested), dict(kept or {})
         self.kept_rows = self.kept.pop("rows_per_step", None)
-        self.values = {**DEFAULTS, **self.demo, **self.kept, **self.requested}
+        left_open = {k: v for k, v in self.kept.items() if self.requested.get(k) == "auto"}
+        self.values = {**DEFAULTS, **self.demo, **self.kept, **self.requested, **left_open}
         self.adjustments, self.notices = [], []
         self.world, self.num_devices, self.dims, self.local_size = None, 1, ParallelDims(), 1
         self.environment, self.distribution = {}, "ptd"
