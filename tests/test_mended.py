@@ -212,8 +212,9 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(run, rows_file, tmp_path)
     assert read_events(tmp_path / "out", "end")[-1]["exit_code"] == 65
 
 
-def test_a_resumed_run_keeps_the_precision_it_settled(run, tmp_path):
-    run(max_steps=2, save_every=1, precision="auto")
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_a_resumed_run_keeps_the_precision_it_settled(run, tmp_path, asked):
+    run(max_steps=2, save_every=1, precision=asked)
     file = tmp_path / "out" / "run_plan.json"
     plan = json.loads(file.read_text())
     # As a machine of the other kind would have settled.
