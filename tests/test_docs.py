@@ -25,6 +25,7 @@ from finetune.data.formats import detect_format
 from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
+from finetune.plan.run_plan import TrainState
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "dev/LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,7 +164,7 @@ def test_snippets_import_what_exists_and_run_where_they_are_cheap(page, info, te
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
             assert {k.arg for k in node.keywords} <= set(NAMES), page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
-            assert node.attr in train.plan.TrainState.__dataclass_fields__, page
+            assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:
         monkeypatch.chdir(tmp_path)
         exec(compile(tree, page, "exec"), {"__name__": "snippet"})
@@ -244,9 +245,9 @@ def test_flags_are_fields_are_rows_of_the_page():
     assert set(FIELDS) == set(TrainConfig.__dataclass_fields__) == set(NAMES.values())
 
 
-def test_the_readme_has_every_exit_code():
+def test_every_exit_code_is_documented():
     codes = {c.exit_code for c in vars(errors).values() if isinstance(c, type) and hasattr(c, "exit_code")}
-    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "README.md").read_text(), re.M)
+    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/getting_started.md").read_text(), re.M)
     assert {int(c) for row in rows for c in row.split(",")} == codes | {0, 1, 130, 143}
 
 
