@@ -1,4 +1,4 @@
-"""Writes the tables of docs/quantization.md: which methods there are, and what each did when probed on this machine.
+"""Writes the tables of docs/quantization.md: the methods, and the result of each pair's probe on this machine.
 
 python docs/make_quantization.py
 """
@@ -19,31 +19,29 @@ BEGIN, END = "<!-- {}: written by docs/make_quantization.py -->", "<!-- end of {
 
 
 def between(page: str, name: str, lines: list[str]) -> str:
-    """The page with these lines in the place marked `name`."""
+    """The page with these lines in the section marked `name`."""
     begin, end = BEGIN.format(name), END.format(name)
     head, rest = page.split(begin)
     return head + "\n".join([begin, "", *lines, "", end]) + rest.split(end)[1]
 
 
 def methods() -> list[str]:
-    """The table of METHODS."""
-    lines = [
-        "| `--quantization_backend` | `--n_bits` | `--quant_type` | `--group_size` | `--double_quant` | needs | what it is |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """The table of METHODS as Markdown lines."""
+    flags = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant")
+    head = [*(f"`--{flag}`" for flag in flags), "needs", "what it is"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, m in quantization_wrapper.METHODS.items():
         books = sorted({book for books in m.quant_types.values() for book in books})
         groups = f"{m.group_sizes[0]} to {m.group_sizes[-1]}"
         double = ", ".join(map(str, m.double_quant)) + " bits" if m.double_quant else "no"
-        lines.append(
-            f"| `{name}` | {', '.join(map(str, sorted(m.bits)))} | {', '.join(f'`{b}`' for b in books)} | {groups} | {double} | "
-            f"{m.package or 'torch alone'} | {m.summary} |"
-        )
+        bits, types = ", ".join(map(str, sorted(m.bits))), ", ".join(f"`{b}`" for b in books)
+        row = (f"`{name}`", bits, types, groups, double, m.package or "torch alone", m.summary)
+        lines.append("| " + " | ".join(row) + " |")
     return lines
 
 
 def probed() -> list[str]:
-    """What each pair did here."""
+    """The result of every (method, bits) pair's probe as Markdown lines; failures are listed below the table."""
     manager = BackendManager(verbose=False) if len(sys.argv) < 2 else BackendManager(sys.argv[1], verbose=False)
     found = doctor.examine(manager)
     torch, cpu = found["versions"]["torch"], found["cpu"]["model"]
@@ -52,7 +50,7 @@ def probed() -> list[str]:
     lines += ["| " + " | ".join(doctor.HEAD) + " |", "|" + "---|" * len(doctor.HEAD)]
     lines += ["| " + " | ".join(row) + " |" for row in doctor.rows(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
-    return lines + [""] * bool(failed) + [f"- `{pair}` fails there: {why}" for pair, why in failed.items()]
+    return lines + [""] * bool(failed) + [f"- `{pair}` fails: {why}" for pair, why in failed.items()]
 
 
 if __name__ == "__main__":
