@@ -37,10 +37,10 @@ class QuantizationMethod(str, Enum):
 class Method:
     """A row of METHODS. `module`: has quantize and dequantize.
 
-    `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`:
-    must be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
-    `groups_fill_rows`: groups must fill a row. `whole`: bit widths whose result depends on the full matrix, not only on the
-    row.
+    `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`: must
+    be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
+    `groups_fill_rows`: groups must fill a row. `whole`: bit widths whose result depends on the full matrix, not only on
+    the row.
     """
 
     module: str

@@ -100,10 +100,12 @@ def check_environment(overrides: dict) -> None:
 
 
 def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None):
-    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen. The model is in evaluation mode.
+    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
 
-    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`: a
-    checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
+    The model is in evaluation mode.
+
+    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
+    a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     from finetune.torch_engine import load
 
@@ -249,7 +251,10 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outp
 
 
 def join_groups(plan: RunPlan, env: RankEnv):
-    """(process groups with this rank's device, its rows if it loads only those, process memory after imports). Collective."""
+    """(process groups with this rank's device, its rows if it loads only those, process memory after imports).
+
+    Collective.
+    """
     from finetune.torch_engine.device import device_of, set_num_threads
     from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.memory_stats import current_resident_bytes

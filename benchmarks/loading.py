@@ -1,8 +1,8 @@
 """Peak memory of loading a large checkpoint: ours (streamed to 4 bits) beside from_pretrained followed by quantization.
 
-python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if missing
-python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk)
-python benchmarks/loading.py --ranks 2                each of two FSDP2 ranks, that reads its rows, or cuts a whole load
+python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if
+missing python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk) python benchmarks/loading.py
+--ranks 2                each of two FSDP2 ranks, that reads its rows, or cuts a whole load
 
 Each way runs in a process of its own; RssAnon is read every 2 ms, above the process after its imports.
 """
@@ -224,7 +224,8 @@ def over_ranks(args, folder: Path) -> None:
             r = max((json.loads(text.splitlines()[-1]) for text in said), key=lambda r: r["peak"])
             allowed = 1.05 * r["own"] + 2 * r["slice"]
             print(
-                f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} {allowed / GIB:17.3f} "
+                f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} "
+                f"{allowed / GIB:17.3f} "
                 f"{'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}",
                 flush=True,
             )

@@ -106,7 +106,8 @@ def main():
         ratios = [ours["seconds"] / r["seconds"] for ours, r in zip(results["nf4/4"], found, strict=True)]
         print(
             f"{pair:12} {statistics.median(ratios):6.2f} [{min(ratios):.2f}..{max(ratios):.2f}] "
-            f"{found[0]['base'] / results['nf4/4'][0]['base']:12.2f} {statistics.median(r['quantizing'] for r in found):16.2f} "
+            f"{found[0]['base'] / results['nf4/4'][0]['base']:12.2f} "
+            f"{statistics.median(r['quantizing'] for r in found):16.2f} "
             f"{found[0]['loss']:18.5f}"
         )
 

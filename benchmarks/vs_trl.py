@@ -3,9 +3,9 @@
     pip install -r requirements-bench.txt
     python benchmarks/vs_trl.py --precision fp32 --rounds 3
 
-Each figure is one process; the competitors take turns, so that a machine whose speed drifts treats all alike. TRL runs as
-shipped (padded rows) and tuned (padding_free, a heap that is not trimmed). --workload demo trains the demo's rows on its model
-with all cores and reports the seconds to a loss of 0.05.
+Each figure is one process; the competitors take turns, so that a machine whose speed drifts treats all alike. TRL runs
+as shipped (padded rows) and tuned (padding_free, a heap that is not trimmed). --workload demo trains the demo's rows on
+its model with all cores and reports the seconds to a loss of 0.05.
 """
 
 import argparse
@@ -284,7 +284,8 @@ def main():
                 results[name].append(run_child(args, name, folder))
                 print(f"round {number + 1} {name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
     print(
-        f"{args.workload} {args.precision}{' nf4' if args.quant else ''}, {args.threads} thread(s), n = {args.rounds}, median [min..max]"
+        f"{args.workload} {args.precision}{' nf4' if args.quant else ''}, {args.threads} thread(s), n = {args.rounds}, "
+        "median [min..max]"
     )
     for figure in ("tokens_per_cpu_s", "tokens_per_s", "first_step_s", "peak_MiB", "to_loss_s"):
         print(f"  {figure:18}" + "  ".join(f"{n} {shown([r[figure] for r in results[n]])}" for n in names))

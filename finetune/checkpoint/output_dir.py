@@ -115,9 +115,9 @@ def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
 class OutputDir:
     """The output_dir while this process holds its lock, as a context.
 
-    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that others
-    can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own files; set by
-    check_shared_filesystem.
+    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
+    others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
+    files; set by check_shared_filesystem.
     """
 
     in_parts = False
@@ -135,7 +135,8 @@ class OutputDir:
         if holds_a_run(self.root) and not plan.resume_from and not plan.settings.overwrite:
             self.close()
             raise PlanError(
-                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true to "
+                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true "
+                "to "
                 "replace it."
             )
 
@@ -152,7 +153,9 @@ class OutputDir:
         self.identity = {"vocab_size": vocab_size, "base model": plan.files.digest, "dataset": data.train.digest()}
 
     def restore_or_begin(self, engine, plan: RunPlan, data, say) -> tuple[TrainState, int | None, Path | None]:
-        """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None); then the folder is this run's.
+        """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
+
+        Then the folder is this run's.
 
         `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
         """
@@ -169,7 +172,8 @@ class OutputDir:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
                 raise PlanError(
-                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger one."
+                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger "
+                    "one."
                 )
             state.total_steps, state.status = total_steps, "running"
         dropped = self.begin(state.step if plan.resume_from else None)

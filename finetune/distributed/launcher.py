@@ -29,8 +29,8 @@ ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
     """Spawns `number` local ranks of `program` with the plan `wire`, waits, and returns the result of rank 0.
 
-    Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call. `listening`: a
-    context manager that forwards signals to its argument (launch.Stop.forwarding).
+    Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call.
+    `listening`: a context manager that forwards signals to its argument (launch.Stop.forwarding).
     """
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
@@ -89,7 +89,10 @@ def _send(child, number: int, group: bool = False) -> None:
 
 
 def _failure(folder: Path, codes: list):
-    """The exception that caused_by_peer how the ranks failed, or None. The root cause takes precedence over RankLostError."""
+    """The exception that caused_by_peer how the ranks failed, or None.
+
+    The root cause takes precedence over RankLostError.
+    """
     told = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
     told.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]

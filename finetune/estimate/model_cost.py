@@ -1,4 +1,6 @@
-"""Sizes that every memory formula reads: the largest microbatch of a run, and a model's weights under the run's settings."""
+"""Sizes that every memory formula reads: the largest microbatch of a run, and a model's weights under the run's
+settings.
+"""
 
 import re
 from dataclasses import dataclass, field

@@ -9,7 +9,10 @@ ENGINES = ("torch",)
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
-    """(manager of the backend, one that detection preferred but no engine of this version runs or None). Raises PlanError."""
+    """(manager of the backend, one that detection preferred but no engine of this version runs or None).
+
+    Raises PlanError.
+    """
     name = name or os.environ.get("FSDP_BACKEND") or None
     try:
         manager = BackendManager(name, verbose=False)

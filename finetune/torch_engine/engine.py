@@ -1,4 +1,7 @@
-"""TorchEngine: one optimizer step on any torch device, for any transformers model. See finetune/engine.py for the protocol."""
+"""TorchEngine: one optimizer step on any torch device, for any transformers model.
+
+See finetune/engine.py for the protocol.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -20,10 +23,12 @@ from finetune.torch_engine.weights import config_dtype
 
 
 class TorchEngine:
-    """A model, however it is distributed, its optimizer and its random state. `verify` must run once before the first step.
+    """A model, however it is distributed, its optimizer and its random state.
 
-    Every method that touches weights is collective; state and files come from rank 0. `base_config`:
-    the model's config.json.
+    `verify` must run once before the first step.
+
+    Every method that touches weights is collective; state and files come from rank 0. `base_config`: the model's
+    config.json.
     """
 
     def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
@@ -56,10 +61,12 @@ class TorchEngine:
         ]
 
     def try_step(self, batch: Batch, several: bool) -> None:
-        """One step on `batch`, undone: weights, moments and random state are exactly as before. Raises OutOfMemoryError.
+        """One step on `batch`, undone: weights, moments and random state are exactly as before.
 
-        Learning rate 0 keeps the weights; moments are allocated first, as they are in every later step, and dropped at the
-        end. `several`: gradients are allocated too, as they are between the microbatches of one step.
+        Raises OutOfMemoryError.
+
+        Learning rate 0 keeps the weights; moments are allocated first, as they are in every later step, and dropped at
+        the end. `several`: gradients are allocated too, as they are between the microbatches of one step.
         """
         assert not self.optimizer.state and self.groups.single_process, "only before a single process's first step"
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
@@ -84,7 +91,10 @@ class TorchEngine:
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments unchanged."""
+        """One optimizer step over the microbatches' targets together.
+
+        NonFiniteError leaves weights and moments unchanged.
+        """
         self.model.train()
         # Ranks that share their rows count them once.
         counted = microbatches if self.groups.is_data_leader else []
@@ -185,8 +195,10 @@ class TorchEngine:
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
                 f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
-                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
-                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now {s.low_memory})."
+                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "
+                "on "
+                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now "
+                f"{s.low_memory})."
             ) from error
 
     # ---- collectives

@@ -20,7 +20,9 @@ SHARD_SIZE = "50GB"  # save_pretrained's own
 
 @torch.no_grad()
 def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
-    """Writes base + adapter as one model; the largest difference of its logits on one row, relative to the largest logit.
+    """Writes base + adapter as one model.
+
+    The largest difference of its logits on one row, relative to the largest logit.
 
     Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type.
     """
@@ -45,9 +47,11 @@ def write_model_folder(model, folder, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class StreamedSave:
-    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come one at a time.
+    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come
+    one at a time.
 
-    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly each alone.
+    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly
+    each alone.
     """
 
     model: object
@@ -77,8 +81,9 @@ class StreamedSave:
         return cls(model, dtype, dict(on_disk), list(turns.values()))
 
     def write(self, folder: Path, read) -> None:
-        """Writes the folder's files beside their places, then puts them there. `read(name)`: a whole tensor of the model's state,
-        asked for once each, in the order of `turns`.
+        """Writes the folder's files beside their places, then puts them there.
+
+        `read(name)`: a whole tensor of the model's state, asked for once each, in the order of `turns`.
         """
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
             beside = Path(beside)

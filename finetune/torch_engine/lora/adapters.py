@@ -19,8 +19,8 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
 
-    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base). `local_shards`:
-    this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
+    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base).
+    `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())
     s = settings
