@@ -37,8 +37,9 @@ from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import run_ranks
 from finetune.errors import EXPECTED, NonFiniteError, PlanError
-from finetune.estimate.budget import predicted_for_batch, report_lines
+from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.model_shape import planned_shape
+from finetune.estimate.remedies import report_lines
 from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.model_files.tokenizer import load_tokenizer, pad_id

@@ -16,7 +16,7 @@ from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.sampler import Cursor, step_rows
 from finetune.distributed.parallel_dims import ParallelDims, check_settings
 from finetune.errors import PlanError
-from finetune.estimate import activations, budget, memory
+from finetune.estimate import activations, budget, memory, remedies
 from finetune.estimate.model_cost import DEFAULT_TARGETS, GROUP_WASTE, MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.metrics import read_events
@@ -421,11 +421,11 @@ def test_what_would_make_it_fit_fits():
     room, shape = budget.MemoryBudget(24 * GIB, "cuda"), shape_of("qwen3-32b")
     settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
     assert not budget.fits(settings, shape, room)
-    enough = [c for c in budget.options(settings, shape, room) if c.fits]
+    enough = [c for c in remedies.options(settings, shape, room) if c.fits]
     assert all(budget.fits(c.settings, shape, room) and c.price for c in enough)
-    steps = budget.cheapest_combination(settings, shape, room)
+    steps = remedies.cheapest_combination(settings, shape, room)
     assert enough or steps[-1].fits
-    ranks = budget.fewest_devices(settings, shape, room)
+    ranks = remedies.fewest_devices(settings, shape, room)
     assert budget.fits(settings, shape, replace(room, ranks=ranks)) and not budget.fits(
         settings, shape, replace(room, ranks=ranks - 1)
     )
@@ -439,12 +439,12 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
     settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
     room = budget.MemoryBudget(12 * GIB, "cuda", dims.shards, dims)
     assert not budget.fits(settings, shape, room)
-    devices = budget.fewest_devices(settings, shape, room)
+    devices = remedies.fewest_devices(settings, shape, room)
     other = ParallelDims(dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp)
     assert other.world_size == devices > dims.world_size
     assert budget.fits(settings, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
-    assert f"unchanged, {devices} devices of this size suffice" in budget.remedy_lines(settings, shape, room)
-    for change in budget.options(settings, shape, room):
+    assert f"unchanged, {devices} devices of this size suffice" in remedies.remedy_lines(settings, shape, room)
+    for change in remedies.options(settings, shape, room):
         check_settings(dims, asdict(change.settings))
 
 
