@@ -100,7 +100,7 @@ def check_environment(overrides: dict) -> None:
         raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
 
 
-def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None):
+def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None, log=print):
     """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
 
     The model is in evaluation mode.
@@ -115,7 +115,7 @@ def load_model(folder, settings, groups, local_shards=None, batches=None, initia
         model = load.build_on_meta(folder, settings)
         layers = load.layers_of(model, folder, settings)
         for notice in load.load_and_quantize(model, folder, layers, settings, device, local_shards):
-            print(f"  note: {notice}")
+            log(f"  note: {notice}")
         starts = load.init_from_base(model, layers, settings, device, batches, initial_adapter)
         load.make_trainable(model, layers, settings, device, starts, local_shards)
     return model

@@ -1,9 +1,9 @@
 """Bytes of the activations that autograd saves, layer by layer, tensor by tensor."""
 
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import ModelShape
 
-DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute dtype
 # Linears that share one input, which autograd saves once.
 READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
@@ -22,7 +22,7 @@ UNGATED = ("gpt2", "gpt_neox", "falcon")
 def attention_activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = z.shape, z.compute, 0
-    dense_up_to = DENSE_UP_TO[b] if z.device == "cpu" and load.layout == "padding_free" else 0
+    dense_up_to = DENSE_ATTENTION_UP_TO[b] if z.device == "cpu" and load.layout == "padding_free" else 0
     for rows, length in load.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
         if (shape.softcap and load.layout == "padding_free") or length <= dense_up_to:

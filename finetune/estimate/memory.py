@@ -11,13 +11,8 @@ from dataclasses import replace
 
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
-from finetune.estimate.activations import (
-    DENSE_UP_TO,
-    READS,
-    activation_bytes,
-    layer_activation_bytes,
-    product_activation_bytes,
-)
+from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, weight_bytes
@@ -26,9 +21,8 @@ from quantization_wrapper import METHODS, weight_bytes
 # each.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
-LOGITS_CHUNK_BYTES = 64 * 2**20  # torch_engine/loss.CHUNK_BYTES
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
-LOADING_WORKERS = 2  # at most torch_engine/loading.MOST_WORKERS; more made no measurable difference
+LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
@@ -168,7 +162,7 @@ def step_bytes(z: ModelCost, load: MicrobatchShape, kept: int) -> dict:
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if z.full else 0
     squares = sum(n * length * length for n, length in load.groups()) * shape.num_heads
-    dense = load.layout == "padding_free" and max(load.lengths) <= DENSE_UP_TO[b] and z.device == "cpu"
+    dense = load.layout == "padding_free" and max(load.lengths) <= DENSE_ATTENTION_UP_TO[b] and z.device == "cpu"
     inner = 4 * tokens * z.q * b + ((8 + 2 * b) * squares if dense else 0) + 12 * tokens * h
     mlp_kept = tokens * (product_activation_bytes(z)[0] or product_activation_bytes(z)[1])
     backward = recomputed + max(products, inner - mlp_kept)

@@ -5,18 +5,10 @@ settings.
 import re
 from dataclasses import dataclass, field
 
+from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
-    ("q_proj", "v_proj"),
-    ("query_key_value",),
-    ("qkv_proj",),
-    ("c_attn",),
-    ("Wqkv",),
-    ("q", "v"),
-)
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 
 

@@ -26,11 +26,11 @@ from transformers import conversion_mapping, core_model_loading
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError
+from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import prequantized
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
-MOST_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 
 
 class WeightFiles:
@@ -217,7 +217,7 @@ def load_weights(
 def _run(place, weights, workers: int) -> None:
     """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
-    workers = min(MOST_WORKERS, threads) if workers < 1 else workers
+    workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
     each = max(1, threads // workers)
     bar = tqdm.tqdm(total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty())
     try:

@@ -1,4 +1,4 @@
-"""Distributes a loaded model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
+"""Distributes a model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
 
 from finetune.errors import PlanError
 from finetune.torch_engine import checks
