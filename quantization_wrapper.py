@@ -340,8 +340,7 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
             layer = quantized_linear(weight_OI, module.bias, own, not isinstance(module, nn.Linear))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer)
+        model.set_submodule(name, layer)
     return model
 
 

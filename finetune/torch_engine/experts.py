@@ -182,9 +182,8 @@ def wrapped(model, name: str) -> Experts:
     """The Experts wrapper of the named module, installed if needed."""
     module = model.get_submodule(name)
     if not isinstance(module, Experts):
-        parent, _, leaf = name.rpartition(".")
         module = Experts(module)
-        setattr(model.get_submodule(parent), leaf, module)
+        model.set_submodule(name, module)
     return module
 
 
@@ -220,5 +219,4 @@ def merge(model) -> None:
                 added = layer.scaling * (b.float() @ a.float())
                 added = added.t() if layer.base.is_transposed else added
                 weight[expert] = (weight[expert].float() + added).to(weight.dtype)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.base)
+        model.set_submodule(name, layer.base)

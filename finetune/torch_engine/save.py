@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from finetune import safetensors_io
+from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
 from finetune.torch_engine.weights import config_dtype, load_dense
@@ -68,16 +68,16 @@ class StreamedSave:
             state[name] = torch.empty(shape, dtype=dtype if own.is_floating_point else own, device="meta")
         for name in model._keys_to_ignore_on_save or ():
             state.pop(name, None)
-        state = modeling_utils.remove_tied_weights_from_state_dict(state, model)
-        mapping = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        state = transformers_internals.remove_tied_weights_from_state_dict(state, model)
+        mapping = transformers_internals.get_model_conversion_mapping(model, add_legacy=False)
         converters = [
-            m.reverse_transform() for m in reversed(mapping) if isinstance(m, core_model_loading.WeightConverter)
+            m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
         turns = {}
         for name in state:
-            made, pattern = core_model_loading.apply_converters(name, converters)
+            made, pattern = transformers_internals.apply_converters(name, converters)
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
-        on_disk = core_model_loading.revert_weight_conversion(model, state)
+        on_disk = transformers_internals.revert_weight_conversion(model, state)
         return cls(model, dtype, dict(on_disk), list(turns.values()))
 
     def write(self, folder: Path, read) -> None:
@@ -124,7 +124,7 @@ class StreamedSave:
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
-        made = core_model_loading.revert_weight_conversion(self.model, state)
+        made = transformers_internals.revert_weight_conversion(self.model, state)
         for name in list(made):
             tensor, expected = made.pop(name), self.on_disk[name]
             assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (name, tensor.shape)
