@@ -69,7 +69,7 @@ def build(rank: int, size: int, method: str):
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names, target_names
     from finetune.torch_engine.parallel import process_groups
-    from tests import tiny
+    from tests.support import tiny
 
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
     model.requires_grad_(False)

@@ -67,7 +67,7 @@ def chat_tokenizer(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A folder with a tiny random Llama and a chat tokenizer, as a user would have it."""
-    from tests import tiny
+    from tests.support import tiny
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)

@@ -16,8 +16,8 @@ from finetune.checkpoint.store import steps_of
 from finetune.errors import PlanError
 from finetune.metrics import read_events
 from finetune.model_files import llama_pro as llama_pro_files
-from tests import tiny
-from tests.test_train_cli import finish
+from tests.promises.test_exit_codes import finish
+from tests.support import tiny
 from train import fine_tune
 
 IDS = torch.arange(3, 35).view(2, 16)

@@ -19,9 +19,9 @@ from finetune.metrics import Metrics, read_events
 from finetune.plan.run_plan import TrainState
 from finetune.torch_engine.checks import check_padding_free, no_autocast
 from finetune.torch_engine.lora.layers import layers
-from tests import tiny
-from tests.test_plan import plan_of
-from tests.test_torch_engine import batches, engine
+from tests.plan.test_resolve import plan_of
+from tests.support import tiny
+from tests.torch_engine.test_engine import batches, engine
 from train import fine_tune
 
 ROOT = Path(__file__).parent.parent

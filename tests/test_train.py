@@ -20,7 +20,7 @@ from finetune.checkpoint.store import Lock, digest_of, newest_checkpoint, steps_
 from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInUseError, PlanError
 from finetune.metrics import read_events
 from finetune.torch_engine.lora.adapters import attach_adapter
-from tests import tiny
+from tests.support import tiny
 from train import fine_tune
 
 # Dropout, accumulation, shuffling and warm-up are on; 24 rows in steps of 4 over two epochs are 12 steps.
