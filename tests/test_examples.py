@@ -1,9 +1,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.support.commands import ROOT
+
+EXAMPLES = ROOT / "examples"
 FIELDS = ["name", "place", "item", "count", "day", "gift"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.commands import ROOT
+
 SCRIPTS = ("train", "generate", "score", "export", "expand")
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
 FOLDERS = ("torch_engine", "quantizers", "plan", "estimate", "data", "model_files", "checkpoint", "distributed")
@@ -52,7 +53,7 @@ def shipped() -> dict[str, Path]:
 
 SHIPPED = shipped()
 TREES = {name: ast.parse(p.read_text()) for name, p in SHIPPED.items()}
-TEST_TREES = {p.name: ast.parse(p.read_text()) for p in sorted((ROOT / "tests").glob("*.py"))}
+TEST_TREES = {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in sorted((ROOT / "tests").rglob("*.py"))}
 MODULES = sorted(name for name, path in SHIPPED.items() if path.name != "__init__.py")
 
 

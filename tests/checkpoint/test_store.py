@@ -1,3 +1,5 @@
+"""One checkpoint: written beside, verified by digest, rotated; gathered and sharded."""
+
 import errno
 import json
 import multiprocessing
@@ -9,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from finetune import safetensors_io
 from finetune.checkpoint.store import (
     Lock,
+    begin_checkpoint,
     clean_leftovers,
+    commit_checkpoint,
     newest_checkpoint,
     save_checkpoint,
     steps_of,
     verify_checkpoint,
+    write_parts,
 )
 from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInUseError, PlanError, StorageError
 
@@ -243,3 +249,77 @@ def test_an_output_dir_that_is_a_file_is_the_users_to_fix(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="is a file"):
         Lock(tmp_path / "file")
+
+
+def written(root: Path, step: int, cuts: int = 3, seed: int = 0) -> dict:
+    """A checkpoint of random tensors, cut in `cuts` along changing dimensions as that many ranks would hold them."""
+    rng = np.random.default_rng(seed + step)
+    arrays = {
+        "a": rng.standard_normal((7, 5), np.float32),
+        "b": rng.standard_normal(11, np.float32),
+        "c": np.array(step, np.int64),
+        "d": rng.integers(0, 255, (2, 6, 3), np.uint8),
+    }
+    beside, files = begin_checkpoint(root, step), {}
+    for rank in range(cuts):
+        mine = []
+        for i, (name, array) in enumerate(arrays.items()):
+            region = [slice(0, n) for n in array.shape]
+            if array.ndim:
+                dim = i % array.ndim
+                each = -(-array.shape[dim] // cuts)
+                region[dim] = slice(rank * each, min((rank + 1) * each, array.shape[dim]))
+            elif rank:
+                continue
+            part = np.ascontiguousarray(array[tuple(region)]) if array.ndim else array
+            if part.size:
+                word, offset = safetensors_io.FROM_NUMPY[str(part.dtype)], tuple(r.start for r in region)
+                mine.append(
+                    safetensors_io.TensorShard(name, word, part.shape, lambda part=part: part, offset, array.shape)
+                )
+        files |= write_parts(beside, rank, {"w.safetensors": mine})
+    texts = {safetensors_io.INDEX: json.dumps(safetensors_io.index_of(beside, files)), "train_state.json": "{}"}
+    commit_checkpoint(root, step, beside, files, texts, 9, "run")
+    return arrays
+
+
+def test_any_slice_of_a_tensor_in_parts_is_that_of_the_whole(tmp_path):
+    rng = random.Random(0)
+    for cuts in (1, 2, 3, 7):
+        arrays = written(tmp_path / str(cuts), 1, cuts)
+        saved = verify_checkpoint(tmp_path / str(cuts) / "checkpoints" / "step-1")
+        for name, array in saved.tensors("w.safetensors").items():
+            np.testing.assert_array_equal(array, arrays[name])
+            assert array.dtype == arrays[name].dtype
+        for name, stored in saved.slices("w.safetensors").items():
+            for _ in range(60):
+                region = tuple(slice(*sorted(rng.choices(range(n + 1), k=2))) for n in stored.shape)
+                region = region[: rng.randrange(len(region) + 1)]
+                np.testing.assert_array_equal(stored[region], arrays[name][region])
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "swap"])
+def test_a_damaged_missing_or_swapped_file_of_a_rank_is_named_and_the_checkpoint_before_is_taken(tmp_path, damage):
+    written(tmp_path, 1)
+    written(tmp_path, 2)
+    folder = tmp_path / "checkpoints" / "step-2"
+    one, two = (folder / f"w-rank0000{rank}.safetensors" for rank in (1, 2))
+    if damage == "swap":
+        one.rename(folder / "x"), two.rename(one), (folder / "x").rename(two)
+    else:
+        damage(one, random.Random(0))
+    with pytest.raises(CheckpointDamagedError, match=one.name):
+        verify_checkpoint(folder)
+    newest, skipped = newest_checkpoint(tmp_path)
+    assert newest.step == 1 and one.name in skipped[0]
+
+
+def test_a_file_that_the_index_names_and_the_manifest_does_not_is_missed(tmp_path):
+    written(tmp_path, 1)
+    folder = tmp_path / "checkpoints" / "step-1"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["w-rank00001.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "w-rank00001.safetensors").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"w-rank00001\.safetensors"):
+        verify_checkpoint(folder)

@@ -1,30 +1,10 @@
-"""What becomes of a row: which text, and which of it is a target."""
-
-import copy
+"""Formats: which text a row becomes, and which of it is a target."""
 
 import pytest
 
-from finetune.data.chat_template import CHATML_TEMPLATE, check_chat_template, ensure_chat_template, special_texts
-from finetune.data.formats import detect_format, render
+from finetune.data.formats import detect_format
 from finetune.errors import PlanError
-
-
-def targets(documents):
-    return [[span.text for span in document.spans if span.is_target and span.text] for document in documents]
-
-
-def text(document):
-    return "".join(span.text for span in document.spans)
-
-
-def rendered(row, fmt, tokenizer):
-    return render(row, "rows.jsonl:1", fmt, tokenizer, special_texts(tokenizer))
-
-
-def with_template(tokenizer, template):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
+from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
 
 
 @pytest.mark.parametrize(
@@ -104,13 +84,6 @@ def test_guanaco_text_learns_answers_only_and_ends_each(plain_tokenizer):
     assert targets([document]) == [["only ### Assistant: here"]]
 
 
-FORGETFUL = (  # like templates that drop earlier thinking: all but the last answer lose their first word
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('|')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 def test_a_template_that_rewrites_earlier_turns_gives_a_document_an_answer(chat_tokenizer):
     tokenizer = with_template(chat_tokenizer, FORGETFUL)
     roles = ["user", "assistant", "user", "assistant"]
@@ -137,15 +110,6 @@ def test_an_answer_without_end_token_gets_the_eos(chat_tokenizer):
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     (document,) = rendered(row, "chat", with_template(chat_tokenizer, template))
     assert document.add_eos
-
-
-def test_a_tokenizer_without_template_gets_chatml(plain_tokenizer):
-    tokenizer = copy.deepcopy(plain_tokenizer)
-    assert "ChatML (answers end with </s>)" in ensure_chat_template(tokenizer)
-    assert ensure_chat_template(tokenizer) is None
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    (document,) = rendered(row, "chat", tokenizer)
-    assert text(document) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na</s>"
 
 
 @pytest.mark.parametrize(
@@ -210,41 +174,3 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template rejects this row \(roles must alternate\)"):
         rendered(row, "chat", tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("template", "fact"),
-    [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "does not render two messages within",
-        ),
-        ("{{ 'a' * 10**10 }}", "needs over 256 MiB"),
-        ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders two messages to over 1 MiB of text"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "accesses attributes outside the sandbox"),
-        ("{{ messages.append.__globals__['x'] }}", "accesses attributes outside the sandbox"),
-        ("{{ lipsum.__globals__['os'].popen('touch canary') }}", "accesses attributes outside the sandbox"),
-        ("{{ cycler.__init__.__globals__.os.system('touch canary') }}", "accesses attributes outside the sandbox"),
-        ("{{ '%s'.format.__self__.__class__.__base__.x }}", "accesses attributes outside the sandbox"),
-        ("{{ messages.clear() }}", "accesses attributes outside the sandbox"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses endlessly"),
-        ("{% if %}", "is not a valid template"),
-    ],
-)
-def test_a_hostile_template_is_refused(template, fact, chat_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlanError) as error:  # one that is not stopped never ends
-        check_chat_template(with_template(chat_tokenizer, template))
-    assert fact in str(error.value) and str(error.value).startswith("chat template of ")
-    assert not list(tmp_path.iterdir())
-
-
-def test_usual_templates_pass_the_trial(chat_tokenizer):
-    check_chat_template(chat_tokenizer)
-    check_chat_template(with_template(chat_tokenizer, CHATML_TEMPLATE))
-    check_chat_template(with_template(chat_tokenizer, FORGETFUL))
-    check_chat_template(with_template(chat_tokenizer, "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}"))
-    check_chat_template(
-        with_template(chat_tokenizer, "{% for m in messages %}{% break %}{% endfor %}{{ messages | tojson }}")
-    )
-    check_chat_template(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"))

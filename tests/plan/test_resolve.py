@@ -1,38 +1,12 @@
-import dataclasses
-import json
-from datetime import datetime
+"""Wishes and facts settled to a plan, or refused in one line."""
 
 import pytest
 
-import quantization_wrapper
-from backend_manager import CAPABILITIES, Backend
-from finetune.cli import parse_overrides, parse_value, read_config
-from finetune.config import DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
+from backend_manager import Backend
+from finetune.config import DEPRECATED_TRAIN_TYPES
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.draft import Facts
-from finetune.plan.resolve import resolve_plan
-from finetune.plan.resume import check_resumed, merge_saved
-from train import build_parser
-
-NOW = datetime(2026, 1, 2, 3, 4, 5)
-
-
-PASSED = {f"{name}/{bits}": {"error": None} for name, bits in quantization_wrapper.pairs()}
-
-
-def capabilities(backend=Backend.CPU, **changes):
-    """A machine's probed facts as data: the plan reads nothing else of it."""
-    probed = dict(probed=True, quantizers=PASSED, bfloat16_speed=0.3, reasons={"bf16": "no bf16 matmul instructions"})
-    return dataclasses.replace(CAPABILITIES[backend], **{**probed, **changes})
-
-
-def plan_of(backend=Backend.CPU, shape=None, caps=None, **overrides):
-    return resolve_plan(overrides, Facts(backend, caps or capabilities(backend), shape), NOW)
-
-
-def adjustment(plan, setting):
-    return next(a for a in plan.adjustments if a.setting == setting)
+from tests.support.plans import PASSED, adjustment, capabilities, plan_of
 
 
 def test_every_adjustment_carries_a_reason():
@@ -183,11 +157,6 @@ def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed(
         plan_of(caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3)
 
 
-def test_mlx_with_two_processes_gives_the_documented_text():
-    with pytest.raises(PlanError, match="MLX backend doesn't support distributed training"):
-        plan_of(Backend.MLX, caps=CAPABILITIES[Backend.MLX], world_size=2)
-
-
 def test_flash_attention_without_kernels_says_what_is_used_instead():
     plan = plan_of(use_flash_attention=True)
     assert plan.settings.use_flash_attention is False
@@ -201,12 +170,6 @@ def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_wh
     assert plan_of(shape=shape).settings.context_length == 256
 
 
-def test_shapes_are_read_from_gpt2_and_nested_configs():
-    assert ModelShape.from_config({"n_positions": 64, "n_embd": 8, "n_layer": 2}).context_limit == 64
-    nested = ModelShape.from_config({"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 3}})
-    assert (nested.hidden_size, nested.num_layers) == (8, 3)
-
-
 def test_what_becomes_of_experts_is_told_in_the_plan():
     shape = ModelShape.from_config({"num_local_experts": 8})
 
@@ -217,145 +180,3 @@ def test_what_becomes_of_experts_is_told_in_the_plan():
     assert "get no adapter: PEFT has no DoRA" in told(use_dora=True)
     assert "without dropout" in told(lora_dropout=0.1)
     assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"
-
-
-def test_a_saved_plan_settles_to_itself(tmp_path):
-    plan = plan_of(train_type="lora", lora_rank=4, dataset="x.jsonl", output_dir="out", save_every=2)
-    file = tmp_path / "run_plan.json"
-    file.write_text(json.dumps(plan.to_json()))
-    again = resolve_plan(read_config(str(file)), Facts(Backend.CPU, capabilities()), NOW)
-    assert again.to_json() == plan.to_json() and again.digest() == plan.digest()
-
-
-def test_settle_records_what_was_proved():
-    plan = plan_of().changed({"batch_layout": ("padded", "a document flat sees the one before it")})
-    assert plan.settings.batch_layout == "padded"
-    assert adjustment(plan, "batch_layout").reason == "a document flat sees the one before it"
-
-
-def saved(**overrides):
-    return plan_of(dataset="x", output_dir="o", **overrides).to_json()
-
-
-def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer():
-    old = saved(lr=1e-3, max_steps=10)
-    plan = plan_of(**merge_saved({"max_steps": 20}, old))
-    assert plan.settings.lr == 1e-3
-    assert check_resumed(plan, old).notices[-1] == "max_steps: 10 -> 20 since the saved run"
-
-
-def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
-    old = saved(lr=1e-3)
-    with pytest.raises(PlanError, match="--lr: 0.001 -> 0.01"):
-        check_resumed(plan_of(**merge_saved({"lr": 1e-2}, old)), old)
-
-
-def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
-    old = saved(batch_size=4, gradient_accumulation_steps=2)
-    same = merge_saved({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
-    plan = plan_of(**same)
-    assert check_resumed(plan, old).notices == plan.notices
-    with pytest.raises(PlanError, match="8 -> 16 rows per step"):
-        check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
-
-
-# ---- command lines
-
-
-def parse(*argv):
-    return parse_overrides(list(argv), build_parser())
-
-
-def test_only_what_the_user_set_is_a_wish():
-    assert parse("--lr", "1e-3") == {"lr": 1e-3}
-
-
-@pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if f.type is bool])
-def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
-    if flag == "dry_run":
-        assert parse("--dry-run")["dry_run"] is True
-    dashed = flag.replace("_", "-")
-    assert parse(f"--{flag}")[flag] is True
-    for word, value in (("true", True), ("1", True), ("yes", True), ("False", False), ("0", False), ("no", False)):
-        assert parse(f"--{dashed}", word)[flag] is value
-        assert parse(f"--{flag}={word}")[flag] is value
-
-
-def test_checkpointing_is_bare_valued_or_auto():
-    assert parse("--use_gradient_checkpointing")["use_gradient_checkpointing"] == "true"
-    assert parse("--use-gradient-checkpointing", "no")["use_gradient_checkpointing"] == "false"
-    assert parse("--use_gradient_checkpointing", "auto")["use_gradient_checkpointing"] == "auto"
-
-
-def test_every_field_parses_its_default_and_all_its_choices():
-    for name, field in FIELDS.items():
-        values = list(field.metadata["choices"] or ()) or ([field.default] if field.default is not None else [])
-        for value in values:
-            assert parse(f"--{name}={value}")[name] == parse_value(name, str(value))
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
-        (["--data"], "--data: unknown flag"),
-        (["--train_type", "qlra"], "--train_type qlra: not one of full, lora, qlora"),
-        (["--lr", "fast"], "--lr fast: not a number"),
-        (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
-        (["--batch_size", "2.5"], "--batch_size 2.5: not an integer"),
-        (["--lr", "nan"], "--lr nan: must be > 0"),
-        (["--lr", "-1"], "--lr -1: must be > 0"),
-        (["--use_dora", "maybe"], "--use_dora maybe: not a boolean"),
-        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already set to 32"),
-        (["extra"], "extra: not a flag"),
-        (["--lr"], "Argument --lr"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
-    with pytest.raises(PlanError) as error:
-        parse(*argv)
-    assert str(error.value).startswith(text) and "\n" not in str(error.value)
-
-
-def test_aliases_of_the_older_scripts_set_the_same_flag():
-    assert parse("--hqq_group_size", "64", "--group_size", "64") == {"group_size": 64}
-    assert parse("--world_size", "-1") == {"world_size": -1}
-
-
-def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("lr: 2e-4\nuse-dora: yes\nbatch_size: 4\n")
-    assert parse("--config", str(file), "--batch_size", "2") == {
-        "lr": 2e-4,
-        "use_dora": True,
-        "batch_size": 2,
-        "config": str(file),
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lora_rnk: 4\n", "unknown key 'lora_rnk'. Nearest: lora_rank"),
-        ("batch_size: many\n", "batch_size many: not an integer"),
-        ("batch_size: [1]\n", "not an integer"),
-        ("dataset: 5\n", "dataset: is int 5, must be a string"),
-        ("lr: 1\nlr: 2\n", "key 'lr' is given twice"),
-        ("- a\n", "contains list"),
-        ("a: [\n", "Fix the YAML"),
-        ("!!python/object/apply:os.system ['true']\n", "Fix the YAML"),
-    ],
-)
-def test_a_wrong_yaml_file_is_one_line_that_names_file_and_key(tmp_path, text, message):
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
-    with pytest.raises(PlanError) as error:
-        read_config(str(file))
-    assert str(file) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_defaults_are_valid_values_of_their_own_flags():
-    for name, field in FIELDS.items():
-        if field.default is not None:
-            assert parse_value(name, str(field.default)) == field.default
-    assert TrainConfig().train_type == "qlora"

@@ -1,7 +1,4 @@
-"""Real Gloo ranks for tests: processes of this interpreter that meet through a file, and leave nothing behind.
-
-`run(size, "tests.support.cases:matrix", arguments, folder)` calls the function in every rank as function(rank, size, **arguments).
-"""
+"""Real Gloo ranks for tests: processes of this interpreter that meet through a file, and leave nothing behind."""
 
 import contextlib
 import importlib
@@ -11,25 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(size: int, function: str, arguments: dict, folder: Path, timeout_s: float = 600.0) -> list:
-    """What the function returned in each rank, in their order. AssertionError with the ranks' output where one failed."""
+def run(size: int, function: Callable, folder: Path, /, timeout_s: float = 600.0, **arguments) -> list:
+    """Calls function(rank, size, **arguments) in every rank; its results, in rank order.
+
+    Arguments and results go through JSON. AssertionError with the ranks' output if one failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.support.ranks",
-        str(size),
-        function,
-        json.dumps(arguments),
-        str(folder),
-    ]
+    name = f"{function.__module__}:{function.__name__}"
+    command = [sys.executable, *"-W ignore -m tests.support.ranks".split(), size, name, json.dumps(arguments), folder]
     started = []
     try:
         for rank in range(size):
@@ -42,20 +34,21 @@ def run(size: int, function: str, arguments: dict, folder: Path, timeout_s: floa
         time.sleep(1.0 if any(p.poll() for p in started) else 0.0)
     finally:
         for process in started:
-            finish(process)
+            kill_session(process)
     said = "\n".join(f"--- rank {r}\n{(folder / f'output-{r}.txt').read_text()[-3000:]}" for r in range(size))
     assert all(p.returncode == 0 for p in started), said
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(size)]
 
 
 def start(command, environment=None, **options) -> subprocess.Popen:
-    """A process with a session of its own and one compute thread, so that it and what it starts can be ended together."""
+    """A process in its own session with one compute thread, so that it and its children can be ended together."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     env |= {"OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options)
 
 
-def finish(process: subprocess.Popen) -> None:
+def kill_session(process: subprocess.Popen) -> None:
+    """Kills every process of the session that this one began."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

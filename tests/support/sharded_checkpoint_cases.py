@@ -1,4 +1,4 @@
-"""What each rank does in the tests of checkpoints in parts: trains, saves, takes up, and compares with gathered tensors."""
+"""What each rank does in tests of sharded checkpoints: trains, saves, restores, compares with gathered tensors."""
 
 import dataclasses
 import os
@@ -20,55 +20,56 @@ from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.engine import TorchEngine, trim_heap
 from finetune.torch_engine.parallel import process_groups
-from tests.support import cases as cells
-from tests.support import tiny
+from tests.support import cases, engine_access, tiny
 
 IDENTITY = {"base model": "a", "dataset": "b"}
 
 
-def ranks_of(rank: int, size: int, layout: str) -> process_groups.ProcessGroups:
-    dims = ParallelDims() if layout == "alone" else cells.LAYOUTS[layout]
-    return process_groups.ProcessGroups.of(RankEnv(rank, size if layout != "alone" else 1), dims, cells.CPU)
+def groups_of(rank: int, size: int, layout: str) -> process_groups.ProcessGroups:
+    dims = ParallelDims() if layout == "alone" else cases.LAYOUTS[layout]
+    return process_groups.ProcessGroups.of(RankEnv(rank, size if layout != "alone" else 1), dims, cases.CPU)
+
+
+def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") -> TorchEngine:
+    """An engine of full fine-tuning on this layout."""
+    return cases.build(cases.CASES["full"], groups_of(rank, size, layout), architecture)
 
 
 def directory(engine, folder: Path) -> output_dir.OutputDir:
     settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
-    plan = RunPlan(settings, {}, (), (), "cpu", "torch", engine.ranks.dims)
+    plan = RunPlan(settings, {}, (), (), "cpu", "torch", engine_access.process_groups(engine).dims)
     kind = output_dir.NonMasterOutputDir if engine.rank else output_dir.OutputDir
     return kind(plan, resumed=True)
 
 
 def steps(engine, number: int, first: int = 0) -> list[float]:
-    """Losses of so many steps; each rank takes its rows."""
+    """Losses of this many steps; each rank takes its rows."""
     losses = []
     for step in range(first, first + number):
-        rows = np.arange(step * cells.ROWS_A_STEP, (step + 1) * cells.ROWS_A_STEP)
-        mine = cells.rank_rows(rows, engine.ranks.data_rank, engine.ranks.dims.data_ranks)
-        batches = cells.microbatches(cells.DATA, mine, engine.layout, 8, 60, 0)
-        result = engine.train_step(batches, 1e-3)
+        result = engine.train_step(cases.rank_batches(engine, cases.rows_of_step(step)), 1e-3)
         losses.append(result.nll / result.num_targets)
     return losses
 
 
 def gathered(engine) -> dict:
-    """Weights and moments, whole, on the first rank."""
+    """Full weights and moments, on the first rank."""
     weights, (moments, _) = engine.trainable_state(), engine.optimizer_state()
     return {k: np.array(v) for k, v in (weights | moments).items()}
 
 
 def save(engine, folder: Path, step: int = 2) -> list[str]:
-    """Saves the engine's present state; lines that were told."""
+    """Saves the engine's state; returns the notes of settle_parts."""
     run = directory(engine, folder)
     try:
-        told = run.settle_parts(engine)
+        notes = run.settle_parts(engine)
         run.save_step(engine, TrainState(step=step, total_steps=9), IDENTITY, {"config.json": {}}, 0)
     finally:
         if engine.rank == 0:
             run.lock.release()
-    return told
+    return notes
 
 
-def take_up(engine, folder: Path) -> None:
+def restore(engine, folder: Path) -> None:
     run = directory(engine, folder)
     saved, _ = run.find_checkpoint(None)
     state, _ = run.restore(engine, saved, IDENTITY)
@@ -81,43 +82,43 @@ def saved_as(rank: int, size: int, layouts: list, folder: str, architecture: str
     """Trains two steps on each layout and saves; beside it the gathered tensors and the loss of the step after."""
     found = []
     for layout in layouts:
-        engine = cells.build("full", ranks_of(rank, size, layout), architecture)
+        engine = full_engine(rank, size, layout, architecture)
         steps(engine, 2)
         place = Path(folder) / layout
-        told, whole = save(engine, place), gathered(engine)
+        notes, full = save(engine, place), gathered(engine)
         if rank == 0:
-            save_file(whole, place / "gathered.safetensors")
+            save_file(full, place / "gathered.safetensors")
         after = steps(engine, 1, 2)
         last = gathered(engine)
         if rank == 0:
             save_file(last, place / "after.safetensors")
-        found.append({"layout": layout, "told": told, "loss": after[0]})
+        found.append({"layout": layout, "notes": notes, "loss": after[0]})
     return found
 
 
-def taken_up_as(rank: int, size: int, pairs: list, folder: str, architecture: str = "llama") -> list[dict]:
-    """For each (saved on, taken up on): whether all tensors are bitwise those saved, and the next step's loss and tensors."""
+def resumed_as(rank: int, size: int, pairs: list, folder: str, architecture: str = "llama") -> list[dict]:
+    """For each (saved on, resumed on): whether all tensors are bitwise those saved, and the next step's."""
     found = []
     for saved_on, layout in pairs:
         if layout == "alone" and rank:
             continue
         place = Path(folder) / saved_on
-        engine = cells.build("full", ranks_of(rank, size, layout), architecture)
-        take_up(engine, place)
-        whole = gathered(engine)
+        engine = full_engine(rank, size, layout, architecture)
+        restore(engine, place)
+        full = gathered(engine)
         entry = {"pair": [saved_on, layout]}
         if rank == 0:
-            entry["same"] = equal(whole, load_file(place / "gathered.safetensors"))
+            entry["same"] = equal(full, load_file(place / "gathered.safetensors"))
         entry["loss"] = steps(engine, 1, 2)[0]
         last = gathered(engine)
         if rank == 0 and (place / "after.safetensors").is_file():
-            entry["same after"] = equal(last, load_file(place / "after.safetensors"))
+            entry["same_after"] = equal(last, load_file(place / "after.safetensors"))
         found.append(entry)
     return found
 
 
 def both(rank: int, size: int, layouts: list, pairs: list, folder: str, architecture: str = "llama") -> list:
-    return [saved_as(rank, size, layouts, folder, architecture), taken_up_as(rank, size, pairs, folder, architecture)]
+    return [saved_as(rank, size, layouts, folder, architecture), resumed_as(rank, size, pairs, folder, architecture)]
 
 
 def equal(one: dict, other: dict) -> bool:
@@ -125,8 +126,8 @@ def equal(one: dict, other: dict) -> bool:
 
 
 def faults(rank: int, size: int, folder: str) -> dict:
-    """A rank whose writes fail: what all ranks raise. Then one that does not see the folder: what is told and written."""
-    engine = cells.build("full", ranks_of(rank, size, "FSDP2 2"))
+    """A rank whose writes fail: what all ranks raise. Then one that does not see the folder: notes and files."""
+    engine = full_engine(rank, size, "FSDP2 2")
     steps(engine, 1)
     root = Path(folder) / "full"
     save(engine, root, step=1)
@@ -141,23 +142,23 @@ def faults(rank: int, size: int, folder: str) -> dict:
     found["left"] = sorted(p.name for p in (root / "checkpoints").iterdir())
     save(engine, root, step=3)
     elsewhere = Path(folder) / ("host 0" if rank == 0 else "host 1")
-    found["told"] = save(engine, elsewhere, step=1)
-    whole = gathered(engine)
+    found["notes"] = save(engine, elsewhere, step=1)
+    full = gathered(engine)
     if rank == 0:
         step = verify_checkpoint(elsewhere / "checkpoints" / "step-1")
         found["files"] = sorted(step.manifest["files"])
-        found["same"] = equal(whole, step.tensors(output_dir.FULL) | step.tensors(output_dir.MOMENTS))
+        found["same"] = equal(full, step.tensors(output_dir.FULL) | step.tensors(output_dir.MOMENTS))
     return found
 
 
 def killed_while_saving(rank: int, size: int, folder: str) -> None:
     """Rank 1 is killed when its first file of the second checkpoint is written and not yet on disk."""
-    engine = cells.build("full", ranks_of(rank, size, "FSDP2 2"))
+    engine = full_engine(rank, size, "FSDP2 2")
     steps(engine, 2)
     save(engine, Path(folder), step=2)
-    whole = gathered(engine)
+    full = gathered(engine)
     if rank == 0:
-        save_file(whole, Path(folder) / "gathered.safetensors")
+        save_file(full, Path(folder) / "gathered.safetensors")
     steps(engine, 1, 2)
     if rank == 1:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
@@ -170,7 +171,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak(threading.Thread):
-    """The most anonymous memory of this process while the block runs, above what it was."""
+    """The most anonymous memory of this process while the block runs, above what it was before."""
 
     def __enter__(self):
         self.before = self.most = anonymous_bytes()
@@ -189,25 +190,27 @@ class Peak(threading.Thread):
 
 
 def memory(rank: int, size: int, layout: str, folder: str) -> dict:
-    """Bytes that saving takes on this rank above what it holds: in parts, gathered, and for the published model."""
+    """Bytes that saving takes on this rank above what it holds: sharded, gathered, and for the published model."""
     model = tiny.build(
         vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8
     )
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="full", lr=1e-3)
-    engine = TorchEngine(model, settings, cells.CPU, ranks=ranks_of(rank, size, layout))
+    engine = TorchEngine(model, settings, cases.CPU, ranks=groups_of(rank, size, layout))
     engine.verify("auto")
     steps(engine, 1)
-    # Blocks of 1 MiB and more go back to the system when they are let go.
+    # Blocks of 1 MiB and more go back to the system when they are freed.
     memory_stats.map_blocks_from(2**20)
     trim_heap()
-    whole = {n: int(np.prod(engine._whole_shape(n))) * 4 for n in engine.trained}
+    full_bytes = {
+        n: int(np.prod(engine_access.full_shape(engine, n))) * 4 for n in engine_access.trainable_names(engine)
+    }
     run = directory(engine, Path(folder) / layout)
     run.settle_parts(engine)
-    found = {"model": sum(whole.values()), "largest": max(whole.values())}
-    found["own"] = 3 * sum(p.nbytes for p in engine.held.values() if p is not None)
+    found = {"model": sum(full_bytes.values()), "largest": max(full_bytes.values())}
+    found["own"] = 3 * sum(p.nbytes for p in engine_access.local_params(engine).values() if p is not None)
     state = TrainState(step=1, total_steps=2)
-    for how in ("parts", "gathered"):
-        run.in_parts = how == "parts"
+    for how in ("sharded", "gathered"):
+        run.in_parts = how == "sharded"
         trim_heap()
         with Peak() as peak:
             run.save_step(engine, state, IDENTITY, {}, 0)
@@ -218,11 +221,11 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     found["published"] = peak.above
     run.in_parts = True
     run.save_step(engine, state, IDENTITY, {}, 0)
-    engine.ranks.all_gather_scalars([0])
-    engine.optimizer.state.clear()  # as before the first step
+    engine_access.process_groups(engine).all_gather_scalars([0])
+    engine_access.optimizer(engine).state.clear()  # as before the first step
     trim_heap()
     with Peak() as peak:
         run.restore(engine, run.find_checkpoint(None)[0], IDENTITY)
-    moments = [m for state in engine.optimizer.state.values() for m in state.values() if m.ndim]
-    found["taken up"] = peak.above - sum(m.nbytes for m in moments)
+    moments = [m for state in engine_access.optimizer(engine).state.values() for m in state.values() if m.ndim]
+    found["restored"] = peak.above - sum(m.nbytes for m in moments)
     return found

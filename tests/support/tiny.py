@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, built from configs: real transformers classes, no download."""
+"""Tiny random models of many architectures, built from configs, and their tokenizers and datasets: no download."""
 
 import torch
 import transformers
@@ -79,3 +79,41 @@ def base_tensors_digest(model) -> str:
             digest.update(name.encode())
             digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
+
+
+CORPUS = [
+    "The capital of France is Paris. What is 2 plus 3? It is 5.",
+    "def add(a, b):\n    return a + b\n\n    # spaces",
+    "### Human: hello ### Assistant: hi there",
+    "system user assistant \n\n user\nhello\nassistant\nhi",
+    "naïve café 日本語 emoji 🙂",
+] * 4
+SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(folder, bos=True, vocab_size=400, **settings):
+    """A byte-level BPE like GPT-2's and Llama 3's, with a BOS if `bos`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    if bos:
+        template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, template])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings
+    )
+    made.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,120 +1,24 @@
+"""The engine of tiny models: steps, precisions, memory, state."""
+
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-import quantization_wrapper
-from finetune.config import OPTIMIZERS, TrainConfig
 from finetune.data.collate import microbatches
-from finetune.engine import IGNORE_INDEX
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
-from finetune.torch_engine import attention, loss
-from finetune.torch_engine.checks import check_causal, no_autocast
+from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.torch_engine.engine import TorchEngine, dense_weights
 from finetune.torch_engine.load import WEIGHT_DTYPES
-from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import layers
-from finetune.torch_engine.lora.targets import linear_names, target_names
 from tests.support import tiny
-
-CPU = torch.device("cpu")
-ROWS = tiny.dataset()
-
-
-def engine(architecture="llama", layout="auto", train_type="lora", model=None, **changes):
-    settings = dataclasses.replace(TrainConfig(), precision="fp32", lr=1e-2, train_type=train_type, **changes)
-    model = model or tiny.build(architecture)
-    if train_type == "full":
-        model.requires_grad_(True)
-    else:
-        model.requires_grad_(False)
-        if train_type == "qlora":
-            config = quantization_wrapper.config_for("nf4")
-            quantization_wrapper.quantize_model(model, config, linear_names(model))
-        add_adapters(model, target_names(model, "all"), settings)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for layer in layers(model).values():
-                layer.lora_B.normal_(std=0.05, generator=generator)
-    built = TorchEngine(model, settings, CPU)
-    built.verify(layout)
-    return built
-
-
-def batches(layout="padding_free", batch_size=8, tokens=10**6, rows=range(8)):
-    return microbatches(ROWS, rows, layout, batch_size, tokens, pad_id=0)
-
-
-def gradients(built, parts):
-    """{name: gradient} of one step's loss, by the engine's own loop but without the optimizer."""
-    targets = sum(b.num_targets for b in parts)
-    for batch in parts:
-        (built.nll(batch) / targets).backward()
-    found = {n: p.grad.clone() for n, p in built.named.items() if p.grad is not None}
-    built.optimizer.zero_grad()
-    return found
-
-
-def assert_same(mine, theirs, tolerance=1e-6):
-    assert mine.keys() == theirs.keys()
-    for name in mine:
-        size = theirs[name].abs().max()
-        assert (mine[name] - theirs[name]).abs().max() <= tolerance * max(size, 1e-3), name
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_every_causal_model_passes_its_proof_in_every_type(architecture, dtype):
-    check_causal(tiny.build(architecture).to(dtype), no_autocast)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "qwen3_moe"])
-def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, dtype):
-    model = tiny.build(architecture).to(dtype)
-
-    def open_mask(module, args, kwargs):
-        length = kwargs["input_ids"].shape[1]
-        return args, kwargs | {"attention_mask": torch.zeros(1, 1, length, length, dtype=dtype)}
-
-    model.register_forward_pre_hook(open_mask, with_kwargs=True)
-    with pytest.raises(PlanError, match="lets a token see those after it"):
-        check_causal(model, no_autocast)
-
-
-@pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a not in tiny.PADDED])
-def test_flat_is_padded_is_each_document_alone(architecture):
-    flat = engine(architecture)
-    assert flat.layout == "padding_free"
-    padded = engine(architecture, layout="padded")
-    results = {
-        "padding_free": (flat, batches("padding_free")),
-        "padded": (padded, batches("padded")),
-        "alone": (padded, batches("padded", batch_size=1)),
-    }
-    losses = {k: e.evaluate(b) for k, (e, b) in results.items()}
-    assert losses["padding_free"][1] == losses["padded"][1] == losses["alone"][1]
-    for name in ("padded", "alone"):
-        assert losses["padding_free"][0] == pytest.approx(losses[name][0], rel=1e-6)
-    grads = {k: gradients(e, b) for k, (e, b) in results.items()}
-    # 1e-5: the sum over a document's tokens is taken in another order in each layout.
-    assert_same(grads["padding_free"], grads["alone"], 1e-5)
-    assert_same(grads["padded"], grads["alone"], 1e-5)
-
-
-@pytest.mark.parametrize("architecture", tiny.PADDED)
-def test_a_model_whose_attention_cannot_be_bounded_gets_padded_rows_and_the_reason(architecture):
-    built = engine(architecture)
-    assert built.layout == "padded"
-    result = built.train_step(batches("padded"), 1e-2)
-    assert np.isfinite(result.nll)
-    with pytest.raises(PlanError, match="--batch_layout flat: a document flat"):
-        engine(architecture, layout="padding_free")
+from tests.support.commands import ROOT
+from tests.support.engines import CPU, assert_same, batches, engine, gradients
+from tests.support.planned import engine_of, settings_of
 
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
@@ -146,54 +50,6 @@ def test_checkpointing_on_is_off(train_type, reentrant):
         saved[built] = count
     assert saved[recomputing] < 0.5 * saved[plain]
     assert_same(gradients(recomputing, batches()), gradients(plain, batches()), 1e-6)
-
-
-def test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy():
-    torch.manual_seed(0)
-    hidden, labels = torch.randn(300, 16, requires_grad=True), torch.randint(0, 50, (300,))
-    linear = torch.nn.Linear(16, 50)
-    for scale, softcap in ((1.0, None), (0.25, None), (1.0, 2.0), (3.0, 1.5)):
-        head = loss.Head(linear, scale, softcap)
-        mine = head.nll(hidden, labels)
-        theirs = torch.nn.functional.cross_entropy(head.logits(hidden), labels, reduction="sum")
-        assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
-        wanted = (hidden, linear.weight, linear.bias)
-        for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of 300 rows in another order
-
-
-@pytest.mark.parametrize("architecture", ["gemma2", "granite", "cohere"])
-def test_soft_caps_and_scales_of_the_config_are_in_the_chunked_head(architecture):
-    assert engine(architecture).head is not None
-
-
-def test_a_head_that_does_more_than_its_config_says_is_left_to_the_model(monkeypatch):
-    model = tiny.build()
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda x: forward(x) * 1.5
-    built = engine(model=model)
-    assert built.head is None and built.layout == "padding_free"
-    nll, count = built.evaluate(batches())
-    assert (
-        nll == pytest.approx(built.evaluate(batches("padding_free", 1))[0], rel=1e-6)
-        and count == ROWS.counts["targets"]
-    )
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_every_optimizer_learns_and_takes_up_its_saved_state_bitwise(optimizer, train_type):
-    lr = {"sgd": 0.5, "adadelta": 3.0 if train_type == "full" else 30.0}.get(optimizer, 5e-3)
-    first = engine(train_type=train_type, optimizer=optimizer)
-    losses = [first.train_step(batches(), lr).nll for _ in range(6)]
-    assert losses[-1] < losses[0]
-    second = engine(train_type=train_type, optimizer=optimizer)
-    tensors, values = first.optimizer_state()
-    second.load_state(first.trainable_state(), tensors, values, first.rng_state())
-    for _ in range(2):
-        assert first.train_step(batches(), lr).nll == second.train_step(batches(), lr).nll
-    for name, array in first.trainable_state().items():
-        np.testing.assert_array_equal(array, second.trainable_state()[name])
 
 
 def test_dropout_is_taken_up_where_it_was_only_with_the_random_state():
@@ -265,32 +121,6 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before():
     assert one.grad_norm == two.grad_norm > 1e-3
 
 
-def test_loraplus_moves_b_faster():
-    plain, plus = engine(optimizer="sgd"), engine(optimizer="sgd", loraplus_lr_ratio=16.0)
-    start = {n: p.detach().clone() for n, p in plain.named.items()}
-    for built in (plain, plus):
-        built.train_step(batches(), 1e-3)
-    for name, before in start.items():
-        moved = [(e.named[name] - before).norm().item() for e in (plain, plus)]
-        assert moved[1] == pytest.approx(moved[0] * (16 if name.endswith("lora_B") else 1), rel=1e-3)
-
-
-def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length():
-    built = engine(train_type="qlora")
-    prompts = [ROWS.document(i)[0].tolist() for i in (0, 2, 5)]
-    together = built.generate(prompts, 8, eos_ids={127})
-    plain = engine(train_type="qlora", layout="padded")
-    for prompt, new in zip(prompts, together, strict=True):
-        ids = list(prompt)
-        for token in new:
-            logits = plain.model(input_ids=torch.tensor([ids])).logits[0, -1]
-            assert logits.argmax() == token
-            ids.append(token)
-    assert built.layout == "padding_free" and built.model.config._attn_implementation == attention.NAME
-    stopped = built.generate(prompts, 8, eos_ids={127}, stop_row=lambda row, ids: row == 1 and len(ids) >= 2)
-    assert stopped[0] == together[0] and stopped[1] == together[1][:2]
-
-
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
 def test_frozen_weights_are_the_same_bits_after_training(train_type):
     built = engine(train_type=train_type)
@@ -316,45 +146,26 @@ def test_dense_weights_are_kept_only_inside():
     assert layer.base.cached is None
 
 
-def test_memory_is_counted_by_item():
-    built = engine(train_type="full", optimizer="adamw")
-    built.train_step(batches(), 1e-3)
-    items = built.memory().items
-    weights = sum(p.numel() for p in built.model.parameters()) * 4
-    buffers = sum(b.nbytes for b in built.model.buffers())
-    assert items["trainable"] == weights and items["base"] == buffers
-    # AdamW holds two moments a weight and a step counter of 4 bytes a tensor.
-    assert items["optimizer"] == 2 * weights + 4 * len(built.named)
+def test_a_tried_step_leaves_no_trace(tmp_path):
+    """Weights, moments and random state are as before, and so are the losses of the steps after it, dropout included."""
+    losses = []
+    for tried in (False, True):
+        engine, layout = engine_of("llama", settings_of("lora", lora_dropout=0.2), tmp_path)
+        rows = tiny.dataset()
+        if tried:
+            before = {n: p.clone() for n, p in engine.named.items()}
+            state = engine.rng_state()["host"].copy()
+            engine.try_step(microbatches(rows, range(8), layout, 8, 4096, 0)[0], several=True)
+            assert all(torch.equal(p, before[n]) for n, p in engine.named.items())
+            assert not engine.optimizer.state and (engine.rng_state()["host"] == state).all()
+            assert all(p.grad is None for p in engine.named.values())
+        steps = [microbatches(rows, range(i, i + 4), layout, 4, 4096, 0) for i in (0, 4, 2)]
+        losses.append([engine.train_step(b, 1e-3).nll for b in steps])
+    assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("lengths", [(1, 1), (7,), (300, 5, 17), (16, 16, 16), (2, 300, 290)])
-def test_document_attention_is_plain_attention_in_each_document(lengths, window):
-    torch.manual_seed(0)
-    total, heads, kv, size = sum(lengths), 4, 2, 8
-    q, k, v = (torch.randn(1, h, total, size, requires_grad=True) for h in (heads, kv, kv))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    documents = attention.documents_of(positions, CPU)
-    out, _ = attention.document_attention(None, q, k, v, None, sliding_window=window, documents=documents)
-    again, _ = attention.document_attention(None, q, k, v, None, sliding_window=window, position_ids=positions[None])
-    assert torch.equal(out, again)
-    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    seen = (number[:, None] == number) & (positions[:, None] >= positions)
-    if window:
-        seen &= positions[:, None] - positions < window
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
-    for a, b in zip(
-        torch.autograd.grad(out.square().sum(), (q, k, v)),
-        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_labels_are_the_next_token_and_never_cross_a_document():
-    batch = batches()[0]
-    at = batch.labels_BS[0] != IGNORE_INDEX
-    following = np.r_[batch.input_ids_BS[0, 1:], -1]
-    np.testing.assert_array_equal(batch.labels_BS[0][at], following[at])
-    assert (batch.document_ids_BS[0][:-1][at[:-1]] == batch.document_ids_BS[0][1:][at[:-1]]).all()
+def test_threads_of_the_environment_are_respected(base, tmp_path):
+    code = "import train, torch; from finetune.torch_engine.engine import settle_threads; settle_threads(); print(torch.get_num_threads())"
+    for number in ("1", "2"):
+        env = {**os.environ, "OMP_NUM_THREADS": number}
+        assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True).strip() == number

@@ -20,12 +20,14 @@ from finetune.torch_engine.lora.init import residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import disk_name
 from finetune.torch_engine.lora.targets import target_names
-from tests.promises.test_exit_codes import finish
 from tests.support import tiny
-from tests.torch_engine.lora.test_adapters import IDS, SETTINGS, adapted, write
+from tests.support.adapters import IDS, SETTINGS, adapted, write
+from tests.support.commands import command, finish
 from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
 MORE = {
     "no gate": (
         "NemotronHConfig",
@@ -61,6 +63,8 @@ MORE = {
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
     ),
 }
+
+
 UNREACHED = dict(
     num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
 )
@@ -253,28 +257,8 @@ def test_from_the_shell_a_mixture_trains_on_quantized_experts_and_peft_reads_it(
     folder, out = tmp_path / "model", tmp_path / "out"
     tokenizer = make_tokenizer(folder, bos=False)
     tiny.build("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(folder)
-    done = finish(
-        "--model_name",
-        folder,
-        "--dataset",
-        rows_file,
-        "--output_dir",
-        out,
-        "--train_type",
-        "qlora",
-        "--max_steps",
-        4,
-        "--batch_size",
-        4,
-        "--context_length",
-        64,
-        "--backend",
-        "cpu",
-        "--lr",
-        "5e-3",
-        "--precision",
-        "fp32",
-    )
+    flags = "--train_type qlora --max_steps 4 --batch_size 4 --context_length 64 --backend cpu --lr 5e-3"
+    done = finish(command(flags, "--precision fp32", model_name=folder, dataset=rows_file, output_dir=out))
     assert done.returncode == 0, done.stderr
     assert "4 experts a layer are quantized, and dequantized one at a time" in done.stdout
     losses = [e["loss"] for e in read_events(out, "step")]

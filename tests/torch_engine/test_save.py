@@ -1,9 +1,11 @@
-"""A model folder written a tensor at a time against what transformers' save_pretrained writes."""
+"""Model folders written one tensor at a time, against save_pretrained."""
 
 import json
+import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from finetune.torch_engine import save
@@ -54,3 +56,20 @@ def test_a_folder_of_shards_is_read_as_the_model(tmp_path, monkeypatch):
     again = load_dense(tmp_path, torch.float32)
     for (name, wanted), (_, found) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(wanted, found), name
+
+
+def test_a_full_run_of_a_bf16_model_evaluates_twice_and_publishes_bf16(plain_run, tiny_model, rows_file, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    plain_run(
+        model_name=str(folder),
+        train_type="full",
+        lora_rank=None,
+        validation_dataset=str(rows_file),
+        max_steps=3,
+        eval_every=1,
+    )
+    out = tmp_path / "out"
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert (out / "best" / "model.safetensors").is_file()
