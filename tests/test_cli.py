@@ -200,5 +200,5 @@ def test_help_is_answered_before_numpy_or_a_framework_is_imported():
     argv = [sys.executable, "-X", "importtime", "train.py", "--help"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "finetune.settings" in imported and "--model_name" in done.stdout
+    assert "finetune.config" in imported and "--model_name" in done.stdout
     assert not {"torch", "mlx", "transformers", "numpy"} & imported

@@ -114,7 +114,7 @@ def test_from_the_shell_a_model_is_expanded_trained_asked_and_scored(tiny_model,
     argv = command(flags, llama_pro_path=grown, model_name=tiny_model, dataset=rows_file, output_dir=out)
     trained = finish(argv)
     assert trained.returncode == 0, trained.stderr
-    assert "added layers (qlora) of" in trained.stdout and "no adapter: the new layers train" in trained.stdout
+    assert "added layers (qlora) of" in trained.stdout and "no adapter: the added layers train" in trained.stdout
     generate.main(["--checkpoint", str(out), "--prompt", "What is 2?", "--max_new_tokens", "3", "--device", "cpu"])
     score.main(["--checkpoint", str(out), "--dataset", str(rows_file), "--samples", "2", "--device", "cpu"])
     assert "exact match" in capsys.readouterr().out

@@ -40,7 +40,7 @@ UPWARDS_INSIDE_FUNCTIONS = {
     "backend_manager": {"finetune.estimate.budget"},
     "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"},
 }
-# process prints the one line of a failure, inference a note for the scripts beside train.py, profiling where its traces are.
+# process prints the line of a failure, inference a note for the other scripts, profiling where its traces are.
 MAY_PRINT = {"finetune.metrics", "finetune.process", "finetune.inference", "finetune.torch_engine.profiling"}
 
 
@@ -67,7 +67,7 @@ def room(module: str) -> str:
 
 
 def imported(nodes) -> set[str]:
-    """Modules that these import statements name: ours in full, others by their first word, the standard library left out."""
+    """Modules that these statements import: ours in full, others by their first word, without the standard library."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_on
 
 
 def test_parts_never_reach_into_an_engine_but_to_open_one():
-    """The loop and the shared rooms use an engine; only scripts, `inference` and the quantizers' table build what is inside."""
+    """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
     may = {*SCRIPTS, "finetune.inference", "quantization_wrapper"}
     for module in MODULES:
         if room(module) in ("torch_engine", "quantizers") or module in may:

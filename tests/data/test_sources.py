@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
 from finetune.data.sources import read_rows
 from finetune.errors import PlanError
+from tests.support.commands import ROOT
 from tests.support.rows import GOOD, ROWS, jsonl
 
 
@@ -131,13 +131,13 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     code = (
         "import sys\nfrom finetune.data.sources import read_rows\nfrom finetune.errors import PlanError\n"
         "for name in sys.argv[1:]:\n  name, _, split = name.partition('@')\n"
-        "  try:\n    raw = read_rows(name, split=split or 'train'); print(len(raw.rows), raw.sources[0], raw.description)\n"
+        "  try:\n    raw = read_rows(name, split=split or 'train')\n"
+        "    print(len(raw.rows), raw.sources[0], raw.description)\n"
         "  except PlanError as error: print(error)\n"
     )
-    root = Path(__file__).parents[2]
 
     def ask(*names, **environ):
-        environ = os.environ | dict(HF_HOME=str(tmp_path), PYTHONPATH=str(root)) | environ
+        environ = os.environ | dict(HF_HOME=str(tmp_path), PYTHONPATH=str(ROOT)) | environ
         result = subprocess.run(
             [sys.executable, "-c", code, *names], env=environ, capture_output=True, text=True, timeout=60
         )

@@ -17,7 +17,7 @@ def test_targets_are_the_answer_and_its_end(raw, plain_tokenizer):
         ids, is_target = dataset.document(i)
         assert ids[0] == plain_tokenizer.bos_token_id and (ids == plain_tokenizer.bos_token_id).sum() == 1
         assert plain_tokenizer.decode(ids[1:]) == row["prompt"] + row["completion"] + "</s>"
-        # The prompt ends in a space, which byte-level tokens carry at their front, together with the answer's first letter.
+        # The prompt ends in a space, which byte-level tokens carry at their front, with the answer's first letter.
         assert plain_tokenizer.decode(ids[is_target]) == " " + row["completion"] + "</s>"
     assert dataset.counts["rows"] == 40 and dataset.counts["targets"] == dataset.is_target.sum()
     assert dataset.sources == tuple(raw.sources)
@@ -39,8 +39,8 @@ def test_multibyte_characters_are_targets_whole(tmp_path, plain_tokenizer):
 
 def test_chat_has_one_bos_and_plain_text_is_all_target(tmp_path, make_tokenizer, plain_tokenizer):
     template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}"
+        "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = make_tokenizer(tmp_path, chat_template=template)
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -120,7 +120,8 @@ def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_
 def test_a_token_outside_the_embedding_is_refused(raw, plain_tokenizer):
     with pytest.raises(
         PlanError,
-        match=r"rows.jsonl:1: token id \d+ is out of range for the model's 50 embedding rows. Use the model's own tokenizer",
+        match=r"rows.jsonl:1: token id \d+ is out of range for the model's 50 embedding rows. "
+        "Use the model's own tokenizer",
     ):
         tokenize(raw, "auto", plain_tokenizer, 64, vocab_size=50)
 

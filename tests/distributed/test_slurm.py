@@ -21,7 +21,7 @@ def why_no_slurm() -> str | None:
 
 @pytest.fixture
 def slurm(hosts, tiny_model, tmp_path):
-    """start(rows, sbatch options): tests/support/slurm.sh with runs/slurm.sh as its job, writing to tmp_path / "out"."""
+    """start(rows, sbatch options): the cluster with runs/slurm.sh as its job, which writes to tmp_path / "out"."""
     reason = why_no_slurm()
     if reason:
         pytest.skip(reason)

@@ -61,14 +61,14 @@ def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_where_asked
 
 REFUSED = [
     (dict(tp_degree=2), {}, "--tp_degree 2:"),
-    (dict(dp_shards=2), {}, "--dp_shards 2: accelerate's config file says who shards, and asks for DDP"),
+    (dict(dp_shards=2), {}, "--dp_shards 2: accelerate's config file decides what is sharded, and asks for DDP"),
     (dict(sharding_strategy="full_shard"), {}, "--sharding_strategy full_shard: accelerate's config"),
     (dict(world_size=4, dp_degree=2), {}, "--dp_degree 2: accelerate's config"),
     (dict(reentrant_checkpointing=True), {}, "--reentrant_checkpointing true:"),
     (
         {},
         FSDP2,
-        "--parallel_backend accelerate: its FSDP2 is for GPUs, and on cpu it would wrap DDP without a word. Use "
+        "--parallel_backend accelerate: its FSDP2 is for GPUs, and on cpu it would silently wrap DDP. Use "
         "--parallel_backend ptd",
     ),
     ({}, FSDP2 | {"FSDP_VERSION": "1"}, "--parallel_backend accelerate: its config file asks for fsdp1"),

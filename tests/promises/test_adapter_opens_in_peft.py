@@ -13,6 +13,7 @@ import export
 import generate
 import score
 from finetune.checkpoint.store import newest_checkpoint
+from tests.support.commands import words
 
 
 @pytest.mark.parametrize("flags", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
@@ -27,45 +28,21 @@ def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
     plain = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        # fp32 weights, merged in fp32: one rounding a weight.
+        # fp32 weights, merged in fp32: one rounding per weight.
         torch.testing.assert_close(plain(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
     figures = []
     for checkpoint_dir in (folder, merged, folder / "checkpoints" / "step-4"):
-        assert (
-            score.main(
-                [
-                    "--checkpoint",
-                    str(checkpoint_dir),
-                    "--dataset",
-                    str(rows_file),
-                    "--json",
-                    "--device",
-                    "cpu",
-                    "--precision",
-                    "fp32",
-                ]
-            )
-            == 0
-        )
+        argv = words("--json --device cpu --precision fp32", checkpoint=checkpoint_dir, dataset=rows_file)
+        assert score.main(argv) == 0
         figures.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     losses = [f["loss"] for f in figures]
     assert losses[0] == losses[2] and losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert figures[0]["perplexity"] == pytest.approx(math.exp(losses[0]))
     answers = []
     for checkpoint_dir in (folder, merged):
-        argv = [
-            "--checkpoint",
-            str(checkpoint_dir),
-            "--prompt",
-            "What is 2 plus 2? ",
-            "--max-new-tokens",
-            "6",
-            "--device",
-            "cpu",
-            "--precision",
-            "fp32",
-        ]
+        asked = "--prompt 'What is 2 plus 2? ' --max-new-tokens 6 --device cpu --precision fp32"
+        argv = words(asked, checkpoint=checkpoint_dir)
         assert generate.main(argv) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]

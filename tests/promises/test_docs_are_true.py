@@ -1,4 +1,4 @@
-"""The pages are true: commands parse with the real parsers, snippets run, links and paths exist, tables match the code."""
+"""The pages are true: commands parse, snippets run, links and paths exist, tables match the code."""
 
 import ast
 import importlib.util

@@ -107,17 +107,17 @@ def test_token_ids_beyond_the_embedding_name_the_row(flags, make_tokenizer, tmp_
 @pytest.mark.parametrize(
     ("script", "argv", "message"),
     [
-        (generate, "--checkpoint nowhere --prompt x", "--checkpoint nowhere"),
-        (generate, "--checkpoint x", "--prompt: none given"),
-        (generate, "--checkpoint x --prompt a --top-p 7", "--top_p 7.0: must be 0 to 1"),
-        (score, f"--checkpoint nowhere --dataset {ROOT}/examples/orders_test.jsonl", "--checkpoint nowhere"),
-        (export, "--checkpoint nowhere --output_dir x", "--checkpoint nowhere: has no adapter_config.json"),
+        (generate, "--checkpoint nowhere --prompt x".split(), "--checkpoint nowhere"),
+        (generate, "--checkpoint x".split(), "--prompt: none given"),
+        (generate, "--checkpoint x --prompt a --top-p 7".split(), "--top_p 7.0: must be 0 to 1"),
+        (score, f"--checkpoint nowhere --dataset {ROOT}/examples/orders_test.jsonl".split(), "--checkpoint nowhere"),
+        (export, "--checkpoint nowhere --output_dir x".split(), "--checkpoint nowhere: has no adapter_config.json"),
     ],
 )
 def test_the_small_scripts_say_what_is_missing(script, argv, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(PlanError) as error:
-        script.main(words(argv))
+        script.main(argv)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

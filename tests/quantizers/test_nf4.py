@@ -59,7 +59,7 @@ def test_any_width_keeps_its_shape(columns):
         assert sum(t.nbytes for t in stored.values()) == weight_bytes("nf4", 4, 64, double, *weight.shape)
         back = nf4.dequantize(stored, torch.float32, weight.shape, fmt)
         assert back.shape == weight.shape
-        # NF4's widest gap is 0.30 of a block's largest value (between its first two levels), so 0.16 bounds the rounding.
+        # NF4's widest gap, between its first two levels, is 0.30 of a block's largest value: 0.16 bounds rounding.
         assert (back - weight).abs().max() <= 0.16 * weight.abs().max()
 
 

@@ -240,7 +240,7 @@ def train(engine: TorchEngine, steps: int = STEPS) -> dict:
 
 
 def packed_in_forward(rank: int, size: int, kind: str) -> dict:
-    """{'layers': how many, 'different': names of those whose codes or scales in a sharded forward differ from one process's}."""
+    """{'layers': number, 'different': names of those whose codes or scales differ from one process's}, in a forward."""
     ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), CPU)
     engine, seen = build(CASES[kind], ranks), {}
     for name, layer in layers(engine.model).items():
@@ -259,7 +259,7 @@ def packed_in_forward(rank: int, size: int, kind: str) -> dict:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts bytes that this rank puts into each kind of collective, without fp64 and integers, which are control messages."""
+    """Bytes that this rank puts into each kind of collective; fp64 and integers, control messages, are not counted."""
 
     KINDS = {
         "allgather": "all_gather",

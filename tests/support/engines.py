@@ -12,6 +12,7 @@ from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from tests.support import tiny
+from tests.support.engine_access import optimizer, trainable_params
 
 CPU = torch.device("cpu")
 
@@ -48,8 +49,8 @@ def gradients(built, parts):
     targets = sum(b.num_targets for b in parts)
     for batch in parts:
         (built.nll(batch) / targets).backward()
-    found = {n: p.grad.clone() for n, p in built.named.items() if p.grad is not None}
-    built.optimizer.zero_grad()
+    found = {n: p.grad.clone() for n, p in trainable_params(built).items() if p.grad is not None}
+    optimizer(built).zero_grad()
     return found
 
 

@@ -16,13 +16,11 @@ from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import StorageError
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.engine import TorchEngine, trim_heap
 from finetune.torch_engine.parallel import process_groups
 from tests.support import cases, engine_access, tiny
-
-IDENTITY = {"base model": "a", "dataset": "b"}
 
 
 def groups_of(rank: int, size: int, layout: str) -> process_groups.ProcessGroups:
@@ -35,11 +33,14 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
     return cases.build(cases.CASES["full"], groups_of(rank, size, layout), architecture)
 
 
-def directory(engine, folder: Path) -> output_dir.OutputDir:
+def directory(engine, folder: Path, configs: dict) -> output_dir.OutputDir:
+    """The output folder of a run that resumes from itself; `configs` are the files beside its weights."""
     settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
-    plan = RunPlan(settings, {}, (), (), "cpu", "torch", engine_access.process_groups(engine).dims)
-    kind = output_dir.NonMasterOutputDir if engine.rank else output_dir.OutputDir
-    return kind(plan, resumed=True)
+    dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
+    plan = RunPlan(settings, {}, (), (), "cpu", "torch", dims, resume_from=resumed)
+    run = output_dir.open_output_dir(plan, engine.rank)
+    run.identity, run.configs = {"base model": "a", "dataset": "b"}, configs
+    return run
 
 
 def steps(engine, number: int, first: int = 0) -> list[float]:
@@ -58,11 +59,11 @@ def gathered(engine) -> dict:
 
 
 def save(engine, folder: Path, step: int = 2) -> list[str]:
-    """Saves the engine's state; returns the notes of settle_parts."""
-    run = directory(engine, folder)
+    """Saves the engine's state; returns the notes on where shards are written."""
+    run = directory(engine, folder, {"config.json": {}})
     try:
-        notes = run.settle_parts(engine)
-        run.save_step(engine, TrainState(step=step, total_steps=9), IDENTITY, {"config.json": {}}, 0)
+        notes = run.check_shared_filesystem(engine)
+        run.save_step(engine, TrainState(step=step, total_steps=9), 0)
     finally:
         if engine.rank == 0:
             run.lock.release()
@@ -70,9 +71,9 @@ def save(engine, folder: Path, step: int = 2) -> list[str]:
 
 
 def restore(engine, folder: Path) -> None:
-    run = directory(engine, folder)
+    run = directory(engine, folder, {})
     saved, _ = run.find_checkpoint(None)
-    state, _ = run.restore(engine, saved, IDENTITY)
+    state, _ = run.restore(engine, saved)
     assert state.step == 2
     if engine.rank == 0:
         run.lock.release()
@@ -204,8 +205,8 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
     full_bytes = {
         n: int(np.prod(engine_access.full_shape(engine, n))) * 4 for n in engine_access.trainable_names(engine)
     }
-    run = directory(engine, Path(folder) / layout)
-    run.settle_parts(engine)
+    run = directory(engine, Path(folder) / layout, {})
+    run.check_shared_filesystem(engine)
     found = {"model": sum(full_bytes.values()), "largest": max(full_bytes.values())}
     found["own"] = 3 * sum(p.nbytes for p in engine_access.local_params(engine).values() if p is not None)
     state = TrainState(step=1, total_steps=2)
@@ -213,19 +214,19 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
         run.in_parts = how == "sharded"
         trim_heap()
         with Peak() as peak:
-            run.save_step(engine, state, IDENTITY, {}, 0)
+            run.save_step(engine, state, 0)
         found[how] = peak.above
     trim_heap()
     with Peak() as peak:
-        run.publish(engine, {})
+        run.publish(engine)
     found["published"] = peak.above
     run.in_parts = True
-    run.save_step(engine, state, IDENTITY, {}, 0)
+    run.save_step(engine, state, 0)
     engine_access.process_groups(engine).all_gather_scalars([0])
     engine_access.optimizer(engine).state.clear()  # as before the first step
     trim_heap()
     with Peak() as peak:
-        run.restore(engine, run.find_checkpoint(None)[0], IDENTITY)
+        run.restore(engine, run.find_checkpoint(None)[0])
     moments = [m for state in engine_access.optimizer(engine).state.values() for m in state.values() if m.ndim]
     found["restored"] = peak.above - sum(m.nbytes for m in moments)
     return found

@@ -1,4 +1,4 @@
-"""Cases of loading by several ranks: each reads its own rows, against the same model loaded in full and sharded after."""
+"""Cases of loading by several ranks: each reads its rows, against the model loaded in full and then sharded."""
 
 import dataclasses
 import json
@@ -159,7 +159,7 @@ def different_parameters(one: dict, two: dict) -> list[str]:
 
 
 def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
-    """{case, predicted, measured} bytes by item after one step, of each (layout, case, folder); called in every rank."""
+    """{case, predicted, measured} bytes by item after one step of each (layout, case, folder); called in every rank."""
     found = []
     for layout, kind, folder in wanted:
         dims = cases.LAYOUTS[layout]

@@ -17,6 +17,7 @@ from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
 from tests.support.commands import ROOT
+from tests.support.engine_access import loss_scale, optimizer, set_loss_scale, trainable_params
 from tests.support.engines import CPU, assert_same, batches, engine, gradients
 from tests.support.planned import engine_of, settings_of
 
@@ -74,13 +75,13 @@ def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision,
     built = TorchEngine(built.model, dataclasses.replace(built.settings, precision=precision), CPU)
     built.verify("auto")
     assert built.layout == "padding_free"
-    assert all(p.dtype == torch.float32 for p in built.named.values())
+    assert all(p.dtype == torch.float32 for p in trainable_params(built).values())
     frozen = {p.dtype for p in built.model.parameters() if not p.requires_grad and p.is_floating_point()}
     assert frozen == {WEIGHT_DTYPES[precision]}
     one, two = (e.train_step(batches(), 1e-2) for e in (exact, built))
     # bf16 keeps 8 bits of a number, fp16 11: a mean over some 70 targets is within 1 % of the exact one.
     assert two.nll == pytest.approx(one.nll, rel=1e-2) and not two.skipped
-    assert all(p.grad is None for p in built.named.values())
+    assert all(p.grad is None for p in trainable_params(built).values())
     assert built.train_step(batches(), 1e-2).nll < two.nll
 
 
@@ -89,10 +90,10 @@ def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
     built = engine(model=model)
     built = TorchEngine(built.model, dataclasses.replace(built.settings, precision="fp16"), CPU)
     built.verify("auto")
-    built.scale = 2.0**40
+    set_loss_scale(built, 2.0**40)
     before = built.trainable_state()
     result = built.train_step(batches(), 1e-2)
-    assert result.skipped and built.scale == 2.0**39
+    assert result.skipped and loss_scale(built) == 2.0**39
     for name, array in before.items():
         np.testing.assert_array_equal(array, built.trainable_state()[name])
 
@@ -100,7 +101,7 @@ def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
     built = engine()
     with torch.no_grad():
-        next(iter(built.named.values())).fill_(float("nan"))
+        next(iter(trainable_params(built).values())).fill_(float("nan"))
     before = built.trainable_state()
     with pytest.raises(NonFiniteError, match="loss is nan"):
         built.train_step(batches(), 1e-2)
@@ -147,25 +148,28 @@ def test_dense_weights_are_kept_only_inside():
 
 
 def test_a_tried_step_leaves_no_trace(tmp_path):
-    """Weights, moments and random state are as before, and so are the losses of the steps after it, dropout included."""
+    """Weights, moments and random state are as before, and so are losses of later steps, dropout included."""
     losses = []
     for tried in (False, True):
         engine, layout = engine_of("llama", settings_of("lora", lora_dropout=0.2), tmp_path)
         rows = tiny.dataset()
         if tried:
-            before = {n: p.clone() for n, p in engine.named.items()}
+            before = {n: p.clone() for n, p in trainable_params(engine).items()}
             state = engine.rng_state()["host"].copy()
             engine.try_step(microbatches(rows, range(8), layout, 8, 4096, 0)[0], several=True)
-            assert all(torch.equal(p, before[n]) for n, p in engine.named.items())
-            assert not engine.optimizer.state and (engine.rng_state()["host"] == state).all()
-            assert all(p.grad is None for p in engine.named.values())
+            assert all(torch.equal(p, before[n]) for n, p in trainable_params(engine).items())
+            assert not optimizer(engine).state and (engine.rng_state()["host"] == state).all()
+            assert all(p.grad is None for p in trainable_params(engine).values())
         steps = [microbatches(rows, range(i, i + 4), layout, 4, 4096, 0) for i in (0, 4, 2)]
         losses.append([engine.train_step(b, 1e-3).nll for b in steps])
     assert losses[0] == losses[1]
 
 
-def test_threads_of_the_environment_are_respected(base, tmp_path):
-    code = "import train, torch; from finetune.torch_engine.engine import settle_threads; settle_threads(); print(torch.get_num_threads())"
+def test_threads_of_the_environment_are_respected():
+    code = (
+        "import train, torch; from finetune.torch_engine.engine import settle_threads\n"
+        "settle_threads(); print(torch.get_num_threads())"
+    )
     for number in ("1", "2"):
         env = {**os.environ, "OMP_NUM_THREADS": number}
         assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True).strip() == number

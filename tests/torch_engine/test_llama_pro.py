@@ -96,8 +96,8 @@ def test_a_mixture_of_experts_trains_its_new_layer(make_tokenizer, rows_file, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"train_type": "full"}, "--llama_pro_path .*: trains the new layers alone"),
-        ({"train_type": "lora", "use_dora": True}, "--use_dora true: --llama_pro_path trains whole layers"),
+        ({"train_type": "full"}, "--llama_pro_path .*: trains only the added layers"),
+        ({"train_type": "lora", "use_dora": True}, "--use_dora true: --llama_pro_path trains full layers"),
         ({"train_type": "hqq_llama_pro", "llama_pro_path": None}, "needs --llama_pro_path"),
     ],
 )

@@ -9,6 +9,7 @@ from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.lora.layers import adapter_parameters
 from tests.support import tiny
 from tests.support.adapters import KINDS, adapted
+from tests.support.engine_access import chunked_head
 from tests.support.engines import ROWS, batches, engine
 
 
@@ -28,7 +29,7 @@ def test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy():
 
 @pytest.mark.parametrize("architecture", ["gemma2", "granite", "cohere"])
 def test_soft_caps_and_scales_of_the_config_are_in_the_chunked_head(architecture):
-    assert engine(architecture).head is not None
+    assert chunked_head(engine(architecture)) is not None
 
 
 def test_a_head_that_does_more_than_its_config_says_is_left_to_the_model(monkeypatch):
@@ -36,7 +37,7 @@ def test_a_head_that_does_more_than_its_config_says_is_left_to_the_model(monkeyp
     forward = model.lm_head.forward
     model.lm_head.forward = lambda x: forward(x) * 1.5
     built = engine(model=model)
-    assert built.head is None and built.layout == "padding_free"
+    assert chunked_head(built) is None and built.layout == "padding_free"
     nll, count = built.evaluate(batches())
     assert (
         nll == pytest.approx(built.evaluate(batches("padding_free", 1))[0], rel=1e-6)
@@ -56,7 +57,7 @@ def test_an_adapted_heads_loss_in_chunks_is_the_models_own_with_its_gradients(ar
     )
     built = TorchEngine(model, settings, torch.device("cpu"))
     built.verify("auto")
-    assert (built.head is None) == (kind == "dora") and built.layout == "padding_free"
+    assert (chunked_head(built) is None) == (kind == "dora") and built.layout == "padding_free"
     one = microbatches(tiny.dataset(), [2], "padding_free", 1, 10**6, pad_id=0)[0]
     labels = torch.from_numpy(one.labels_BS.copy())
     mine = built.nll(one)
@@ -71,7 +72,7 @@ def test_an_adapted_heads_loss_in_chunks_is_the_models_own_with_its_gradients(ar
 def test_evaluation_makes_no_gradient_of_the_head():
     built = engine(train_type="full")
     seen = []
-    linear = built.head.linear
+    linear = chunked_head(built).linear
     hook = linear.weight.register_hook(seen.append)
     built.evaluate(batches())
     hook.remove()

@@ -2,6 +2,7 @@
 
 from finetune.data.collate import microbatches
 from tests.support import tiny
+from tests.support.engine_access import counted_weights, trainable_params
 from tests.support.engines import batches, engine
 from tests.support.planned import engine_of, settings_of
 
@@ -14,7 +15,7 @@ def test_memory_is_counted_by_item():
     buffers = sum(b.nbytes for b in built.model.buffers())
     assert items["trainable"] == weights and items["base"] == buffers
     # AdamW holds two moments a weight and a step counter of 4 bytes a tensor.
-    assert items["optimizer"] == 2 * weights + 4 * len(built.named)
+    assert items["optimizer"] == 2 * weights + 4 * len(trainable_params(built))
 
 
 def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
@@ -22,9 +23,9 @@ def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
     rows = tiny.dataset()
     batches = microbatches(rows, range(4), layout, 4, 4096, 0)
     engine.train_step(batches, 1e-4)
-    first, standing = engine.memory().items, engine.counter.standing
+    first, weights = engine.memory().items, counted_weights(engine)
     engine.train_step(batches, 1e-4)
     second = engine.memory().items
-    assert engine.counter.standing is standing
+    assert counted_weights(engine) is weights
     names = ("base", "trainable", "gradients", "optimizer", "activations")
     assert [first[n] for n in names] == [second[n] for n in names]

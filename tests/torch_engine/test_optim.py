@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.config import OPTIMIZERS
+from tests.support.engine_access import trainable_params
 from tests.support.engines import batches, engine
 
 
@@ -25,9 +26,9 @@ def test_every_optimizer_learns_and_takes_up_its_saved_state_bitwise(optimizer, 
 
 def test_loraplus_moves_b_faster():
     plain, plus = engine(optimizer="sgd"), engine(optimizer="sgd", loraplus_lr_ratio=16.0)
-    start = {n: p.detach().clone() for n, p in plain.named.items()}
+    start = {n: p.detach().clone() for n, p in trainable_params(plain).items()}
     for built in (plain, plus):
         built.train_step(batches(), 1e-3)
     for name, before in start.items():
-        moved = [(e.named[name] - before).norm().item() for e in (plain, plus)]
+        moved = [(trainable_params(e)[name] - before).norm().item() for e in (plain, plus)]
         assert moved[1] == pytest.approx(moved[0] * (16 if name.endswith("lora_B") else 1), rel=1e-3)

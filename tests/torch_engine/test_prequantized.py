@@ -143,5 +143,5 @@ def test_what_cannot_be_done_with_a_stored_base_is_told(dense_folder, rows_file,
         fine_tune(**flags, train_type="full")
     with pytest.raises(PlanError, match="--quantization_backend hqq: .* quantizing again would lose more"):
         fine_tune(**flags, quantization_backend="hqq")
-    with pytest.raises(PlanError, match="--init_lora_weights eva: starts from unquantized weights"):
+    with pytest.raises(PlanError, match="--init_lora_weights eva: needs unquantized weights"):
         fine_tune(**flags, init_lora_weights="eva")
