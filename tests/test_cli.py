@@ -32,7 +32,7 @@ def parse(*argv):
     return parse_overrides(list(argv), build_parser())
 
 
-def test_only_what_the_user_set_is_a_wish():
+def test_only_what_the_user_set_is_requested():
     assert parse("--lr", "1e-3") == {"lr": 1e-3}
 
 

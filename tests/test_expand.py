@@ -34,7 +34,7 @@ def test_an_expanded_model_starts_with_the_same_logits_bit_for_bit(architecture,
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_a_new_layer_is_the_copied_one_but_for_its_zeros(architecture, tmp_path):
+def test_a_new_layer_is_the_copied_one_except_for_its_zeros(architecture, tmp_path):
     _, target = expand_model(tiny.build(architecture), tmp_path, "--num_new_blocks", 1)
     record, tensors = (json.loads((target / "llama_pro.json").read_text()), load_file(target / "model.safetensors"))
     prefix, zeros = record["layers"], set(record["zeros"])
@@ -83,7 +83,7 @@ def test_sharded_in_and_out_is_the_same_model(tmp_path):
     assert torch.equal(logits(tmp_path / "shards"), logits(source))
 
 
-def test_what_a_layer_does_by_its_place_is_refused(tmp_path):
+def test_a_layer_that_depends_on_its_position_is_refused(tmp_path):
     """GPT-2 can scale attention by the layer's number: a copy of it is no copy in another place."""
     model = tiny.build("gpt2", scale_attn_by_inverse_layer_idx=True, num_hidden_layers=3)
     with pytest.raises(PlanError, match="depends on its position"):
@@ -99,7 +99,7 @@ def test_what_a_layer_does_by_its_place_is_refused(tmp_path):
         (["--expansion_rate", 7], "--expansion_rate 7.0: must be above 0 and at most 1"),
     ],
 )
-def test_numbers_of_blocks_that_cannot_be(flags, message, tmp_path):
+def test_impossible_numbers_of_blocks_are_refused(flags, message, tmp_path):
     with pytest.raises(PlanError, match=message):
         expand_model(tiny.build(), tmp_path, *flags)
 

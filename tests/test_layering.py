@@ -113,7 +113,7 @@ def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_on
         assert not {n for n in at_module_level(TREES[module]) if n.startswith("finetune")}, module
 
 
-def test_parts_never_reach_into_an_engine_but_to_open_one():
+def test_shared_modules_import_an_engine_only_to_open_one():
     """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
     may = {*SCRIPTS, "finetune.inference", "quantization_wrapper"}
     for module in MODULES:
@@ -147,7 +147,7 @@ def test_every_module_is_reached_from_a_script():
     assert set(MODULES) - seen == set()
 
 
-def test_importing_scripts_and_parts_loads_no_framework():
+def test_importing_scripts_and_shared_modules_loads_no_framework():
     modules = [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")]
     code = (
         f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"

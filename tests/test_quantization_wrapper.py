@@ -75,7 +75,7 @@ def test_the_older_adapter_object_applies_its_config():
     assert isinstance(adapter.quantize_model(torch.nn.ModuleDict({"a": torch.nn.Linear(64, 8)}))["a"], QuantizedLinear)
 
 
-def test_pairs_nobody_has_are_told_with_those_that_are():
+def test_unsupported_pairs_are_reported_with_those_that_exist():
     assert unsupported("nf4", 4, None, 64) is None
     assert "nf4 at 4 bits; bnb at 4/8 bits" in unsupported("quanto", 3, None, 64)
 

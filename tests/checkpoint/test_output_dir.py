@@ -32,7 +32,7 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_line_and_all_damaged_is_7
     assert error.value.exit_code == 76
 
 
-def test_resume_auto_without_a_run_starts_anew(run, tmp_path):
+def test_resume_auto_without_a_run_starts_a_new_one(run, tmp_path):
     assert run(resume="auto", max_steps=2).step == 2
 
 
@@ -72,7 +72,7 @@ def test_a_run_resumed_at_an_older_step_drops_the_newer_ones(plain_run, tmp_path
     assert [e["step"] for e in read_events(out, "step")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_state_of_a_finished_run_goes_first_when_it_is_taken_further(plain_run, tmp_path, monkeypatch):
+def test_the_state_of_a_finished_run_is_removed_first_when_it_is_extended(plain_run, tmp_path, monkeypatch):
     plain_run(max_steps=2)
     real = Path.replace
 
@@ -88,7 +88,7 @@ def test_the_state_of_a_finished_run_goes_first_when_it_is_taken_further(plain_r
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4).step == 4
 
 
-def test_a_users_hidden_files_stay_and_ours_go(plain_run, tmp_path):
+def test_a_users_hidden_files_stay_and_ours_are_removed(plain_run, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / ".notes.2024").write_text("mine")
@@ -129,7 +129,7 @@ def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan,
     assert refused({"resume": tmp_path}).startswith(f"{file}{fact}")
 
 
-def test_wishes_of_a_saved_plan_are_converted_as_those_of_a_config_file_are(tmp_path):
+def test_requested_values_of_a_saved_plan_are_converted_as_those_of_a_config_file(tmp_path):
     saved = PLAN | {"requested": {"learning-rate": "1e-3", "lora_rank": 8.0, "use_dora": "yes"}}
     (tmp_path / "run_plan.json").write_text(json.dumps(saved))
     found = find_saved_run(str(tmp_path), None)
@@ -149,5 +149,5 @@ def test_only_a_step_folder_under_checkpoints_is_a_checkpoint(tmp_path, name, mo
     assert find_saved_run(".", None).step_folder == step
 
 
-def test_a_file_is_no_run(rows_file):
+def test_a_file_is_not_a_run(rows_file):
     assert refused({"resume": rows_file}).startswith(f"--resume {rows_file}: is a file.")

@@ -283,7 +283,7 @@ def written(root: Path, step: int, cuts: int = 3, seed: int = 0) -> dict:
     return arrays
 
 
-def test_any_slice_of_a_tensor_in_parts_is_that_of_the_whole(tmp_path):
+def test_any_slice_of_a_sharded_tensor_is_that_of_the_full_one(tmp_path):
     rng = random.Random(0)
     for cuts in (1, 2, 3, 7):
         arrays = written(tmp_path / str(cuts), 1, cuts)

@@ -29,7 +29,7 @@ def test_the_largest_microbatch_is_the_largest_that_the_loop_will_make(layout):
     assert found.input_ids_BS.size == max(sizes)
 
 
-def test_padding_is_no_target_though_it_is_the_eos(raw, plain_tokenizer):
+def test_padding_is_not_a_target_although_it_is_the_eos(raw, plain_tokenizer):
     assert plain_tokenizer.pad_token_id == plain_tokenizer.eos_token_id
     dataset = tokenize(raw, "auto", plain_tokenizer, 512)
     for batch in microbatches(dataset, range(40), "padded", 8, 400, plain_tokenizer.pad_token_id):

@@ -50,7 +50,7 @@ def test_alpaca_and_qna_use_the_classic_prompts_without_a_template(plain_tokeniz
     assert targets([document]) == [["a"]]
 
 
-def test_alpaca_is_one_turn_of_the_chat_template_where_there_is_one(chat_tokenizer):
+def test_alpaca_is_one_turn_of_the_chat_template_if_there_is_one(chat_tokenizer):
     (document,) = rendered({"instruction": "Add", "input": "2", "output": "3"}, "alpaca", chat_tokenizer)
     assert text(document) == "<|im_start|>user\nAdd\n\n2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
     assert targets([document]) == [["3", "<|im_end|>"]]

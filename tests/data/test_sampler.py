@@ -7,7 +7,7 @@ from finetune.errors import PlanError
 
 
 @pytest.mark.parametrize(("num_rows", "rows_per_step"), [(40, 8), (41, 8), (3, 8), (1, 1), (7, 7)])
-def test_an_epoch_visits_each_row_once_and_a_resumed_cursor_goes_on_alike(num_rows, rows_per_step):
+def test_an_epoch_visits_each_row_once_and_a_resumed_cursor_continues_identically(num_rows, rows_per_step):
     steps_an_epoch = total_steps(num_rows, rows_per_step, 1, -1)
     cursor, seen, cursors = Cursor(), [], []
     for _ in range(3 * steps_an_epoch):
@@ -34,7 +34,7 @@ def test_total_steps():
     assert total_steps(41, 8, 2, 5) == 5
 
 
-def test_split_validation_parts_the_rows():
+def test_split_validation_partitions_the_rows():
     for num_rows, fraction, expected in ((100, 0.1, 10), (10, 0.01, 1), (3, 0.99, 2)):
         train, validation = split_validation(num_rows, fraction, 7)
         assert len(validation) == expected and sorted([*train, *validation]) == list(range(num_rows))

@@ -31,7 +31,7 @@ def test_tokens_of_spaces_only_are_targets(tmp_path, plain_tokenizer):
     assert is_target[np.flatnonzero(is_target)[0] :].all()
 
 
-def test_multibyte_characters_are_targets_whole(tmp_path, plain_tokenizer):
+def test_multibyte_characters_are_targets_in_full(tmp_path, plain_tokenizer):
     raw = read_rows(jsonl(tmp_path / "a.jsonl", [{"prompt": "x: 日:", "completion": "語🙂é𝕏"}]))
     ids, is_target = tokenize(raw, "auto", plain_tokenizer, 512).document(0)
     assert plain_tokenizer.decode(ids[is_target]) == "語🙂é𝕏</s>"
@@ -76,7 +76,7 @@ def test_a_long_prompt_loses_its_front_and_a_long_answer_its_tail(tmp_path, plai
 
 
 @pytest.mark.parametrize("bos", [None, 7])
-def test_fit_keeps_the_last_answer_of_any_row(bos):
+def test_truncate_keeps_the_last_answer_of_any_row(bos):
     rng = np.random.default_rng(0)
     for _ in range(500):
         n, context = rng.integers(2, 30), rng.integers(2, 20)
@@ -147,7 +147,7 @@ def test_a_sample_shows_targets_and_no_escape_sequence(tmp_path, plain_tokenizer
     assert render_sample(dataset, 0, plain_tokenizer, color=True) == "<s>a:\n\x1b[32mb\\x1b[2J</s>\x1b[0m"
 
 
-def test_take_and_digest(raw, plain_tokenizer):
+def test_select_and_digest(raw, plain_tokenizer):
     dataset = tokenize(raw, "auto", plain_tokenizer, 64)
     part = dataset.select([5, 2])
     assert (part.document(0)[0] == dataset.document(5)[0]).all() and part.sources == (raw.sources[5], raw.sources[2])

@@ -9,7 +9,7 @@ from tests.support.commands import by_hand
 from tests.support.runs import assert_same_run
 
 
-def test_every_launcher_says_where_a_process_stands():
+def test_every_launcher_gives_a_process_its_rank():
     assert rank_env({}) is None and rank_env({"WORLD_SIZE": "1"}) is None
     by_hand = rank_env({"RANK": "1", "WORLD_SIZE": "2"})
     assert (by_hand.rank, by_hand.size, by_hand.local_rank, by_hand.host, by_hand.port) == (1, 2, 1, "localhost", 12355)

@@ -16,7 +16,7 @@ from tests.support.commands import LONG, by_hand, command, finish, free_port, ra
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_goes_on(base, tmp_path, victim):
+def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_resumes(base, tmp_path, victim):
     argv = command(base, LONG, "--world_size 2 --batch_size 2", output_dir=tmp_path / "out")
     process = ranks.start(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

@@ -10,7 +10,7 @@ from finetune.estimate import budget, memory
 from tests.support.planned import GIB, SMALL, dry_run, settings_of, shape_of
 
 
-def test_rows_left_to_the_plan_leave_an_epoch_its_steps():
+def test_rows_chosen_by_the_plan_leave_an_epoch_enough_steps():
     assert budget.rows_for_data(64, 10_000) == (64, None)
     rows, reason = budget.rows_for_data(64, 100)
     assert rows == 8 and "100 rows of data" in reason
@@ -45,13 +45,13 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize("text", ["banana", "", "-1GiB", "0", "24XB", "1e9GiB", "9999999999GiB", "GiB", "24GiB!"])
-def test_what_is_no_size_is_one_line(text):
+def test_what_is_not_a_size_is_one_line(text):
     with pytest.raises(PlanError, match="--assume_memory") as error:
         budget.parse_size(text)
     assert "\n" not in str(error.value)
 
 
-def test_a_70b_that_two_devices_do_not_hold_is_told_of_host_memory():
+def test_a_70b_that_does_not_fit_two_devices_is_offered_host_memory():
     flags = ("--model_name", "examples/configs/llama-3-70b", "--assume_memory", "24GiB", "--assume_world_size", "2")
     code, out, _ = dry_run(*flags)
     assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory per rank" in out
@@ -98,5 +98,5 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
         check_settings(dims, asdict(change.settings))
 
 
-def test_small_sizes_are_told_in_mib():
+def test_small_sizes_are_printed_in_mib():
     assert (budget.gib(3 * 2**20), budget.gib(GIB)) == ("3.0 MiB", "1.00 GiB")

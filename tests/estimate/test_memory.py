@@ -51,7 +51,7 @@ def test_long_documents_run_through_fused_attention_and_are_counted_so(tmp_path)
     assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01)
 
 
-def test_a_sharded_rank_holds_its_part_and_two_layers_and_the_root_gathered():
+def test_a_sharded_rank_holds_its_shard_and_two_gathered_layers_and_the_root():
     one, four = (
         memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "cuda", n)["items"]
         for n in (1, 4)

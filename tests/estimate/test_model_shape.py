@@ -40,5 +40,5 @@ def test_shapes_are_read_from_gpt2_and_nested_configs():
     assert (nested.hidden_size, nested.num_layers) == (8, 3)
 
 
-def test_a_text_config_that_is_no_object_is_no_shape():
+def test_a_text_config_that_is_not_an_object_is_ignored():
     assert ModelShape.from_config({"model_type": "x", "text_config": "y", "vocab_size": 5}).vocab_size == 5

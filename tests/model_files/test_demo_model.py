@@ -18,7 +18,7 @@ from tests.support.tiny import train_tokenizer
 pytestmark = pytest.mark.usefixtures("own_caches")
 
 
-def test_the_demo_model_comes_from_a_hub_where_there_is_one(model, monkeypatch):
+def test_the_demo_model_comes_from_a_hub_if_there_is_one(model, monkeypatch):
     said = []
     with serve(models={DEMO_MODEL: model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)

@@ -51,7 +51,7 @@ def test_another_training_of_the_same_shapes_has_another_digest(tmp_path):
     assert len(digests) == 2
 
 
-def test_a_missing_path_names_what_is_beside_it(model):
+def test_a_missing_path_names_its_siblings(model):
     text = refusal(model.parent / "modle")
     assert text.startswith(f"--model_name {model.parent / 'modle'}: no such folder.")
     assert text.endswith(f"In {model.parent}: model. Check the path.")
@@ -128,7 +128,7 @@ def test_the_conversion_command_of_the_message_works(model):
 @pytest.mark.parametrize(
     "name", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "x.bin", "a\\b.safetensors", 3]
 )
-def test_an_index_entry_that_is_no_plain_name_is_refused(sharded, name):
+def test_an_index_entry_that_is_not_a_plain_name_is_refused(sharded, name):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], name)
     (sharded / INDEX).write_text(json.dumps(index))

@@ -37,7 +37,7 @@ def test_a_cached_hub_model_needs_no_hub(sharded, monkeypatch):
     assert find_model("some/tiny", fetch=False).digest == digest
 
 
-def test_what_the_hub_does_not_have_is_told_apart(model, monkeypatch):
+def test_a_missing_repo_and_a_missing_revision_are_told_apart(model, monkeypatch):
     with serve(models={"some/tiny": model}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         absent = refusal("some/other")

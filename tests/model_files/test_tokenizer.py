@@ -21,7 +21,7 @@ from tests.support.model_folders import with_config
         ('{"eos_token_id": {"a": 1}}', 'eos_token_id is {"a": 1}, must be a token id'),
     ],
 )
-def test_a_malformed_generation_config_is_said_before_the_model_loads(
+def test_a_malformed_generation_config_is_refused_before_the_model_loads(
     flags, tiny_model, tmp_path, content, fact, capsys
 ):
     folder = with_config(tiny_model, tmp_path)

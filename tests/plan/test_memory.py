@@ -18,7 +18,7 @@ from tests.support.planned import GIB, SMALL, dry_run, planned, why
 from tests.support.plans import NOW, capabilities, plan_of
 
 
-def test_checkpointing_is_off_where_the_plan_fits_and_on_where_it_does_not_with_both_numbers():
+def test_checkpointing_is_off_if_the_plan_fits_and_on_if_it_does_not_with_both_numbers():
     roomy, tight = planned(64), planned(7, microbatch_tokens=2048)
     assert roomy.settings.use_gradient_checkpointing == "false"
     assert tight.settings.use_gradient_checkpointing == "true"
@@ -32,7 +32,7 @@ def test_smaller_microbatches_come_before_recomputation():
     assert "2048 tokens per forward would take" in why(settled, "microbatch_tokens")
 
 
-def test_batch_size_auto_stays_a_wish_and_is_settled_as_a_number():
+def test_batch_size_auto_stays_requested_and_is_settled_as_a_number():
     assert parse_value("batch_size", "AUTO") == "auto" and parse_value("batch_size", "4") == 4
     settled = planned(24, batch_size="auto")
     rows = settled.settings.batch_size
@@ -57,13 +57,13 @@ def test_assuming_another_machine_is_for_a_dry_run():
         plan_of(assume_world_size=2)
 
 
-def test_a_config_that_says_too_little_is_told_and_fits(tmp_path):
+def test_a_config_that_lacks_sizes_is_reported_and_the_dry_run_succeeds(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, out, _ = dry_run("--model_name", str(tmp_path))
     assert code == 0 and "memory: not predicted, config.json lacks some of its dimensions" in out
 
 
-def test_dense_copies_are_given_up_where_the_run_does_not_fit_with_them(tmp_path):
+def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):
     tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
     shape = ModelShape.from_config(
         json.loads((tmp_path / "config.json").read_text()), read_headers(tmp_path.glob("*.safetensors"))

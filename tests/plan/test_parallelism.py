@@ -51,7 +51,7 @@ def test_accelerate_alone_means_replicas_and_one_process_needs_none():
     assert one.distribution == "ptd" and any(a.setting == "parallel_backend" for a in one.adjustments)
 
 
-def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_where_asked():
+def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_if_requested():
     asked = settled(FSDP2, backend=Backend.CUDA, parallel_backend="accelerate")
     assert (asked.distribution, asked.dims.dp_shard) == ("fsdp2", 2)
     default = settled(FSDP2)
@@ -87,13 +87,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "environment", "line"), REFUSED)
-def test_what_accelerate_does_not_do_is_one_line_with_the_remedy(overrides, environment, line):
+def test_what_accelerate_cannot_do_is_one_line_with_the_remedy(overrides, environment, line):
     with pytest.raises(PlanError) as error:
         settled(environment, **{"parallel_backend": "accelerate", **overrides})
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
-def test_several_processes_asked_of_accelerate_launch_on_a_cpu_are_not_dropped_in_silence():
+def test_several_processes_requested_of_accelerate_launch_on_a_cpu_are_not_dropped_silently():
     left = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(PlanError, match="starts one process"):
         settled(left, world_size=-1)

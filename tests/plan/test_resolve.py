@@ -21,7 +21,7 @@ def test_auto_precision_follows_the_probe():
     assert "2.00 x" in adjustment(plan_of(caps=fast), "precision").reason
 
 
-def test_bf16_asked_for_on_a_cpu_without_it_is_kept_and_told_with_the_measured_ratio():
+def test_bf16_requested_on_a_cpu_without_it_is_kept_and_noted_with_the_measured_ratio():
     caps = capabilities(
         reasons={"bf16": "this CPU has no bf16 matmul instructions: 0.30 x the speed of fp32, measured"}
     )
@@ -170,7 +170,7 @@ def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_wh
     assert plan_of(shape=shape).settings.context_length == 256
 
 
-def test_what_becomes_of_experts_is_told_in_the_plan():
+def test_the_plan_says_how_experts_are_trained():
     shape = ModelShape.from_config({"num_local_experts": 8})
 
     def told(**overrides):

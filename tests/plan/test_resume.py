@@ -44,7 +44,7 @@ def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
         check_resumed(plan_of(**merge_saved({"lr": 1e-2}, old)), old)
 
 
-def test_a_resumed_run_may_cut_its_rows_otherwise_but_not_change_their_number():
+def test_a_resumed_run_may_split_its_rows_differently_but_not_change_their_number():
     old = saved(batch_size=4, gradient_accumulation_steps=2)
     same = merge_saved({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
     plan = plan_of(**same)

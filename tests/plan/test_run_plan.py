@@ -36,7 +36,7 @@ def test_a_saved_plan_settles_to_itself(tmp_path):
     assert again.to_json() == plan.to_json() and again.digest() == plan.digest()
 
 
-def test_settle_records_what_was_proved():
+def test_changed_records_what_was_proved():
     plan = plan_of().changed({"batch_layout": ("padded", "a document flat sees the one before it")})
     assert plan.settings.batch_layout == "padded"
     assert adjustment(plan, "batch_layout").reason == "a document flat sees the one before it"

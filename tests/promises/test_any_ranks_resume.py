@@ -8,7 +8,7 @@ from tests.support.runs import LOSS, assert_same_moments, losses
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
+def test_a_run_resumes_over_other_degrees(base, alone, tmp_path):
     """Each leg resumes the last one's checkpoint over other ranks: the losses of one process."""
     legs = ({}, dict(tp_degree=2), dict(pp_degree=2), dict(cp_degree=2), dict(tp_degree=2, dp_shards=2), {})
     for i, degrees in enumerate(legs):
@@ -26,7 +26,7 @@ def test_a_run_goes_on_over_other_degrees(base, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_other_numbers_of_ranks(base, tmp_path):
+def test_a_run_resumes_over_other_world_sizes(base, tmp_path):
     """1 -> 2 -> 4 -> 1 ranks: the rows of each step, its loss, and the optimizer's state are those of one process."""
     for name, worlds in (("many", (1, 2, 4, 1)), ("one", (1, 1, 1, 1))):
         for epochs, world in enumerate(worlds, 1):

@@ -154,7 +154,7 @@ def test_yaml_of_the_pages_is_read(page, text, tmp_path):
 
 
 @pytest.mark.parametrize(("page", "info", "text"), PYTHON)
-def test_snippets_import_what_exists_and_run_where_they_are_cheap(page, info, text, monkeypatch, tmp_path, capsys):
+def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text, monkeypatch, tmp_path, capsys):
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

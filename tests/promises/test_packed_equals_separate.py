@@ -7,7 +7,7 @@ from tests.support.engines import assert_same, batches, engine, gradients
 
 
 @pytest.mark.parametrize("architecture", [a for a in tiny.ARCHITECTURES if a not in tiny.PADDED])
-def test_flat_is_padded_is_each_document_alone(architecture):
+def test_packed_padded_and_separate_documents_have_equal_losses_and_gradients(architecture):
     flat = engine(architecture)
     assert flat.layout == "padding_free"
     padded = engine(architecture, layout="padded")

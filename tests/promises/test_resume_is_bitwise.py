@@ -86,7 +86,7 @@ def resign(folder):
 
 
 @pytest.mark.parametrize("control", [break_rng, break_cursor, break_optimizer, break_schedule])
-def test_a_resume_that_forgets_one_part_of_the_state_is_seen(uninterrupted, tmp_path, control):
+def test_a_resume_that_lost_one_part_of_the_state_is_detected(uninterrupted, tmp_path, control):
     folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
     control(folder / "checkpoints" / "step-5")
     fine_tune(resume="auto", output_dir=str(folder))
@@ -119,7 +119,7 @@ def test_a_finished_run_is_already_complete_and_writes_nothing(uninterrupted, tm
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"} == before
 
 
-def test_a_finished_run_goes_on_to_a_larger_total_and_says_so(uninterrupted, tmp_path, capsys):
+def test_a_finished_run_continues_to_a_larger_total_and_says_so(uninterrupted, tmp_path, capsys):
     folder = shutil.copytree(uninterrupted, tmp_path / "out")
     state = fine_tune(resume=str(folder), num_epochs=3)
     said = capsys.readouterr().out

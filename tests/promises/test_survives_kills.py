@@ -68,7 +68,7 @@ def test_kills_at_random_moments_under_restarts_change_no_loss(base, tmp_path, k
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_from_there(run, uninterrupted, tmp_path, number, code):
+def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uninterrupted, tmp_path, number, code):
     folder = tmp_path / "out"
 
     def send():

@@ -31,7 +31,7 @@ def test_our_nf4_is_bitsandbytes_nf4_bit_for_bit(weight, dtype):
     )
 
 
-def test_the_table_of_cells_is_bucketize_at_and_beside_every_middle():
+def test_the_lookup_table_is_bucketize_at_and_next_to_every_midpoint():
     levels = torch.tensor(nf4.LEVELS)
     middles = (levels[1:] + levels[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (2.0, -2.0)]

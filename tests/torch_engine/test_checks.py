@@ -44,7 +44,7 @@ def test_a_model_whose_attention_cannot_be_bounded_gets_padded_rows_and_the_reas
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_autocast"])
-def test_an_encoder_is_no_causal_model(plain_run, make_tokenizer, tmp_path, precision):
+def test_an_encoder_is_not_a_causal_model(plain_run, make_tokenizer, tmp_path, precision):
     folder = tmp_path / "bert"
     tokenizer = make_tokenizer(folder, bos=False)
     config = transformers.BertConfig(

@@ -24,7 +24,7 @@ from tests.support.planned import engine_of, settings_of
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_accumulated_is_one_batch_and_any_cut_in_tokens(train_type, layout):
+def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(train_type, layout):
     built = engine(train_type=train_type, layout=layout)
     whole = gradients(built, batches(layout))
     for batch_size, tokens in ((1, 10**6), (2, 10**6), (8, 60), (8, 1)):
@@ -33,7 +33,7 @@ def test_accumulated_is_one_batch_and_any_cut_in_tokens(train_type, layout):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_checkpointing_on_is_off(train_type, reentrant):
+def test_checkpointing_changes_no_gradient(train_type, reentrant):
     plain = engine(train_type=train_type)
     recomputing = engine(train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant)
     plain.model.train(), recomputing.model.train()
@@ -53,7 +53,7 @@ def test_checkpointing_on_is_off(train_type, reentrant):
     assert_same(gradients(recomputing, batches()), gradients(plain, batches()), 1e-6)
 
 
-def test_dropout_is_taken_up_where_it_was_only_with_the_random_state():
+def test_dropout_resumes_identically_only_with_the_rng_state():
     first = engine(lora_dropout=0.2)
     first.train_step(batches(), 1e-2)
     state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
@@ -116,7 +116,7 @@ def test_running_out_of_memory_names_what_to_lower():
         built.train_step(batches(), 1e-2)
 
 
-def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before():
+def test_clipping_scales_the_full_gradient_and_reports_its_norm_before():
     free, clipped = engine(apply_gradient_clipping=False), engine(grad_norm=1e-3)
     one, two = free.train_step(batches(), 1e-2), clipped.train_step(batches(), 1e-2)
     assert one.grad_norm == two.grad_norm > 1e-3

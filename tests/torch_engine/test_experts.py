@@ -192,7 +192,7 @@ def test_never_more_than_one_expert_is_dense_and_none_is_saved(method):
     assert made.numel <= one and max(saved) <= ids.numel() * 2 * 256 < one
 
 
-def test_an_experts_weight_that_no_token_meets_gets_a_gradient_of_zero():
+def test_the_weight_of_an_expert_without_tokens_gets_a_gradient_of_zero():
     model, _ = adapted("mixtral")
     module = model.model.layers[0].mlp.experts
     x = torch.randn(3, 64)
@@ -201,14 +201,14 @@ def test_an_experts_weight_that_no_token_meets_gets_a_gradient_of_zero():
     assert gradient[0].any() and not gradient[1:].any()
 
 
-def test_dora_on_experts_is_refused_where_it_is_named_and_left_out_of_all():
+def test_dora_on_experts_is_refused_if_named_and_left_out_of_all():
     model = tiny.build("mixtral")
     assert not any("experts" in n for n in target_names(model, "all", use_dora=True))
     with pytest.raises(PlanError, match="PEFT has no DoRA for fused experts"):
         target_names(model, "q_proj,down_proj", use_dora=True)
 
 
-def test_experts_without_an_interface_stay_as_they_are_and_are_told(make_tokenizer, rows_file, tmp_path, capsys):
+def test_experts_without_an_interface_stay_frozen_and_are_reported(make_tokenizer, rows_file, tmp_path, capsys):
     tokenizer = make_tokenizer(tmp_path / "model", bos=False)
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(**tiny.COMMON | {"vocab_size": len(tokenizer)}, **UNREACHED)

@@ -101,7 +101,7 @@ def test_a_mixture_of_experts_trains_its_new_layer(make_tokenizer, rows_file, tm
         ({"train_type": "hqq_llama_pro", "llama_pro_path": None}, "needs --llama_pro_path"),
     ],
 )
-def test_what_contradicts_new_layers(flags, message, expanded_model, rows_file, tmp_path):
+def test_settings_that_contradict_new_layers_are_refused(flags, message, expanded_model, rows_file, tmp_path):
     with pytest.raises(PlanError, match=message):
         run(expanded_model, rows_file, tmp_path / "out", **flags)
 

@@ -52,7 +52,7 @@ def test_a_base_streamed_to_4_bits_is_one_quantized_after_loading(architecture, 
     assert torch.equal(ours(input_ids=ids).logits, dense(input_ids=ids).logits)
 
 
-def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path):
+def test_missing_and_misshapen_weights_are_refused_and_extra_ones_reported(tmp_path):
     tiny.build("llama").save_pretrained(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     edited(tmp_path, lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}))
@@ -69,7 +69,7 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_told(tmp_path)
         load_dense(tmp_path, torch.float32)
 
 
-def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path):
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_reported(tmp_path):
     tiny.build("llama_tied").save_pretrained(tmp_path)
     edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     lines = []

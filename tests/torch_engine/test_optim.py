@@ -10,7 +10,7 @@ from tests.support.engines import batches, engine
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_every_optimizer_learns_and_takes_up_its_saved_state_bitwise(optimizer, train_type):
+def test_every_optimizer_learns_and_restores_its_saved_state_bitwise(optimizer, train_type):
     lr = {"sgd": 0.5, "adadelta": 3.0 if train_type == "full" else 30.0}.get(optimizer, 5e-3)
     first = engine(train_type=train_type, optimizer=optimizer)
     losses = [first.train_step(batches(), lr).nll for _ in range(6)]

@@ -87,7 +87,7 @@ DAMAGED = {  # what is done to a tensor of a stored folder, and what is said
 
 
 @pytest.mark.parametrize("case", DAMAGED, ids=[f"{k}-{p}-{n}" for k, p, n in DAMAGED])
-def test_a_stored_folder_with_a_part_missing_or_cut_is_one_line(case, dense_folder, tmp_path):
+def test_a_prequantized_folder_with_a_tensor_missing_or_truncated_is_one_line(case, dense_folder, tmp_path):
     from finetune.model_files.files import find_model
 
     kind, part, rows = case
@@ -126,7 +126,7 @@ def test_blocks_of_another_size_than_stored_are_refused(dense_folder, rows_file,
         fine_tune(model_name=str(folder), dataset=str(rows_file), group_size=128, dry_run=True)
 
 
-def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):
+def test_a_prequantized_base_is_not_expanded(dense_folder, tmp_path):
     import expand
 
     folder = stored_folder("bnb fp4", dense_folder, tmp_path / "stored")
@@ -134,7 +134,7 @@ def test_a_stored_base_is_not_expanded(dense_folder, tmp_path):
         expand.main(["--model_name", str(folder), "--output_dir", str(tmp_path / "out"), "--num_new_blocks", "1"])
 
 
-def test_what_cannot_be_done_with_a_stored_base_is_told(dense_folder, rows_file, tmp_path):
+def test_what_cannot_be_done_with_a_prequantized_base_is_refused(dense_folder, rows_file, tmp_path):
     from train import fine_tune
 
     folder = stored_folder("bnb nf4", dense_folder, tmp_path / "stored")

@@ -76,7 +76,7 @@ def test_tied_weights_load_from_either_name(tied, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.int8, torch.float8_e4m3fn])
-def test_a_tensor_that_is_no_weight_is_refused_by_its_type(dtype, tmp_path):
+def test_a_tensor_that_is_not_a_weight_is_refused_by_its_dtype(dtype, tmp_path):
     tiny.build("llama").save_pretrained(tmp_path)
     name = "model.layers.0.self_attn.q_proj.weight"
     edited(tmp_path, lambda t: t.update({name: t[name].to(dtype)}))

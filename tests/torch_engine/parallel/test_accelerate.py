@@ -62,7 +62,7 @@ def test_torchrun_runs_ddp(base, alone, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("train_type", ["lora", "full"])
-def test_a_run_under_zero_goes_on_in_one_process_and_back(base, tmp_path, stage, train_type):
+def test_a_run_under_zero_resumes_in_one_process_and_back(base, tmp_path, stage, train_type):
     """2 ranks under ZeRO, then 1 process, then 2 ranks again: losses, weights and moments of one process."""
     base = {name: value for name, value in base.items() if train_type == "lora" or name != "lora_rank"}
     flags = f"--train_type {train_type} --lr 1e-3 --save_every 3 --batch_size 4"
