@@ -15,7 +15,7 @@ from train import fine_tune
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    """The maker itself, for a test that needs another template."""
+    """train_tokenizer, for a tokenizer with another template."""
     return train_tokenizer
 
 

@@ -84,7 +84,7 @@ def test_sharded_in_and_out_is_the_same_model(tmp_path):
 
 
 def test_a_layer_that_depends_on_its_position_is_refused(tmp_path):
-    """GPT-2 can scale attention by the layer's number: a copy of it is no copy in another place."""
+    """GPT-2 can scale attention by the layer's index: at another position a copy computes something else."""
     model = tiny.build("gpt2", scale_attn_by_inverse_layer_idx=True, num_hidden_layers=3)
     with pytest.raises(PlanError, match="depends on its position"):
         expand_model(model, tmp_path, "--num_new_blocks", 3)

@@ -45,7 +45,7 @@ MAY_PRINT = {"finetune.metrics", "finetune.process", "finetune.inference", "fine
 
 
 def shipped() -> dict[str, Path]:
-    """{module name: file} of everything that is not a test, a benchmark, an example or a page."""
+    """{module name: file} of everything except tests, benchmarks, examples and pages."""
     files = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]
     names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in files}
     return {name: p for p, name in names.items()}

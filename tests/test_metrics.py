@@ -1,4 +1,4 @@
-"""metrics.jsonl: events, and a log cut or resumed."""
+"""metrics.jsonl: events, and a log truncated or resumed."""
 
 from finetune.metrics import Metrics, read_events
 from finetune.plan.run_plan import TrainState

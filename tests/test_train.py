@@ -43,7 +43,7 @@ def test_what_trades_memory_for_speed_changes_no_loss(run, tmp_path, flags):
     run(output_dir=str(tmp_path / "a"), **same)
     run(output_dir=str(tmp_path / "b"), **same, **flags)
     one, two = (np.array([s["loss"] for s in steps(tmp_path / n)]) for n in "ab")
-    np.testing.assert_allclose(one, two, rtol=1e-6)  # sums over a batch are cut otherwise
+    np.testing.assert_allclose(one, two, rtol=1e-6)  # sums over a batch are split differently
 
 
 def test_python_reads_config_and_dry_run_as_the_command_line_does(plain_run, tmp_path):

@@ -15,8 +15,6 @@ from tests.support.commands import command, finish
 from tests.support.runs import losses
 
 TWO = ["FSDP2 2", "TP 2", "PP 2"]
-
-
 FOUR = ["FSDP2 4", "FSDP2 2 x TP 2", "PP 2 x FSDP2 2", "HSDP 2x2", "FSDP2 2 x CP 2", "PP 2 x TP 2"]
 
 
@@ -139,7 +137,7 @@ def test_the_program_saves_sharded_resumes_bitwise_and_its_step_folder_is_a_mode
         for later in steps_of(tmp_path / name)[:-1]:
             shutil.rmtree(later)
         (tmp_path / name / "train_state.json").unlink()
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-"]  # KiB: a part of the model is larger
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-"]  # KiB: a rank's shard of the model is larger
     full_disk = [*limited, *command(base, flags, "--resume auto", output_dir=tmp_path / "two")]
     code, _, err = finish(full_disk)
     assert code == 74 and err.count("error:") == 1 and "File too large" in err, err

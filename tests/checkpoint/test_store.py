@@ -143,7 +143,7 @@ CALLS = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"),
 
 
 class Faults:
-    """Counts calls of the system functions a save makes, and lets the one numbered `fail_at` go wrong."""
+    """Counts calls of the system functions a save makes, and calls `act` at the one numbered `fail_at`."""
 
     def __init__(self, monkeypatch, fail_at, act):
         self.count = 0
@@ -252,7 +252,7 @@ def test_an_output_dir_that_is_a_file_is_the_users_to_fix(tmp_path):
 
 
 def written(root: Path, step: int, cuts: int = 3, seed: int = 0) -> dict:
-    """A checkpoint of random tensors, cut in `cuts` along changing dimensions as that many ranks would hold them."""
+    """A checkpoint of random tensors, each split along another dim into `cuts` shards, one per rank."""
     rng = np.random.default_rng(seed + step)
     arrays = {
         "a": rng.standard_normal((7, 5), np.float32),

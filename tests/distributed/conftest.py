@@ -9,7 +9,7 @@ import pytest
 
 
 def why_no_hosts() -> str | None:
-    """Why this machine cannot make network namespaces; None where it can."""
+    """Why this machine cannot make network namespaces; None if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if not shutil.which("ip"):
@@ -25,7 +25,7 @@ def why_no_hosts() -> str | None:
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Skips where there can be no second host; looks after the module whether all are gone."""
+    """Skips if there can be no second host; asserts after the module that no namespace remains."""
     reason = why_no_hosts()
     if reason:
         pytest.skip(reason)

@@ -16,8 +16,6 @@ from tests.support.hosts import end_hosts
 from tests.support.runs import LOSS, losses
 
 TWO_HOSTS = ROOT / "tests/support/two_hosts.sh"
-
-
 HERE = {"PYTHON": sys.executable}
 
 
@@ -73,7 +71,7 @@ def test_a_cable_pulled_between_hosts_ends_both_after_rank_timeout(hosts, base, 
     finally:
         end_hosts(process)
     assert process.returncode == 69
-    for host, other in ((1, 1), (2, 0)):  # neither can hear what the other says
+    for host, other in ((1, 1), (2, 0)):  # neither receives the other's heartbeat
         said = errors_in(tmp_path / f"h{host}.log")
         assert len(said) == 1 and said[0].startswith(f"error: rank {other} of 2 sent no heartbeat"), said
         assert (tmp_path / f"h{host}.code").read_text().strip() == "69"

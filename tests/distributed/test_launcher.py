@@ -31,7 +31,7 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert "ranks: 2 (dp_shards 2)" in out
     assert out.count("trainable parameters:") == out.count("step    12/12") == 1
     assert_same_run(tmp_path / "out", alone)
-    # Each rank reads its own rows, and the run's table says so.
+    # Each rank reads its own rows, and the table of predicted memory has them.
     assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
 
 
@@ -57,7 +57,7 @@ mixed_precision: 'no'
 @pytest.mark.slow
 @pytest.mark.parametrize("started_by", ["config file", "cpu"])
 def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, started_by):
-    """With --cpu it starts one process, whatever --num_processes says, and that one starts the ranks."""
+    """With --cpu it starts one process, whatever --num_processes is, and that one starts the ranks."""
     file = tmp_path / "several.yaml"
     file.write_text(SEVERAL + f"main_process_port: {free_port()}\n")
     options = ["--config_file", file] if started_by == "config file" else ["--cpu", "--num_processes", 2]

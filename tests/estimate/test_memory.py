@@ -89,7 +89,7 @@ def test_dense_copies_of_experts_are_counted(tmp_path):
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("FSDP2 3", marks=pytest.mark.slow)])
 def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, folders, tmp_path):
-    """The first rank has ceil(rows / N) of everything; the last ones less where N does not divide rows."""
+    """The first rank has ceil(rows / N) of everything; the last ones less if N does not divide rows."""
     size = cases.LAYOUTS[layout].world_size
     kinds = [k for k in sharded_loading_cases.KINDS if size == 3 or k in ("full", "nf4 double")]
     wanted = [(layout, kind, folders["llama"]) for kind in kinds]

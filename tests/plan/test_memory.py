@@ -65,23 +65,13 @@ def test_a_config_that_lacks_sizes_is_reported_and_the_dry_run_succeeds(tmp_path
 
 def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):
     tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
-    shape = ModelShape.from_config(
-        json.loads((tmp_path / "config.json").read_text()), read_headers(tmp_path.glob("*.safetensors"))
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    shape = ModelShape.from_config(config, read_headers(tmp_path.glob("*.safetensors")))
     dense = plan_of(shape=shape, caps=capabilities(memory_bytes=64 * GIB))
     assert dense.settings.cache_dequantized == "true"
-    least = budget.predicted_bytes(
-        replace(dense.settings, cache_dequantized="false"), shape, budget.MemoryBudget(64 * GIB, "cpu")
-    )
-    short = (
-        int(
-            (
-                least
-                + 0.3 * (budget.predicted_bytes(dense.settings, shape, budget.MemoryBudget(64 * GIB, "cpu")) - least)
-            )
-            / budget.USABLE_PART
-        )
-        + GIB // 2
-    )
+    room = budget.MemoryBudget(64 * GIB, "cpu")
+    least = budget.predicted_bytes(replace(dense.settings, cache_dequantized="false"), shape, room)
+    more = budget.predicted_bytes(dense.settings, shape, room) - least
+    short = int((least + 0.3 * more) / budget.USABLE_PART) + GIB // 2
     plan_short = plan_of(shape=shape, caps=capabilities(memory_bytes=short))
     assert plan_short.settings.cache_dequantized == "false"

@@ -29,14 +29,8 @@ KINDS = {
     "embeddings": "--lora_target_modules q_proj,embed_tokens,lm_head",
     "llama_pro": "",
 }
-
-
 STORED = ["lora", *(f"{name}/{bits}" for name, bits in pairs())]
-
-
 CELLS = [(kind, stored) for kind in KINDS for stored in STORED if (kind, stored) != ("loftq", "lora")]
-
-
 # In the default suite: each kind once, each method and width once, in this process.
 METHOD_OF_KIND = dict(
     zip(
@@ -45,8 +39,6 @@ METHOD_OF_KIND = dict(
         strict=True,
     )
 )
-
-
 FEW = [*METHOD_OF_KIND.items(), *(("lora", stored) for stored in STORED if stored != "nf4/4")]
 
 

@@ -18,11 +18,7 @@ from tests.support.commands import ROOT, by_hand, command, finish, words
 from tests.support.rows import json_lines
 
 ROW = {"prompt": "a", "completion": "b"}
-
-
 FULL = json_lines(*[ROW] * 8)
-
-
 BAD_DATA = {
     "empty": (b"", "has no rows"),
     "newlines": (b"\n\n\n", "has no rows"),

@@ -1,4 +1,4 @@
-"""Memory is predicted before a run and printed beside what it measured."""
+"""Memory is predicted before a run and printed next to what the run measured."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Kills at random moments and signals: the next start goes on, and no step differs."""
+"""Kills at random moments and signals: the next start resumes, and no step differs."""
 
 import contextlib
 import os

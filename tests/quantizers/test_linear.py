@@ -27,11 +27,7 @@ CASES = [
     for book in METHODS[name].quant_types[bits] or (None,)
     for double in ((False, True) if bits in METHODS[name].double_quant else (False,))
 ]
-
-
 NAMES = [f"{n}-{b}-{book}{'-double' * d}" for n, b, book, d in CASES]
-
-
 DEVICES = ["cpu"] + [name for name in ("cuda", "mps", "xpu") if getattr(torch, name).is_available()]
 
 
@@ -113,7 +109,7 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name,
 
 
 def twenty_steps(config, device):
-    """Losses of a tiny Llama with adapters on a base stored as `config` says, one batch again and again."""
+    """Losses of a tiny Llama with adapters on a base stored as `config` says, on one batch."""
     model = tiny.build("llama").requires_grad_(False)
     names = linear_names(model)
     quantize_model(model, config, names, device)

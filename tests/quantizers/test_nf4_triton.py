@@ -1,4 +1,4 @@
-"""The CUDA kernel against the torch path. Without a GPU it runs in triton's interpreter, where triton is installed."""
+"""The CUDA kernel against the torch path. Without a GPU it runs in triton's interpreter, if triton is installed."""
 
 import importlib.util
 import os

@@ -14,11 +14,7 @@ from finetune.torch_engine.lora.targets import target_names
 from tests.support import tiny
 
 SETTINGS = dataclasses.replace(TrainConfig(), train_type="lora", precision="fp32", lora_rank=4, lora_alpha=8.0)
-
-
 KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
-
-
 IDS = torch.arange(3, 35).view(2, 16)
 
 

@@ -15,8 +15,6 @@ from tests.support import tiny
 from tests.support.engine_access import optimizer, trainable_params
 
 CPU = torch.device("cpu")
-
-
 ROWS = tiny.dataset()
 
 

@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         parts = parts[1:] if api else parts
         kind = parts[0] if parts[0] in ("models", "datasets") else "models"
         parts = parts[1:] if parts[0] in ("models", "datasets") else parts
-        for length in (2, 1):  # a repo id has one part or two
+        for length in (2, 1):  # a repo id is name or org/name
             folder = self.server.repos.get((kind, "/".join(parts[:length])))
             if folder:
                 return self.repo(folder, "/".join(parts[:length]), parts[length:], api, body)

@@ -20,11 +20,7 @@ from tests.support.engines import CPU
 from tests.support.plans import NOW, capabilities
 
 GIB = 2**30
-
-
 LENGTHS = (40, 37, 12, 30, 44, 9)
-
-
 MIXED = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=3)
 
 

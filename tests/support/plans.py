@@ -9,8 +9,6 @@ from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
-
-
 PASSED = {f"{name}/{bits}": {"error": None} for name, bits in quantization_wrapper.pairs()}
 
 

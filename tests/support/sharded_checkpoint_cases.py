@@ -34,7 +34,7 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
 
 
 def directory(engine, folder: Path, configs: dict) -> output_dir.OutputDir:
-    """The output folder of a run that resumes from itself; `configs` are the files beside its weights."""
+    """The output folder of a run that resumes from itself; `configs` are the files next to its weights."""
     settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
     dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
     plan = RunPlan(settings, {}, (), (), "cpu", "torch", dims, resume_from=resumed)
@@ -80,7 +80,7 @@ def restore(engine, folder: Path) -> None:
 
 
 def saved_as(rank: int, size: int, layouts: list, folder: str, architecture: str = "llama") -> list[dict]:
-    """Trains two steps on each layout and saves; beside it the gathered tensors and the loss of the step after."""
+    """Trains two steps on each layout and saves; with it the gathered tensors and the loss of the next step."""
     found = []
     for layout in layouts:
         engine = full_engine(rank, size, layout, architecture)

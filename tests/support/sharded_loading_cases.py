@@ -109,7 +109,7 @@ def bits(tensor) -> torch.Tensor:
 
 
 def loading(rank: int, size: int, wanted: list) -> list[dict]:
-    """{case, and by name whether each thing is equal} of each (layout, case, folder); called in every rank."""
+    """{case, and by name whether it is equal} of each (layout, case, folder); called in every rank."""
     found = []
     for layout, kind, folder in wanted:
         case = BY_ID[kind]

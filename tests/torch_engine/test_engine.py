@@ -111,7 +111,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
 
 def test_running_out_of_memory_names_what_to_lower():
     built = engine()
-    built.model.model.register_forward_pre_hook(lambda *ignored: torch.empty(2**50) and None)  # 4 PiB: torch says no
+    built.model.model.register_forward_pre_hook(
+        lambda *ignored: torch.empty(2**50) and None
+    )  # 4 PiB: torch cannot allocate it
     with pytest.raises(OutOfMemoryError, match="--microbatch_tokens .*--use_gradient_checkpointing .*--low_memory"):
         built.train_step(batches(), 1e-2)
 

@@ -26,8 +26,6 @@ from tests.support.commands import command, finish
 from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
-
-
 MORE = {
     "no gate": (
         "NemotronHConfig",
@@ -63,8 +61,6 @@ MORE = {
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
     ),
 }
-
-
 UNREACHED = dict(
     num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=96, head_dim=16, interleave_moe_layer_step=1
 )

@@ -14,7 +14,7 @@ def test_memory_is_counted_by_item():
     weights = sum(p.numel() for p in built.model.parameters()) * 4
     buffers = sum(b.nbytes for b in built.model.buffers())
     assert items["trainable"] == weights and items["base"] == buffers
-    # AdamW holds two moments a weight and a step counter of 4 bytes a tensor.
+    # AdamW holds two moments per weight and a step counter of 4 bytes per tensor.
     assert items["optimizer"] == 2 * weights + 4 * len(trainable_params(built))
 
 

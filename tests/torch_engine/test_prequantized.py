@@ -70,9 +70,7 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
 
 
 ATTENTION = "model.layers.0.self_attn.q_proj"
-
-
-DAMAGED = {  # what is done to a tensor of a stored folder, and what is said
+DAMAGED = {  # what is done to a tensor of a prequantized folder, and the error
     ("bnb nf4", "weight.absmax", None): "weight.absmax is missing next to the weight",
     ("bnb nf4", "weight.quant_state.bitsandbytes__nf4", None): "bitsandbytes__nf4 is missing next to",
     ("bnb nf4 double", "weight.nested_absmax", None): "cannot be converted from its files",

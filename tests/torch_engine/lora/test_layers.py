@@ -24,7 +24,7 @@ def test_gradients_are_pefts(kind, dropout, tmp_path):
     if dropout == 0.0:
         model.train(), theirs.train()
     else:
-        model.eval(), theirs.eval()  # masks are drawn otherwise; that dropout is off here is what is compared
+        model.eval(), theirs.eval()  # PEFT draws other masks; compared is that dropout is off
     for m in (model, theirs):
         m(input_ids=IDS, labels=IDS).loss.backward()
     mine = {disk_name(n): p.grad for n, p in model.named_parameters() if "lora_" in n}
