@@ -88,15 +88,15 @@ def test_dense_copies_of_experts_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("FSDP2 3", marks=pytest.mark.slow)])
-def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, folders, tmp_path):
+def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, bf16_folders, tmp_path):
     """The first rank has ceil(rows / N) of everything; the last ones less if N does not divide rows."""
     size = cases.LAYOUTS[layout].world_size
-    kinds = [k for k in sharded_loading_cases.KINDS if size == 3 or k in ("full", "nf4 double")]
-    wanted = [(layout, kind, folders["llama"]) for kind in kinds]
+    kinds = [k for k in sharded_loading_cases.CASES if size == 3 or k in ("full", "nf4 double")]
+    wanted = [(layout, kind, bf16_folders["llama"]) for kind in kinds]
     if size == 3:
         names = ("llama_tied", "qwen2", "gpt2", "gemma3", "mixtral")
-        wanted += [(layout, kind, folders[n]) for n in names for kind in ("full", "lora", "nf4", "hqq")]
-    found = ranks.run(size, "tests.support.sharded_loading_cases:own_bytes", {"wanted": wanted}, tmp_path)
+        wanted += [(layout, kind, bf16_folders[n]) for n in names for kind in ("full", "lora", "nf4", "hqq")]
+    found = ranks.run(size, sharded_loading_cases.own_bytes, tmp_path, wanted=wanted)
     different = [r for r in found[0] if r["predicted"] != r["measured"]]
     assert not different, different
     for results in found[1:]:

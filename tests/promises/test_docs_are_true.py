@@ -25,6 +25,7 @@ from finetune.data.formats import detect_format
 from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
+from finetune.plan.run_plan import TrainState
 from tests.support.commands import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "dev/LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,7 +164,7 @@ def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text,
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
             assert {k.arg for k in node.keywords} <= set(NAMES), page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
-            assert node.attr in train.plan.TrainState.__dataclass_fields__, page
+            assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:
         monkeypatch.chdir(tmp_path)
         exec(compile(tree, page, "exec"), {"__name__": "snippet"})
