@@ -11,9 +11,10 @@ import pytest
 
 from finetune.distributed.launcher import GRACE_S
 from tests.support import ranks
+from tests.support.cases import LOSS
 from tests.support.commands import LONG, ROOT, command, finish, rank_processes, wait_for_steps, words
 from tests.support.hosts import end_hosts
-from tests.support.runs import LOSS, losses
+from tests.support.runs import losses
 
 TWO_HOSTS = ROOT / "tests/support/two_hosts.sh"
 HERE = {"PYTHON": sys.executable}

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import ranks
+from tests.support.cases import LOSS
 from tests.support.commands import ROOT, command, finish, read_or_nothing, wait_for_steps
 from tests.support.hosts import end_hosts
-from tests.support.runs import LOSS, losses
+from tests.support.runs import losses
 
 
 def why_no_slurm() -> str | None:

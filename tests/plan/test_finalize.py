@@ -35,8 +35,8 @@ def test_rows_are_halved_if_memory_runs_out(tmp_path):
     """A limit on the process's address space is the failing allocation: 64 rows take some 190 MiB, 96 are left."""
     done = finish([*PYTHON, "-c", TRY_ROWS, tmp_path])
     assert done.returncode == 0, done.stderr
-    *told, settled, adjustment = done.stdout.splitlines()
+    *printed, settled, adjustment = done.stdout.splitlines()
     rows, tokens = map(int, settled.split())
     assert rows in (8, 16, 32) and tokens == rows * 100
     assert "batch_size: 64 -> 32 (memory ran out on a step of --batch_size 64)" in adjustment
-    assert told[0] == "batch_size: 32 (memory ran out on a step of --batch_size 64)"
+    assert printed[0] == "batch_size: 32 (memory ran out on a step of --batch_size 64)"

@@ -173,10 +173,10 @@ def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_wh
 def test_the_plan_says_how_experts_are_trained():
     shape = ModelShape.from_config({"num_local_experts": 8})
 
-    def told(**overrides):
+    def notice(**overrides):
         return next(n for n in plan_of(shape=shape, **overrides).notices if "experts" in n)
 
-    assert told() == "8 experts per layer are quantized, and dequantized one at a time; get adapters of their own"
-    assert "get no adapter: PEFT has no DoRA" in told(use_dora=True)
-    assert "without dropout" in told(lora_dropout=0.1)
-    assert told(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"
+    assert notice() == "8 experts per layer are quantized, and dequantized one at a time; get adapters of their own"
+    assert "get no adapter: PEFT has no DoRA" in notice(use_dora=True)
+    assert "without dropout" in notice(lora_dropout=0.1)
+    assert notice(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"

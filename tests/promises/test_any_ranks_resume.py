@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.support.cases import LOSS
 from tests.support.commands import command, finish
-from tests.support.runs import LOSS, assert_same_moments, losses
+from tests.support.runs import assert_same_moments, losses
 
 
 @pytest.mark.slow

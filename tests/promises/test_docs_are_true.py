@@ -251,15 +251,15 @@ def test_the_readme_has_every_exit_code():
     assert {int(c) for row in rows for c in row.split(",")} == codes | {0, 1, 130, 143}
 
 
-def test_defaults_that_the_migration_page_tells_are_the_defaults():
+def test_defaults_on_the_migration_page_are_the_defaults():
     text = (ROOT / "docs/migration.md").read_text()
     table = text[text.index("Defaults that differ:") : text.index("From Python")]
     rows = re.findall(r"^\| `--(\w+)` \| [^|]* \| ([^|]+) \|", table, re.M)
     assert len(rows) > 15
-    for name, told in rows:
+    for name, on_page in rows:
         default = DEFAULTS[name]
         shown = str(default).lower() if isinstance(default, bool) else str(default)
-        assert told.startswith("unset") if default is None else told == f"`{shown}`", f"{name}: {told}"
+        assert on_page.startswith("unset") if default is None else on_page == f"`{shown}`", f"{name}: {on_page}"
 
 
 def test_every_module_has_its_place_on_the_architecture_page():

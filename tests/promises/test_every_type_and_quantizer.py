@@ -30,7 +30,7 @@ KINDS = {
     "llama_pro": "",
 }
 STORED = ["lora", *(f"{name}/{bits}" for name, bits in pairs())]
-CELLS = [(kind, stored) for kind in KINDS for stored in STORED if (kind, stored) != ("loftq", "lora")]
+COMBINATIONS = [(kind, stored) for kind in KINDS for stored in STORED if (kind, stored) != ("loftq", "lora")]
 # In the default suite: each kind once, each method and width once, in this process.
 METHOD_OF_KIND = dict(
     zip(
@@ -86,7 +86,7 @@ def test_each_kind_and_each_method_trains_saves_reloads_and_answers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "stored"), CELLS, ids=[f"{k}-{s}" for k, s in CELLS])
+@pytest.mark.parametrize(("kind", "stored"), COMBINATIONS, ids=[f"{k}-{s}" for k, s in COMBINATIONS])
 def test_every_kind_over_every_method_from_the_command_line(
     kind, stored, tiny_model, expanded_model, rows_file, tmp_path
 ):

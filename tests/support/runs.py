@@ -9,9 +9,8 @@ from safetensors.numpy import load_file
 
 from finetune.checkpoint.store import newest_checkpoint, steps_of
 from finetune.metrics import read_events
+from tests.support.cases import LOSS
 
-# A rank sums other terms than one process: fp32 rounding of a mean over some hundred targets.
-LOSS = 1e-6
 # With dropout, accumulation, shuffling and warm-up; 24 rows in steps of 4 over two epochs are 12 steps.
 RUN = dict(
     batch_size=2,

@@ -6,8 +6,9 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.metrics import read_events
 from tests.support import cases, ranks
 from tests.support.accelerated import CONFIGS, needs_deepspeed
+from tests.support.cases import LOSS
 from tests.support.commands import ACCELERATE, PYTHON, ROOT, TORCHRUN, finish, words
-from tests.support.runs import LOSS, assert_same_moments, assert_same_run, losses
+from tests.support.runs import assert_same_moments, assert_same_run, losses
 
 
 def against_one_process(method, kinds, folder, architecture="llama"):
