@@ -135,7 +135,7 @@ def main(argv=None) -> int:
 
 
 def write_configs(e: Expansion, zero_patterns: list[str], folder: Path) -> None:
-    """Everything of the expanded folder but its weights: config, tokenizer files, and the record that train.py reads."""
+    """Writes all of the expanded folder but its weights: config, tokenizer, and the record that train.py reads."""
     (folder / "config.json").write_text(json.dumps(e.resized(e.order), indent=2) + "\n")
     for file in (*e.files.tokenizer_files, e.files.folder / "generation_config.json"):
         if file.is_file():

@@ -102,7 +102,7 @@ def make_model(folder: Path, kind: str, sizes: dict) -> None:
     import torch
     import transformers
 
-    from tests.conftest import CHATML, train_tokenizer
+    from tests.support.tiny import CHATML, train_tokenizer
 
     train_tokenizer(folder, bos=False, chat_template=CHATML)
     config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)

@@ -40,9 +40,9 @@ def one(pair: str, threads: int) -> dict:
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
-    from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names
+    from tests.support.build import torch_engine
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def one(pair: str, threads: int) -> dict:
         lr=1e-4,
     )
     add_adapters(model, names, settings)
-    engine = TorchEngine(model, settings, torch.device("cpu"))
+    engine = torch_engine(model, settings, torch.device("cpu"))
     engine.verify("padding_free")
     rng = np.random.default_rng(0)
     lengths = [128] * (TOKENS // 128)

@@ -66,11 +66,11 @@ def build(rank: int, size: int, method: str):
     from finetune.data.sampler import rank_rows
     from finetune.distributed.env import RankEnv
     from finetune.distributed.parallel_dims import ParallelDims
-    from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names, target_names
     from finetune.torch_engine.parallel import process_groups
-    from tests import tiny
+    from tests.support import tiny
+    from tests.support.build import torch_engine
 
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
     model.requires_grad_(False)
@@ -80,7 +80,7 @@ def build(rank: int, size: int, method: str):
     add_adapters(model, target_names(model, "all"), settings)
     dims = ParallelDims(**{axis: n or size for axis, n in METHODS[method][1].items()})
     ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, torch.device("cpu"))
-    engine = TorchEngine(model, settings, torch.device("cpu"), ranks=ranks)
+    engine = torch_engine(model, settings, torch.device("cpu"), ranks=ranks)
     engine.verify("auto")
     rows = rank_rows(torch.arange(ROWS).numpy(), ranks.data_rank, dims.data_ranks)
     parts = 2 * dims.pp if dims.pp > 1 else 1

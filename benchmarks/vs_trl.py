@@ -79,9 +79,8 @@ def ours(args, begin):
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
-    from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.load import load_model
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
+    from tests.support.build import load_model, torch_engine
 
     settings = dataclasses.replace(
         TrainConfig(),
@@ -103,7 +102,7 @@ def ours(args, begin):
     rows = TokenizedDataset(
         np.concatenate(ids).astype(np.int32), np.concatenate(targets), offsets, ("",) * len(ids), {}
     )
-    engine = TorchEngine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
+    engine = torch_engine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
     engine.verify("auto")
     engine.begin_memory(baseline)
     for step in range(args.steps):

@@ -1,6 +1,7 @@
+"""What this machine can do: detection, probes, and the documented extension point."""
+
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,9 @@ from backend_manager import (
     get_backend_manager,
     torch_build,
 )
+from finetune.estimate import budget
+from tests.support.commands import ROOT
 
-ROOT = Path(__file__).parent.parent
 HERE = BackendManager(verbose=False)
 
 
@@ -137,7 +139,7 @@ def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
     assert list(probed.quantizers) == ["nf4/4"] and 4 in probed.quantization_bits
     assert BackendManager("cpu", verbose=False).documented_or_cached() == probed
     file = next((tmp_path / "finetune" / "probes").iterdir())
-    file.write_text("{")  # a torn cache is probed anew
+    file.write_text("{")  # a truncated cache is probed again
     assert BackendManager("cpu", verbose=False).capabilities.probed
 
 
@@ -228,9 +230,11 @@ def test_a_backend_is_added_in_a_few_lines(tmp_path):
     assert out.split() == ["tpu", "True"]
 
 
-def test_help_is_answered_before_numpy_or_a_framework_is_imported():
-    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "finetune.settings" in imported and "--model_name" in done.stdout
-    assert not {"torch", "mlx", "transformers", "numpy"} & imported
+def test_batch_and_model_sizes_answer_from_the_same_plan():
+    manager = BackendManager("cpu", verbose=False)
+    sizes = [0.001, 0.1, 1, 7, 70, 1000]
+    rows = [manager.get_optimal_batch_size(size) for size in sizes]
+    assert all(type(n) is int and n >= 1 for n in rows) and rows == sorted(rows, reverse=True)
+    assert manager.validate_model_size(0.1) is True and manager.validate_model_size(1000) is False
+    for size in (0.01, 0.1, 1, 7, 70, 1000):
+        assert budget.llama_like(size * 1e9).num_weights == pytest.approx(size * 1e9, rel=0.2)
