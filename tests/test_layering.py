@@ -37,8 +37,7 @@ INSIDE_FUNCTIONS = {
 }
 # Modules whose functions may import from a room above, and what.
 UPWARDS_INSIDE_FUNCTIONS = {
-    "backend_manager": {"finetune.estimate.budget"},
-    "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"},
+    "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"}
 }
 # process prints the line of a failure, inference a note for the other scripts, profiling where its traces are.
 MAY_PRINT = {"finetune.metrics", "finetune.process", "finetune.inference", "finetune.torch_engine.profiling"}
