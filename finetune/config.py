@@ -133,7 +133,7 @@ class TrainConfig:
     batch_size: int = flag(
         8,
         "steps",
-        "rows per data-parallel rank and accumulation step; auto: the largest that fits (max 64)",
+        "rows per data rank and accumulation step; auto: the largest that fits, at most 64",
         minimum=1,
         auto=True,
         metavar="N|auto",
@@ -157,11 +157,7 @@ class TrainConfig:
         "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
     lr: float = flag(
-        None,
-        "steps",
-        "peak learning rate; default: 2e-4 for adapters, 2e-5 for full",
-        above=0.0,
-        aliases=("learning_rate",),
+        None, "steps", "peak learning rate; default: 2e-4, 2e-5 for full", above=0.0, aliases=("learning_rate",)
     )
     wd: float = flag(0.0, "steps", "weight decay", minimum=0.0, aliases=("weight_decay",))
     lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)

@@ -114,11 +114,12 @@ class Engine(Protocol):
         """(summed NLL, number of targets), without gradients and dropout; returns early once `stop()` is true."""
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, **sampling
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
     ) -> list[list[int]]:
         """New token ids per prompt, without the stop token; greedy unless sampling says otherwise.
 
-        `stop_row(row, ids)` ends a row early. `sampling`: on_token, temperature, top_k, top_p.
+        `stop_row(row, ids)` ends a row early; `on_token(ids)` is called with the first row's. `sampling`: temperature,
+        top_k, top_p.
         """
 
     def seed(self, seed: int) -> None:

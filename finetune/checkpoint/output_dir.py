@@ -35,6 +35,7 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, S
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import local_path
 from finetune.model_files.llama_pro import TRAINED
+from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
@@ -86,6 +87,14 @@ def _checked_plan(saved, file: Path) -> dict:
         if settled.get(key) is None:
             raise PlanError(f"{file}: 'settled' has no {key}. {again}")
     return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
+
+
+def finished_run(plan: RunPlan) -> TrainState | None:
+    """The final state of the run to be resumed, if it has nothing left to do."""
+    saved = plan.resume_from
+    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
+    complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
+    return done if complete else None
 
 
 def finished_state(root: Path) -> TrainState | None:

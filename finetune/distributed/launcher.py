@@ -18,12 +18,27 @@ from pathlib import Path
 from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import RankLostError
+from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
 ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 
 
 # ---- starting ranks
+
+
+def spawn_ranks(program: Path, plan: RunPlan) -> TrainState:
+    """Runs the plan's ranks as processes of `program` and waits for them; the state rank 0 ended with."""
+    stop = StopSignal()
+    sys.stdout.flush()
+    try:
+        result = run_ranks(program, plan.dims.world_size, plan.serialize(), stop.forwarding)
+    except RuntimeError as error:
+        if stop.received is None or isinstance(error, errors.EXPECTED):
+            raise
+        return TrainState(status="stopped", exit_code=128 + stop.received)  # a second signal: exited at once
+    return TrainState(**result)
 
 
 def run_ranks(program: Path, number: int, wire: str, listening) -> dict:

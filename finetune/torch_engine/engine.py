@@ -36,7 +36,7 @@ class TorchEngine:
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
-        self.optimizer = optim.build(local, settings, self.device) if parallel.placement.of_stage else None
+        self.optimizer = optim.build(local, settings, self.device) if parallel.placement.trains_here else None
         self.scaler = optim.LossScaler(settings.precision)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, settings.grad_norm if settings.apply_gradient_clipping else None)
@@ -72,7 +72,7 @@ class TorchEngine:
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             with self._memory_advice(batch):
-                for p in self.parallel.placement.of_stage.values():
+                for p in self.parallel.local_params.values():
                     p.grad = torch.zeros_like(p)
                 optim.set_lr(self.optimizer, 0.0)
                 self.optimizer.step()
@@ -165,14 +165,14 @@ class TorchEngine:
         return float(total), int(count)
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, **sampling) -> list[list[int]]:
+    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
         self.model.eval()
         dense = contextlib.nullcontext() if self.parallel.shards_weights else generate.dense_weights(self.model)
         with self.forward.autocast(), self.full_weights(), dense:
-            new = generate.generate(
-                self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, stop_row, **sampling
-            )
+            how = generate.Sampling(**sampling)
+            pad_id = self.forward.pad_id
+            new = generate.generate(self.model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
         memory_stats.trim_heap()
         return new
 
@@ -286,7 +286,7 @@ class TorchEngine:
             self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
         if self.settings.llama_pro_path:
-            tensors = sorted(self.parallel.placement.of_stage)
+            tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}
             return {"trained_blocks.json": trained}
         # A file of its own: PEFT warns of keys it lacks.

@@ -36,6 +36,11 @@ class Placement:
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.of_stage = {n: p for n, p in self.trainable.items() if not p.is_meta}
 
+    @property
+    def trains_here(self) -> bool:
+        """True if this stage has anything to train."""
+        return bool(self.of_stage)
+
     def full_shape(self, name: str) -> tuple:
         """The shape of a trainable parameter on one process."""
         shape, dim = list(unsharded_shape(self.trainable[name])), self.tp_shards.dims.get(name)
