@@ -90,18 +90,18 @@ def full_microbatch(settings: TrainConfig, rows: int | None = None) -> Microbatc
 
 
 def predicted_bytes(
-    settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape | None = None
+    settings: TrainConfig, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None
 ) -> int:
     """Predicted bytes per rank."""
-    return predicted(settings, shape, room, load or full_microbatch(settings))["total"]
+    return predicted(settings, shape, budget, microbatch or full_microbatch(settings))["total"]
 
 
-def predicted(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape) -> dict:
+def predicted(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape) -> dict:
     """memory.estimate for one rank's part of the model and microbatch."""
-    part, load = memory.per_rank(shape, load, room.dims)
-    stages = room.dims.pp
+    part, microbatch = memory.per_rank(shape, microbatch, budget.dims)
+    stages = budget.dims.pp
     in_flight = 2 * stages if settings.pp_schedule == "gpipe" and stages > 1 else stages
-    return memory.estimate(settings, part, load, room.device, room.ranks, in_flight)
+    return memory.estimate(settings, part, microbatch, budget.device, budget.ranks, in_flight)
 
 
 def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:
@@ -113,37 +113,41 @@ def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict
     batch = data.largest_microbatch(plan, pad_id)
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
     several = plan.rows_per_step > len(batch.rows)
-    load = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
+    microbatch = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
     shape = planned_shape(plan.files, s.llama_pro_path)
-    found = predicted(s, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), load)
+    found = predicted(s, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
     if found["total"]:
         ranks = plan.dims.shards if loads_own_shards else 1
         found["items"]["loading"] = memory.loading_bytes(s, shape, ranks)
     return found
 
 
-def fits(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, load: MicrobatchShape | None = None) -> bool:
-    return predicted_bytes(settings, shape, room, load) <= room.usable
+def fits(
+    settings: TrainConfig, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None
+) -> bool:
+    return predicted_bytes(settings, shape, budget, microbatch) <= budget.usable
 
 
-def largest_rows(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, most: int = 4096) -> int:
+def largest_rows(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget, most: int = 4096) -> int:
     """Maximum rows of context_length tokens that fit in one forward; 0 if none does."""
-    if not fits(settings, shape, room, full_microbatch(settings, 1)):
+    if not fits(settings, shape, budget, full_microbatch(settings, 1)):
         return 0
     low, high = 1, 2
-    while high <= most and fits(settings, shape, room, full_microbatch(settings, high)):
+    while high <= most and fits(settings, shape, budget, full_microbatch(settings, high)):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(settings, shape, room, full_microbatch(settings, middle)) else (low, middle)
+        low, high = (
+            (middle, high) if fits(settings, shape, budget, full_microbatch(settings, middle)) else (low, middle)
+        )
     return low
 
 
 # ---- settings chosen by memory
 
 
-def settle_memory(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, given: set) -> dict:
+def settle_memory(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget, given: set) -> dict:
     """{setting: (value, reason)} for use_gradient_checkpointing auto, batch_size auto and unset microbatch_tokens.
 
     Smaller microbatches cost less speed than activation checkpointing, so they are tried first, down to one row.
@@ -160,53 +164,55 @@ def settle_memory(settings: TrainConfig, shape: ModelShape, room: MemoryBudget, 
         batch_size=DEFAULTS["batch_size"] if auto_rows else settings.batch_size,
     )
     if auto_rows:
-        return _settle_rows(plain, shape, room, words, given)
+        return _settle_rows(plain, shape, budget, words, given)
     tokens = [default]
     while "microbatch_tokens" not in given and tokens[-1] // 2 >= max(settings.context_length, 256):
         tokens.append(tokens[-1] // 2)
     tried = [replace(plain, use_gradient_checkpointing=w, microbatch_tokens=t) for w in words for t in tokens]
-    used = next((t for t in tried if fits(t, shape, room)), tried[-1])
+    used = next((t for t in tried if fits(t, shape, budget)), tried[-1])
     without = replace(used, use_gradient_checkpointing="false")
     if len(words) > 1:
-        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, room)
+        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, budget)
     if used.microbatch_tokens != default:
-        whole = predicted_bytes(replace(used, microbatch_tokens=default), shape, room)
+        whole = predicted_bytes(replace(used, microbatch_tokens=default), shape, budget)
         chosen["microbatch_tokens"] = (
             used.microbatch_tokens,
-            f"{default} tokens per forward would take {gib(whole)} of {gib(room.usable)}, these take "
-            f"{gib(predicted_bytes(used, shape, room))}",
+            f"{default} tokens per forward would take {gib(whole)} of {gib(budget.usable)}, these take "
+            f"{gib(predicted_bytes(used, shape, budget))}",
         )
     return chosen
 
 
-def _checkpointing(used, without, shape, room, load=None) -> tuple[str, str]:
-    word, plain = used.use_gradient_checkpointing, predicted_bytes(without, shape, room, load)
-    recomputed = predicted_bytes(replace(used, use_gradient_checkpointing="true"), shape, room, load)
+def _checkpointing(used, without, shape, budget, microbatch=None) -> tuple[str, str]:
+    word, plain = used.use_gradient_checkpointing, predicted_bytes(without, shape, budget, microbatch)
+    recomputed = predicted_bytes(replace(used, use_gradient_checkpointing="true"), shape, budget, microbatch)
     if word == "false":
-        return (word, f"{gib(plain)} predicted without it fits in {gib(room.usable)}; {gib(recomputed)} with it")
-    fact = "fits" if recomputed <= room.usable else "does not fit either"
+        return (word, f"{gib(plain)} predicted without it fits in {gib(budget.usable)}; {gib(recomputed)} with it")
+    fact = "fits" if recomputed <= budget.usable else "does not fit either"
     return (
         word,
-        f"{gib(plain)} predicted without it does not fit in {gib(room.usable)}; {gib(recomputed)} with it {fact}",
+        f"{gib(plain)} predicted without it does not fit in {gib(budget.usable)}; {gib(recomputed)} with it {fact}",
     )
 
 
-def _settle_rows(plain, shape, room, words, given) -> dict:
+def _settle_rows(plain, shape, budget, words, given) -> dict:
     """Resolves batch_size auto: the largest power of two of rows that fits in one forward, at most MOST_AUTO_ROWS."""
     bounded = "microbatch_tokens" in given
     chosen = {}
     for word in words:
         used = replace(plain, use_gradient_checkpointing=word)
         rows = (
-            MOST_AUTO_ROWS if bounded and fits(used, shape, room) else largest_rows(used, shape, room, MOST_AUTO_ROWS)
+            MOST_AUTO_ROWS
+            if bounded and fits(used, shape, budget)
+            else largest_rows(used, shape, budget, MOST_AUTO_ROWS)
         )
         if rows:
             break
     rows = 2 ** int(math.log2(rows)) if rows else 1
     tokens = plain.microbatch_tokens if bounded else rows * plain.context_length
     used = replace(used, batch_size=rows, microbatch_tokens=tokens)
-    load = full_microbatch(used)
-    took = f"{gib(predicted_bytes(used, shape, room, load))} predicted of {gib(room.usable)}"
+    microbatch = full_microbatch(used)
+    took = f"{gib(predicted_bytes(used, shape, budget, microbatch))} predicted of {gib(budget.usable)}"
     why = f"the most rows of {used.context_length} tokens that fit in one forward: {took}"
     if bounded:
         why = f"--microbatch_tokens {tokens} limits the tokens per forward, not the rows: {took}"
@@ -216,7 +222,7 @@ def _settle_rows(plain, shape, room, words, given) -> dict:
     chosen["microbatch_tokens"] = (tokens, "one forward takes the full batch")
     if len(words) > 1:
         without = replace(used, use_gradient_checkpointing="false")
-        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, room, load)
+        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, budget, microbatch)
     return chosen
 
 

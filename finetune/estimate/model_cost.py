@@ -111,11 +111,11 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
     return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
 
 
-def adapted_experts(z: ModelCost) -> list[tuple[int, int]]:
+def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of the fused expert parameters that get an adapter."""
-    s, matrices = z.settings, z.shape.expert_matrices()
-    if z.full or z.shape.new_layers or s.use_dora:
+    s, matrices = m.settings, m.shape.expert_matrices()
+    if m.full or m.shape.new_layers or s.use_dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
     wish = s.lora_target_modules
-    return [m for m, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]
+    return [matrix for matrix, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]

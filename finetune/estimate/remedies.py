@@ -34,15 +34,15 @@ class Option:
     fits: bool = False
 
 
-def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[Option]:
+def options(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
     """Every change that saves memory, cheapest first, each on its own."""
-    s, now, found = settings, predicted_bytes(settings, shape, room), []
+    s, now, found = settings, predicted_bytes(settings, shape, budget), []
 
     def offer(text, price, **new):
         other = replace(s, **new)
-        took = predicted_bytes(other, shape, room)
+        took = predicted_bytes(other, shape, budget)
         if now - took >= now / 1000:
-            found.append(Option(text, price, other, now - took, took <= room.usable))
+            found.append(Option(text, price, other, now - took, took <= budget.usable))
 
     if s.microbatch_tokens > s.context_length:
         offer(
@@ -52,10 +52,10 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
         )
     if s.cache_dequantized == "true":
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
-    if room.device == "cpu" and not s.low_memory:
+    if budget.device == "cpu" and not s.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
     # 8-bit moments are not supported with row-wise sharding.
-    if s.optimizer in ("adam", "adamw", "adadelta") and room.ranks * room.dims.tp == 1:
+    if s.optimizer in ("adam", "adamw", "adadelta") and budget.ranks * budget.dims.tp == 1:
         offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
     if s.train_type == "qlora" and not s.double_quant and s.quantization_backend in ("nf4", "bnb"):
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)
@@ -66,8 +66,8 @@ def options(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> lis
             use_gradient_checkpointing="true",
             use_activation_cpu_offload=False,
         )
-    if room.ranks > 1 and room.device not in ("cpu", "mps") and not s.use_cpu_offload:
-        host = predicted(replace(s, use_cpu_offload=True), shape, room, full_microbatch(s))
+    if budget.ranks > 1 and budget.device not in ("cpu", "mps") and not s.use_cpu_offload:
+        host = predicted(replace(s, use_cpu_offload=True), shape, budget, full_microbatch(s))
         offer(
             "--use_cpu_offload true",
             f"{gib(host.get('host', 0))} of host memory per rank, from which weights are copied for each "
@@ -115,11 +115,11 @@ def _offer_less_precision(s: TrainConfig, offer, found: list) -> None:
         )
 
 
-def cheapest_combination(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[Option]:
+def cheapest_combination(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
     """The cheapest changes, accumulated until it fits; `fits` of the last one says whether they suffice."""
     taken, s = [], settings
     for _ in range(12):
-        offered = [c for c in options(s, shape, room) if c.text.split()[0] not in {t.text.split()[0] for t in taken}]
+        offered = [c for c in options(s, shape, budget) if c.text.split()[0] not in {t.text.split()[0] for t in taken}]
         if not offered:
             break
         taken.append(next((c for c in offered if c.fits), offered[0]))
@@ -129,72 +129,72 @@ def cheapest_combination(settings: TrainConfig, shape: ModelShape, room: MemoryB
     return taken
 
 
-def fewest_devices(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> int | None:
+def fewest_devices(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> int | None:
     """Minimum number of such devices for these settings with more FSDP shards, otherwise unchanged."""
-    ranks = room.ranks
+    ranks = budget.ranks
     while ranks <= MOST_RANKS:
-        wider = replace(room, ranks=ranks)
+        wider = replace(budget, ranks=ranks)
         if fits(settings, shape, wider):
             return wider.devices
-        ranks += room.dims.cp * (1 if ranks < 16 else 8)
+        ranks += budget.dims.cp * (1 if ranks < 16 else 8)
     return None
 
 
-def remedy_lines(settings: TrainConfig, shape: ModelShape, room: MemoryBudget) -> list[str]:
+def remedy_lines(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[str]:
     """Lines listing the changes that would make it fit, cheapest first, each with its saving and its price."""
-    single, lines = options(settings, shape, room), []
+    single, lines = options(settings, shape, budget), []
     enough = [c for c in single if c.fits]
     if enough:
         lines.append("any one of these would make it fit, cheapest first:")
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in enough]
     else:
-        steps = cheapest_combination(settings, shape, room)
+        steps = cheapest_combination(settings, shape, budget)
         if steps and steps[-1].fits:
             lines.append("these together would make it fit, cheapest first:")
         elif steps:
-            least = predicted_bytes(steps[-1].settings, shape, room)
+            least = predicted_bytes(steps[-1].settings, shape, budget)
             lines.append(
-                f"nothing makes it fit here: all of these together still need {gib(least)} of {gib(room.usable)}:"
+                f"nothing makes it fit here: all of these together still need {gib(least)} of {gib(budget.usable)}:"
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
-            devices = fewest_devices(steps[-1].settings, shape, room)
+            devices = fewest_devices(steps[-1].settings, shape, budget)
             if devices:
                 lines.append(f"with all of them, {devices} devices of this size suffice")
             lines.append(
-                f"or {room.devices} device{'s' * (room.devices > 1)} of {gib(least / USABLE_PART)} or more each"
+                f"or {budget.devices} device{'s' * (budget.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )
-    devices = fewest_devices(settings, shape, room)
-    if devices and devices > room.devices:
+    devices = fewest_devices(settings, shape, budget)
+    if devices and devices > budget.devices:
         lines.append(f"unchanged, {devices} devices of this size suffice")
     return lines
 
 
 def report_lines(
-    settings: TrainConfig, shape: ModelShape | None, room: MemoryBudget | None, dims: ParallelDims | None = None
+    settings: TrainConfig, shape: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
     """(lines of the dry run's memory table and communication volume, whether it fits)."""
-    if shape is None or room is None or not (shape.known and shape.linears):
+    if shape is None or budget is None or not (shape.known and shape.linears):
         why = "the model is not on this disk" if shape is None else "config.json lacks some of its dimensions"
-        why = "this device's memory is unknown" if room is None else why
+        why = "this device's memory is unknown" if budget is None else why
         return [f"memory: not predicted, {why}"], True
-    load = full_microbatch(settings)
-    found = predicted(settings, shape, room, load)
-    ok, total = found["total"] <= room.usable, found["total"]
-    forward = f"{len(load.lengths)} x {settings.context_length} tokens per forward"
-    lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({room}), {forward}:"]
+    microbatch = full_microbatch(settings)
+    found = predicted(settings, shape, budget, microbatch)
+    ok, total = found["total"] <= budget.usable, found["total"]
+    forward = f"{len(microbatch.lengths)} x {settings.context_length} tokens per forward"
+    lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({budget}), {forward}:"]
     lines += [f"  {name:<12} {gib(size):>12}" for name, size in found["items"].items()]
-    verdict = "fits" if ok else f"does not fit, by {gib(total - room.usable)}"
-    lines.append(f"  {'total':<12} {gib(total):>12} of {gib(room.usable)} usable: {verdict}")
+    verdict = "fits" if ok else f"does not fit, by {gib(total - budget.usable)}"
+    lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
         lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training")
-    loading = memory.loading_bytes(settings, shape, room.ranks)
+    loading = memory.loading_bytes(settings, shape, budget.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
-    largest = largest_rows(settings, shape, room)
+    largest = largest_rows(settings, shape, budget)
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
     if dims and dims.world_size > 1:
-        sent = communication.bytes_per_step(dims, communication.traffic_of(settings, shape, dims, load)).items()
+        sent = communication.bytes_per_step(dims, communication.traffic_of(settings, shape, dims, microbatch)).items()
         lines.append(
             "each rank sends per step of full rows: "
             + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
@@ -205,5 +205,5 @@ def report_lines(
             f"{settings.context_length}"
         )
     if not ok:
-        lines += remedy_lines(settings, shape, room)
+        lines += remedy_lines(settings, shape, budget)
     return lines, ok

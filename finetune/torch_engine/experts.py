@@ -24,7 +24,7 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
         whole = (
-            config.bits not in quantization_wrapper.METHODS[config.backend].whole
+            config.bits not in quantization_wrapper.METHODS[config.backend].needs_full_matrix
         )  # rows are quantized independently
         weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
