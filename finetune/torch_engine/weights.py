@@ -78,6 +78,9 @@ class WeightFiles:
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
 
 
+_building = threading.Lock()  # init_empty_weights replaces nn.Module's own method while it is open
+
+
 def empty_model(folder, dtype: torch.dtype):
     """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
     transformers.logging.set_verbosity_error()
@@ -112,7 +115,8 @@ def _built(folder, dtype, **options):
     for name in ("quantization_config", "quantization"):
         if hasattr(config, name):
             delattr(config, name)
-    with init_empty_weights(include_buffers=False):  # buffers are real, so that computed ones survive
+    # Buffers are real, so that computed ones survive.
+    with _building, init_empty_weights(include_buffers=False):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
