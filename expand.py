@@ -7,12 +7,28 @@ python train.py --llama_pro_path expanded --dataset my.jsonl
 import json
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune import process, safetensors_io
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.llama_pro import (
+    RECORD,
+    entries_of,
+    expanded,
+    layers_prefix,
+    new_positions,
+    num_new_blocks,
+    order_of,
+    pattern_of,
+    read_sources,
+    resized,
+    split,
+    write,
+)
 
 
 def build_parser() -> Parser:
@@ -30,8 +46,7 @@ def build_parser() -> Parser:
 
 
 def choose(args, num_layers: int) -> int:
-    from finetune.model_files import llama_pro as llama_pro_files
-
+    """The number of layers to add. Raises PlanError."""
     number, rate = args.num_new_blocks, args.expansion_rate
     if number is not None and rate is not None:
         raise PlanError(f"--expansion_rate {rate}: contradicts --num_new_blocks {number}. Give one of them.")
@@ -39,128 +54,152 @@ def choose(args, num_layers: int) -> int:
     if not 0 < rate <= 1:
         raise PlanError(f"--expansion_rate {rate}: must be above 0 and at most 1. Use 0.1.")
     if number is None:
-        number = llama_pro_files.num_new_blocks(num_layers, rate)
+        number = num_new_blocks(num_layers, rate)
     if not 1 <= number <= num_layers:
         raise PlanError(f"--num_new_blocks {number}: must be 1 to {num_layers}, the number of layers.")
     return number
 
 
-def main(argv=None) -> int:
-    process.prepare_environment()
-    args = build_parser().parse_args(argv)
-    from backend_manager import BackendManager
-    from finetune.model_files import llama_pro as llama_pro_files
-    from finetune.model_files.files import find_model
+@dataclass(frozen=True)
+class Expansion:
+    """A model and the layers it gets: `order` lists the source layer of each layer of the expanded model, `new` those
+    added.
+
+    `config`: the full config, whose `count_key` holds the number of layers; `prefix`: what precedes a layer's number in
+    tensor names; `flag` begins the messages.
+    """
+
+    files: ModelFiles
+    config: dict
+    count_key: str
+    num_layers: int
+    prefix: str
+    tensors: list
+    order: list
+    copied: list
+    new: list
+    flag: str
+
+    def resized(self, order) -> dict:
+        """The config with these source layers."""
+        return resized(self.config, self.count_key, list(order))
+
+
+def plan_expansion(args, files: ModelFiles) -> Expansion:
+    """Which layers are copied, and where to. Raises PlanError for a model whose layers cannot be."""
     from finetune.torch_engine import llama_pro
 
-    said, target = f"--model_name {args.model_name}", Path(args.output_dir)
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
-    files = find_model(args.model_name, args.revision)
+    flag = f"--model_name {args.model_name}"
     if files.stored:
         how = f"{files.stored['quantization_backend']} at {files.stored['n_bits']} bits"
         raise PlanError(
-            f"{said}: is prequantized ({how}), but layers can be copied only unquantized. Give the model it was "
-            "made from."
+            f"{flag}: is prequantized ({how}), but layers can be copied only unquantized. Give the model it was made "
+            "from."
         )
     if safetensors_io.shapes_of(files.weight_files):
-        raise PlanError(f"{said}: is a sharded checkpoint. Give the output_dir of the finished run.")
-
+        raise PlanError(f"{flag}: is a sharded checkpoint. Give the output_dir of the finished run.")
     config, count_key = llama_pro.full_config(files.folder)
     num_layers = (config if count_key in config else config["text_config"])[count_key]
-    copied = llama_pro_files.new_positions(num_layers, choose(args, num_layers))
-    order, new = llama_pro_files.order_of(num_layers, copied)
-    tensors = llama_pro_files.read_sources(files.weight_files)
-    prefix = llama_pro_files.layers_prefix([t.name for t in tensors], num_layers)
+    copied = new_positions(num_layers, choose(args, num_layers))
+    order, new = order_of(num_layers, copied)
+    tensors = read_sources(files.weight_files)
+    prefix = layers_prefix([t.name for t in tensors], num_layers)
     if prefix is None:
-        raise PlanError(f"{said}: its tensor names do not number its {num_layers} layers. Expand another model.")
-    zeros, kinds = zeros_by_layer(llama_pro, config, count_key, prefix, tensors, num_layers, copied, said)
-    written = llama_pro_files.expanded(tensors, prefix, order, new, lambda i, pattern: pattern in zeros[i])
-    grown = llama_pro_files.resized(config, count_key, order)
+        raise PlanError(f"{flag}: its tensor names do not number its {num_layers} layers. Expand another model.")
+    return Expansion(files, config, count_key, num_layers, prefix, tensors, order, copied, new, flag)
+
+
+def main(argv=None) -> int:
+    process.prepare_environment()
+    args = build_parser().parse_args(argv)
+    target = Path(args.output_dir)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
+    e = plan_expansion(args, find_model(args.model_name, args.revision))
+    zeros, first_of_kinds = zeros_by_layer(e)
+    zero_patterns = sorted(set().union(*zeros.values()))
     with storage(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as beside:
-            beside = Path(beside)
-            llama_pro_files.write(written, beside)
-            (beside / "config.json").write_text(json.dumps(grown, indent=2) + "\n")
-            for file in (*files.tokenizer_files, files.folder / "generation_config.json"):
-                if file.is_file():
-                    shutil.copyfile(file, beside / file.name)
-            record = {
-                "expanded_from": files.name,
-                "digest": files.digest,
-                "layers": prefix,
-                "layers_before": num_layers,
-                "layers_after": len(order),
-                "new_layers": new,
-                "zeros": sorted(set().union(*zeros.values())),
-            }
-            (beside / llama_pro_files.RECORD).write_text(json.dumps(record, indent=1) + "\n")
-            stored = sum(t.num_bytes for t in tensors)
-            whole = 3 * stored < (BackendManager("cpu", verbose=False).capabilities.memory_bytes or 0)
-            last = num_layers - 1 if whole else max(kinds)
-            proved = prove(llama_pro, files, beside, config, grown, count_key, order, last, said)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as tmp_dir:
+            tmp_dir = Path(tmp_dir)
+            write(expanded(e.tensors, e.prefix, e.order, e.new, lambda i, pattern: pattern in zeros[i]), tmp_dir)
+            write_configs(e, zero_patterns, tmp_dir)
+            checked = check_logits(e, first_of_kinds, tmp_dir)
             target.mkdir(exist_ok=True)
-            for file in sorted(beside.iterdir()):
+            for file in sorted(tmp_dir.iterdir()):
                 file.replace(target / file.name)
-    print(
-        f"{num_layers} layers -> {len(order)}; new: {', '.join(map(str, new))}; zeros in each: "
-        f"{', '.join(record['zeros'])}"
-    )
-    print(f"{proved}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
+    new = ", ".join(map(str, e.new))
+    print(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
+    print(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
     return 0
 
 
-def zeros_by_layer(blocks, config, count_key, prefix, tensors, num_layers, copied, said):
-    """({source layer: patterns of tensors that are zero in its copy}, the first source layer of each kind)."""
-    from finetune.model_files import llama_pro as llama_pro_files
+def write_configs(e: Expansion, zero_patterns: list[str], folder: Path) -> None:
+    """Writes all of the expanded folder but its weights: config, tokenizer, and the record that train.py reads."""
+    (folder / "config.json").write_text(json.dumps(e.resized(e.order), indent=2) + "\n")
+    for file in (*e.files.tokenizer_files, e.files.folder / "generation_config.json"):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    record = {
+        "expanded_from": e.files.name,
+        "digest": e.files.digest,
+        "layers": e.prefix,
+        "layers_before": e.num_layers,
+        "layers_after": len(e.order),
+        "new_layers": e.new,
+        "zeros": zero_patterns,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
-    inside = {}
-    for tensor in tensors:
-        at = llama_pro_files.split(tensor.name, prefix)
+
+def zeros_by_layer(e: Expansion) -> tuple[dict, list[int]]:
+    """({source layer: patterns of tensors that are zero in its copy}, the first source layer of each kind)."""
+    from finetune.torch_engine import llama_pro
+
+    in_layer = {}
+    for tensor in e.tensors:
+        at = split(tensor.name, e.prefix)
         if at:
-            inside.setdefault(at[0], {})[at[1]] = (llama_pro_files.pattern_of(at[1]), tensor.shape)
+            in_layer.setdefault(at[0], {})[at[1]] = (pattern_of(at[1]), tensor.shape)
     kind_of = {
-        i: llama_pro_files.entries_of(config, count_key, i) + json.dumps(sorted(inside[i].items()))
-        for i in range(num_layers)
+        i: entries_of(e.config, e.count_key, i) + json.dumps(sorted(in_layer[i].items())) for i in range(e.num_layers)
     }
     found, zeros, firsts = {}, {}, []
-    for i in copied:
+    for i in e.copied:
         kind = kind_of[i]
         if kind not in found:
             firsts.append(i)
-            first = next(j for j in range(num_layers) if kind_of[j] == kind)
-            cut = llama_pro_files.resized(config, count_key, list(range(first + 1)))
-            found[kind] = blocks.residual_writers(cut, prefix, first, inside[first], said)
+            first = next(j for j in range(e.num_layers) if kind_of[j] == kind)
+            truncated = e.resized(range(first + 1))
+            found[kind] = llama_pro.residual_writers(truncated, e.prefix, first, in_layer[first], e.flag)
         zeros[i] = found[kind]
     return zeros, firsts
 
 
-def prove(blocks, files, beside, config, grown, count_key, order, last, said) -> str:
+def check_logits(e: Expansion, first_of_kinds: list[int], folder: Path) -> str:
     """Checks that the expanded model gives the original logits; returns the line to print. PlanError if it does not."""
-    from finetune.model_files import llama_pro as llama_pro_files
+    from backend_manager import BackendManager
+    from finetune.torch_engine import llama_pro
 
-    upto = max(i for i, source in enumerate(order) if source <= last) + 1
-    before = blocks.logits_of(
-        list(files.folder.glob("model*.safetensors*")),
-        llama_pro_files.resized(config, count_key, range(last + 1)),
-        said,
-    )
-    after = blocks.logits_of(
-        list(beside.glob("model*.safetensors*")), llama_pro_files.resized(grown, count_key, range(upto)), said
-    )
+    stored = sum(t.num_bytes for t in e.tensors)
+    in_full = 3 * stored < (BackendManager("cpu", verbose=False).capabilities.memory_bytes or 0)
+    last = e.num_layers - 1 if in_full else max(first_of_kinds)
+    upto = max(i for i, source in enumerate(e.order) if source <= last) + 1
+    weights = [list(f.glob("model*.safetensors*")) for f in (e.files.folder, folder)]
+    before = llama_pro.logits_of(weights[0], e.resized(range(last + 1)), e.flag)
+    grown = resized(e.resized(e.order), e.count_key, list(range(upto)))
+    after = llama_pro.logits_of(weights[1], grown, e.flag)
     off = ((after - before).abs().max() / before.abs().max()).item()
     if not off <= 1e-5:
         raise PlanError(
-            f"{said}: its logits change by {off:.1e} with copied layers, so a layer depends on its "
-            "position. Expand another model."
+            f"{e.flag}: its logits change by {off:.1e} with copied layers, so a layer depends on its position. "
+            "Expand another model."
         )
-    part = (
-        "its" if upto == len(order) else f"with only its first {last + 1} layers, as the rest does not fit in memory,"
+    which = (
+        "its" if upto == len(e.order) else f"with only its first {last + 1} layers, as the rest does not fit in memory,"
     )
-    return f"the expanded model starts with {part} logits: " + (
-        "equal bit for bit" if off == 0.0 else f"within {off:.1e}"
-    )
+    equal = "equal bit for bit" if off == 0.0 else f"within {off:.1e}"
+    return f"the expanded model starts with {which} logits: {equal}"
 
 
 if __name__ == "__main__":

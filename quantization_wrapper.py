@@ -37,10 +37,10 @@ class QuantizationMethod(str, Enum):
 class Method:
     """A row of METHODS. `module`: has quantize and dequantize.
 
-    `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`:
-    must be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
-    `groups_fill_rows`: groups must fill a row. `whole`: bit widths whose result depends on the full matrix, not only on the
-    row.
+    `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`: must
+    be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
+    `groups_fill_rows`: groups must fill a row. `needs_full_matrix`: bit widths whose result depends on the full matrix,
+    not only on the row.
     """
 
     module: str
@@ -51,7 +51,7 @@ class Method:
     install: str = ""
     double_quant: tuple[int, ...] = ()
     groups_fill_rows: bool = False
-    whole: tuple[int, ...] = ()
+    needs_full_matrix: tuple[int, ...] = ()
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ METHODS = {
         {4: ("nf4", "fp4"), 8: ()},
         POWERS[1:],
         double_quant=(4,),
-        whole=(4,),
+        needs_full_matrix=(4,),
         package="bitsandbytes",
         install="pip install bitsandbytes",
         summary="bitsandbytes' kernels: NF4, FP4, and INT8 with per-row scales",
@@ -82,7 +82,7 @@ METHODS = {
         "finetune.quantizers.hqq",
         {bits: ("affine",) for bits in (4, 8, 3, 2)},
         POWERS[:7],
-        whole=(4, 8, 3, 2),
+        needs_full_matrix=(4, 8, 3, 2),
         package="hqq",
         install="pip install hqq",
         groups_fill_rows=True,
@@ -278,7 +278,7 @@ def rows_independent(config: QuantizationConfig, columns: int) -> bool:
     """True if quantizing a slice of rows equals slicing the quantized matrix."""
     if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
         return not config.double_quant and columns % config.group_size == 0
-    return config.bits not in METHODS[config.backend].whole
+    return config.bits not in METHODS[config.backend].needs_full_matrix
 
 
 def quantized_linear(
@@ -340,8 +340,7 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
             layer = quantized_linear(weight_OI, module.bias, own, not isinstance(module, nn.Linear))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer)
+        model.set_submodule(name, layer)
     return model
 
 

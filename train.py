@@ -26,27 +26,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from backend_manager import CAPABILITIES, environment_error, package_version
+from backend_manager import CAPABILITIES
 from finetune import doctor, evaluation, report
-from finetune.checkpoint.output_dir import find_saved_run, finished_state, open_output_dir
+from finetune.checkpoint.output_dir import find_saved_run, finished_run, open_output_dir
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.prepare import eva_batches, load_data, read_datasets
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
-from finetune.distributed.launcher import run_ranks
-from finetune.errors import EXPECTED, NonFiniteError, PlanError
-from finetune.estimate.budget import predicted_for_batch, report_lines
+from finetune.distributed.launcher import spawn_ranks
+from finetune.errors import NonFiniteError, PlanError
+from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.model_shape import planned_shape
+from finetune.estimate.remedies import report_lines
 from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
-from finetune.plan.backend import ENGINES, select_backend
+from finetune.plan.backend import ENGINES, check_environment, select_backend
 from finetune.plan.draft import Facts
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides, same_length
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import Adjustment, RunPlan, TrainState
 
 
@@ -91,19 +92,11 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     return check_resumed(plan, saved.saved_plan) if saved else plan
 
 
-def check_environment(overrides: dict) -> None:
-    problem = environment_error()
-    if problem:
-        raise PlanError(problem)
-    if overrides.get("log_to") == "wandb" and package_version("wandb") is None:
-        raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
+def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None, log=print):
+    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
 
-
-def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None):
-    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen. The model is in evaluation mode.
-
-    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`: a
-    checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
+    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
+    a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     from finetune.torch_engine import load
 
@@ -112,7 +105,7 @@ def load_model(folder, settings, groups, local_shards=None, batches=None, initia
         model = load.build_on_meta(folder, settings)
         layers = load.layers_of(model, folder, settings)
         for notice in load.load_and_quantize(model, folder, layers, settings, device, local_shards):
-            print(f"  note: {notice}")
+            log(f"  note: {notice}")
         starts = load.init_from_base(model, layers, settings, device, batches, initial_adapter)
         load.make_trainable(model, layers, settings, device, starts, local_shards)
     return model
@@ -190,7 +183,8 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         tokenizer = load_tokenizer(plan.files.folder)
         if raw_datasets["train"][1] == "chat":
             notice = ensure_chat_template(tokenizer)
-            log.say(f"  note: {notice}") if notice else None
+            if notice:
+                log.say(f"  note: {notice}")
         groups, local_shards, baseline = join_groups(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
@@ -249,7 +243,10 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outp
 
 
 def join_groups(plan: RunPlan, env: RankEnv):
-    """(process groups with this rank's device, its rows if it loads only those, process memory after imports). Collective."""
+    """(process groups with this rank's device, its rows if it loads only those, process memory after imports).
+
+    Collective.
+    """
     from finetune.torch_engine.device import device_of, set_num_threads
     from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.memory_stats import current_resident_bytes
@@ -260,16 +257,6 @@ def join_groups(plan: RunPlan, env: RankEnv):
     groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
     local_shards = LocalShards.of(groups, plan.settings) if plan.distribution == "ptd" else None
     return groups, local_shards, baseline
-
-
-def already_complete(plan: RunPlan) -> TrainState | None:
-    """The end of the run that was to be resumed, if it has nothing left to do."""
-    saved = plan.resume_from
-    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
-    if done and done.step == done.total_steps and same_length(plan, saved.saved_plan):
-        print(f"already complete: {plan.settings.output_dir} holds all {done.step} steps")
-        return done
-    return None
 
 
 def fine_tune(**flags) -> TrainState:
@@ -292,7 +279,7 @@ def fine_tune(**flags) -> TrainState:
     plan, done = announced_plan(overrides, env)
     if done:
         return done
-    return spawn_ranks(plan) if plan.dims.world_size > 1 else run(plan)
+    return spawn_ranks(Path(__file__), plan) if plan.dims.world_size > 1 else run(plan)
 
 
 def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:
@@ -300,24 +287,14 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     plan = make_plan(overrides, env)
     print("\n".join(report.plan_lines(plan)), flush=True)
     if not overrides.get("dry_run"):
-        return plan, already_complete(plan)
+        done = finished_run(plan)
+        if done:
+            print(f"already complete: {plan.settings.output_dir} holds all {done.step} steps")
+        return plan, done
     lines, fits = report_lines(plan.settings, plan.shape, plan.memory_budget, dims=plan.dims)
     print("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
-
-
-def spawn_ranks(plan: RunPlan) -> TrainState:
-    """Runs the plan's ranks as processes of this program and waits for them."""
-    stop = process.StopSignal()
-    sys.stdout.flush()
-    try:
-        result = run_ranks(Path(__file__), plan.dims.world_size, plan.serialize(), stop.forwarding)
-    except RuntimeError as error:
-        if stop.received is None or isinstance(error, EXPECTED):
-            raise
-        return TrainState(status="stopped", exit_code=128 + stop.received)  # a second signal: exited at once
-    return TrainState(**result)
 
 
 def run_doctor(overrides: dict) -> TrainState:

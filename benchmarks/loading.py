@@ -1,8 +1,8 @@
 """Peak memory of loading a large checkpoint: ours (streamed to 4 bits) beside from_pretrained followed by quantization.
 
-python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if missing
-python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk)
-python benchmarks/loading.py --ranks 2                each of two FSDP2 ranks, that reads its rows, or cuts a whole load
+python benchmarks/loading.py                          a 1.1B Llama shape in 8 files, random bf16 weights, made if
+missing python benchmarks/loading.py --shape 7b --folder DIR  a 7B shape (13 GB of disk) python benchmarks/loading.py
+--ranks 2                each of two FSDP2 ranks, that reads its rows, or cuts a whole load
 
 Each way runs in a process of its own; RssAnon is read every 2 ms, above the process after its imports.
 """
@@ -116,8 +116,8 @@ def one_way(way: str, folder: Path) -> dict:
 
     import quantization_wrapper
     from finetune.config import TrainConfig
-    from finetune.torch_engine.load import load_model
     from finetune.torch_engine.lora.targets import linear_names
+    from tests.support.build import load_model
 
     config = json.loads((folder / "config.json").read_text())
     h, f = config["hidden_size"], config["intermediate_size"]
@@ -159,11 +159,10 @@ def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
     from finetune.config import TrainConfig
     from finetune.distributed.env import RankEnv
     from finetune.distributed.parallel_dims import ParallelDims
-    from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.load import load_model
     from finetune.torch_engine.local_shards import LocalShards
-    from finetune.torch_engine.parallel.fsdp import local_shard
+    from finetune.torch_engine.parallel.placement import local_shard
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
+    from tests.support.build import load_model, torch_engine
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu = torch.device("cpu")
@@ -180,11 +179,11 @@ def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
         use_gradient_checkpointing="false",
         lr=1e-4,
     )
-    share = None if way.endswith("whole") else LocalShards.of(here, settings, cpu)
+    share = None if way.endswith("whole") else LocalShards.of(here, settings)
     dist.barrier()
     watch, began = Watch(), time.perf_counter()
     model = load_model(folder, settings, cpu, share=share)
-    TorchEngine(model, settings, cpu, ranks=here, share=share)
+    torch_engine(model, settings, cpu, ranks=here, share=share)
     seconds = time.perf_counter() - began
     watch.done = True
     own = sum(local_shard(p).nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
@@ -224,7 +223,8 @@ def over_ranks(args, folder: Path) -> None:
             r = max((json.loads(text.splitlines()[-1]) for text in said), key=lambda r: r["peak"])
             allowed = 1.05 * r["own"] + 2 * r["slice"]
             print(
-                f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} {allowed / GIB:17.3f} "
+                f"{way:18} {r['own'] / GIB:9.3f} {r['peak'] / GIB:10.3f} {r['peak'] / r['own']:12.2f} "
+                f"{allowed / GIB:17.3f} "
                 f"{'met' if r['peak'] <= allowed else 'not met':>8} {r['seconds']:9.1f}",
                 flush=True,
             )

@@ -1,8 +1,8 @@
 """Predicted beside measured memory: each cell a fresh `python train.py` on a randomly initialised model of its shape.
 
-    pip install -r requirements-test.txt
-    python benchmarks/memory_table.py              40 cells, about ten minutes on two cores; --write puts them in docs/memory.md
-    python benchmarks/memory_table.py --fit        the cells that the constants of finetune/memory.py were fitted to
+pip install -r requirements-test.txt python benchmarks/memory_table.py              40 cells, about ten minutes on two
+cores; --write puts them in docs/memory.md python benchmarks/memory_table.py --fit        the cells that the constants
+of finetune/memory.py were fitted to
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -102,7 +102,7 @@ def make_model(folder: Path, kind: str, sizes: dict) -> None:
     import torch
     import transformers
 
-    from tests.conftest import CHATML, train_tokenizer
+    from tests.support.tiny import CHATML, train_tokenizer
 
     train_tokenizer(folder, bos=False, chat_template=CHATML)
     config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)
@@ -176,7 +176,8 @@ def row(cell: tuple, result: dict) -> list[str]:
     """A line of the table: name, total and each counted item as `predicted/measured error`."""
     predicted, measured = result["predicted"], result["measured"]
     shape, kind, batch, checkpointing, precision = cell
-    name = f"{shape} {kind}{' ' + precision if precision != 'fp32' else ''}, {batch} rows{', ckpt' * (checkpointing == 'true')}"
+    name = f"{shape} {kind}{' ' + precision if precision != 'fp32' else ''}, {batch} rows"
+    name += ", ckpt" if checkpointing == "true" else ""
     pairs = [(predicted["total"], measured["total"])]
     pairs += [(predicted["items"].get(n, 0), measured["items"].get(n, 0)) for n in COUNTED]
     pairs += [(rest(predicted), rest(measured)), *((r["items"]["loading"] for r in (predicted, measured)),)]

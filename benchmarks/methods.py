@@ -40,9 +40,9 @@ def one(pair: str, threads: int) -> dict:
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
-    from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names
+    from tests.support.build import torch_engine
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def one(pair: str, threads: int) -> dict:
         lr=1e-4,
     )
     add_adapters(model, names, settings)
-    engine = TorchEngine(model, settings, torch.device("cpu"))
+    engine = torch_engine(model, settings, torch.device("cpu"))
     engine.verify("padding_free")
     rng = np.random.default_rng(0)
     lengths = [128] * (TOKENS // 128)
@@ -106,7 +106,8 @@ def main():
         ratios = [ours["seconds"] / r["seconds"] for ours, r in zip(results["nf4/4"], found, strict=True)]
         print(
             f"{pair:12} {statistics.median(ratios):6.2f} [{min(ratios):.2f}..{max(ratios):.2f}] "
-            f"{found[0]['base'] / results['nf4/4'][0]['base']:12.2f} {statistics.median(r['quantizing'] for r in found):16.2f} "
+            f"{found[0]['base'] / results['nf4/4'][0]['base']:12.2f} "
+            f"{statistics.median(r['quantizing'] for r in found):16.2f} "
             f"{found[0]['loss']:18.5f}"
         )
 

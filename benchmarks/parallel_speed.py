@@ -1,13 +1,14 @@
 """Time of a step on several ranks against one process, and against accelerate on the same work, interleaved in one run.
 
-python benchmarks/parallel_speed.py                    2 ranks: ours (DDP, FSDP2, tensor, context, pipeline) and accelerate's DDP
-python benchmarks/parallel_speed.py --ranks 4          the growth to 4
-python benchmarks/parallel_speed.py --paper            steps on 8 GPUs and 16 hosts from the bytes that ranks send
+python benchmarks/parallel_speed.py                    2 ranks: ours (DDP, FSDP2, tensor, context, pipeline) and
+accelerate's DDP python benchmarks/parallel_speed.py --ranks 4          the growth to 4 python
+benchmarks/parallel_speed.py --paper            steps on 8 GPUs and 16 hosts from the bytes that ranks send
 
-The work: LoRA on a Llama of 6 layers x 512 in fp32, 16 rows of 128 tokens a step, one compute thread a rank. Each method has its
-own processes, which take turns step by step, so that what else runs on the machine falls on all alike. speed: the median over
-rounds of one process's seconds over the method's, with the least and the most; n rounds. accelerate's is the loop that its own
-examples write: prepare a peft model and AdamW, mean loss of the padded batch, accelerator.backward. accelerate has no FSDP on a CPU.
+The work: LoRA on a Llama of 6 layers x 512 in fp32, 16 rows of 128 tokens a step, one compute thread a rank. Each
+method has its own processes, which take turns step by step, so that what else runs on the machine falls on all alike.
+speed: the median over rounds of one process's seconds over the method's, with the least and the most; n rounds.
+accelerate's is the loop that its own examples write: prepare a peft model and AdamW, mean loss of the padded batch,
+accelerator.backward. accelerate has no FSDP on a CPU.
 """
 
 import argparse
@@ -65,11 +66,11 @@ def build(rank: int, size: int, method: str):
     from finetune.data.sampler import rank_rows
     from finetune.distributed.env import RankEnv
     from finetune.distributed.parallel_dims import ParallelDims
-    from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names, target_names
     from finetune.torch_engine.parallel import process_groups
-    from tests import tiny
+    from tests.support import tiny
+    from tests.support.build import torch_engine
 
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", lora_rank=16, lr=1e-4)
     model.requires_grad_(False)
@@ -79,7 +80,7 @@ def build(rank: int, size: int, method: str):
     add_adapters(model, target_names(model, "all"), settings)
     dims = ParallelDims(**{axis: n or size for axis, n in METHODS[method][1].items()})
     ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, torch.device("cpu"))
-    engine = TorchEngine(model, settings, torch.device("cpu"), ranks=ranks)
+    engine = torch_engine(model, settings, torch.device("cpu"), ranks=ranks)
     engine.verify("auto")
     rows = rank_rows(torch.arange(ROWS).numpy(), ranks.data_rank, dims.data_ranks)
     parts = 2 * dims.pp if dims.pp > 1 else 1
@@ -215,7 +216,8 @@ def on_paper() -> list[tuple]:
         ParallelDims(dp_replicate=16, dp_shard=8),
     ):
         found = communication.bytes_per_step(dims, communication.traffic_of(settings, sizes, dims, load))
-        # A ring passes (N - 1) times what a rank puts into a gather, (N - 1)/N of what it puts into the others, twice for sums.
+        # A ring passes (N - 1) times what a rank puts into a gather, (N - 1)/N of what it puts into the others, twice
+        # for sums.
         n = max(dims.shards, dims.tp, dims.dp_replicate)
         ring = {
             "all_gather": dims.shards - 1,

@@ -3,9 +3,9 @@
     pip install -r requirements-bench.txt
     python benchmarks/vs_trl.py --precision fp32 --rounds 3
 
-Each figure is one process; the competitors take turns, so that a machine whose speed drifts treats all alike. TRL runs as
-shipped (padded rows) and tuned (padding_free, a heap that is not trimmed). --workload demo trains the demo's rows on its model
-with all cores and reports the seconds to a loss of 0.05.
+Each figure is one process; the competitors take turns, so that a machine whose speed drifts treats all alike. TRL runs
+as shipped (padded rows) and tuned (padding_free, a heap that is not trimmed). --workload demo trains the demo's rows on
+its model with all cores and reports the seconds to a loss of 0.05.
 """
 
 import argparse
@@ -79,9 +79,8 @@ def ours(args, begin):
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
-    from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.load import load_model
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
+    from tests.support.build import load_model, torch_engine
 
     settings = dataclasses.replace(
         TrainConfig(),
@@ -103,7 +102,7 @@ def ours(args, begin):
     rows = TokenizedDataset(
         np.concatenate(ids).astype(np.int32), np.concatenate(targets), offsets, ("",) * len(ids), {}
     )
-    engine = TorchEngine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
+    engine = torch_engine(load_model(args.model, settings, torch.device("cpu")), settings, torch.device("cpu"))
     engine.verify("auto")
     engine.begin_memory(baseline)
     for step in range(args.steps):
@@ -284,7 +283,8 @@ def main():
                 results[name].append(run_child(args, name, folder))
                 print(f"round {number + 1} {name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
     print(
-        f"{args.workload} {args.precision}{' nf4' if args.quant else ''}, {args.threads} thread(s), n = {args.rounds}, median [min..max]"
+        f"{args.workload} {args.precision}{' nf4' if args.quant else ''}, {args.threads} thread(s), n = {args.rounds}, "
+        "median [min..max]"
     )
     for figure in ("tokens_per_cpu_s", "tokens_per_s", "first_step_s", "peak_MiB", "to_loss_s"):
         print(f"  {figure:18}" + "  ".join(f"{n} {shown([r[figure] for r in results[n]])}" for n in names))

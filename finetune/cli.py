@@ -50,7 +50,10 @@ def _nearest(word, known) -> str:
 
 
 def parse_value(name: str, value, where: str | None = None):
-    """Value of flag `name` converted to its type, from a string or a YAML scalar. Raises PlanError beginning with `where`."""
+    """Value of flag `name` converted to its type, from a string or a YAML scalar.
+
+    Raises PlanError beginning with `where`.
+    """
     field, where = FIELDS[name], where or f"--{name}"
     meta = field.metadata
     if value is None:

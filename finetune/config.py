@@ -23,6 +23,11 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_bu
 OPTIMIZERS = ("adamw", "adam", "sgd", "adadelta", "adamw_8bit")
 DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
+BATCH_LAYOUTS = ("auto", "padding_free", "padded")
+QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
+QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
+INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
+AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "text")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
@@ -49,7 +54,6 @@ FACTS = {
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
     "nonempty": False,  # rejects an empty string
-    "path": False,  # a file or folder: its components are checked for length
     "metavar": None,  # how --help shows its value
     "adapter_only": False,  # has no meaning without an adapter
     "saved": True,  # part of run_plan.json; False for flags of one invocation, not of the training
@@ -61,7 +65,8 @@ def flag(default, group: str, text: str, **facts):
     """A field of TrainConfig with its FACTS as metadata."""
     unknown = set(facts) - set(FACTS)
     assert not unknown, unknown
-    return field(default=default, metadata={"group": group, "help": text, **FACTS, **facts})
+    path = {"DIR", "FILE"} & set((facts.get("metavar") or "").split("|"))
+    return field(default=default, metadata={"group": group, "help": text, "path": bool(path), **FACTS, **facts})
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class TrainConfig:
 
     # model
     model_name: str = flag(
-        None, "model", "Hub ID or local folder; default: the demo model", metavar="ID|DIR", nonempty=True, path=True
+        None, "model", "Hub ID or local folder; default: the demo model", metavar="ID|DIR", nonempty=True
     )
     revision: str = flag(None, "model", "branch, tag or commit of a Hub model")
     train_type: str = flag(
@@ -80,7 +85,7 @@ class TrainConfig:
         choices=TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
     )
     llama_pro_path: str = flag(
-        None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR", path=True
+        None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
     # data
     dataset: str = flag(
@@ -90,7 +95,6 @@ class TrainConfig:
         "dummy; default: the demo data",
         metavar="FILE|NAME",
         nonempty=True,
-        path=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
@@ -110,7 +114,6 @@ class TrainConfig:
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
         resumable=True,
-        path=True,
     )
     validation_split: float = flag(0.0, "data", "fraction of the training rows held out for validation", minimum=0.0)
     score_dataset: str = flag(
@@ -119,7 +122,6 @@ class TrainConfig:
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
         resumable=True,
-        path=True,
     )
     score_samples: int = flag(
         32, "data", "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True, resumable=True
@@ -131,7 +133,7 @@ class TrainConfig:
     batch_size: int = flag(
         8,
         "steps",
-        "rows per data-parallel rank and accumulation step; auto: the largest that fits (max 64)",
+        "rows per data rank and accumulation step; auto: the largest that fits, at most 64",
         minimum=1,
         auto=True,
         metavar="N|auto",
@@ -143,8 +145,8 @@ class TrainConfig:
     batch_layout: str = flag(
         "auto",
         "steps",
-        "flat: documents packed end to end, padding-free; padded: one document per row",
-        choices=("auto", "padding_free", "padded"),
+        "padding_free: documents packed end to end; padded: one per row",
+        choices=BATCH_LAYOUTS,
         value_aliases={"flat": "padding_free"},
     )
     num_epochs: int = flag(1, "steps", "epochs: passes over the training data", minimum=1, resumable=True)
@@ -155,11 +157,7 @@ class TrainConfig:
         "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
     lr: float = flag(
-        None,
-        "steps",
-        "peak learning rate; default: 2e-4 for adapters, 2e-5 for full",
-        above=0.0,
-        aliases=("learning_rate",),
+        None, "steps", "peak learning rate; default: 2e-4, 2e-5 for full", above=0.0, aliases=("learning_rate",)
     )
     wd: float = flag(0.0, "steps", "weight decay", minimum=0.0, aliases=("weight_decay",))
     lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)
@@ -199,7 +197,7 @@ class TrainConfig:
         "adapter",
         "default: Kaiming A, zero B; gaussian: normal A, zero B; eva: from activations on the data; "
         "pissa, olora, loftq: from the base weights, saved as LoRA of twice the rank",
-        choices=("default", "gaussian", "eva", "pissa", "olora", "loftq"),
+        choices=INITS,
         adapter_only=True,
     )
     # memory
@@ -210,32 +208,26 @@ class TrainConfig:
         choices=("auto",) + PRECISIONS,
     )
     quantization_backend: str = flag(
-        "auto",
-        "memory",
-        "quantizer for the qlora base",
-        choices=("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none"),
-        resumable=True,
+        "auto", "memory", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True
     )
     n_bits: int = flag(4, "memory", "bits per quantized weight", minimum=1)
     group_size: int = flag(
         64, "memory", "weights per quantization group (per scale)", minimum=1, aliases=("hqq_group_size",)
     )
-    quant_type: str = flag(
-        None, "memory", "4-bit data type (codebook)", choices=("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
-    )
+    quant_type: str = flag(None, "memory", "4-bit data type (codebook)", choices=QUANT_TYPES)
     double_quant: bool = flag(False, "memory", "also quantize the scales to 8 bits")
     cache_dequantized: str = flag(
         "auto",
         "memory",
         "keep dequantized weights in memory: faster, but as large as the unquantized model",
-        choices=("auto", "true", "false"),
+        choices=AUTO_BOOL,
         resumable=True,
     )
     use_gradient_checkpointing: str = flag(
         "auto",
         "memory",
         "activation checkpointing: recompute activations in the backward pass; less memory, slower",
-        choices=("auto", "true", "false"),
+        choices=AUTO_BOOL,
     )
     reentrant_checkpointing: bool = flag(False, "memory", "use the reentrant variant of activation checkpointing")
     low_memory: bool = flag(
@@ -303,7 +295,7 @@ class TrainConfig:
     )
     master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous", resumable=True)
     master_port: int = flag(12355, "machine", "port of rank 0 for the rendezvous", minimum=1, resumable=True)
-    mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE", path=True)
+    mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
     # output
     output_dir: str = flag(
         None,
@@ -312,7 +304,6 @@ class TrainConfig:
         metavar="DIR",
         resumable=True,
         nonempty=True,
-        path=True,
     )
     save_model: bool = flag(True, "output", "write the trained weights at the end", resumable=True)
     save_every: int = flag(
@@ -325,7 +316,6 @@ class TrainConfig:
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
         metavar="auto|DIR",
         saved=False,
-        path=True,
     )
     overwrite: bool = flag(False, "output", "replace an existing run in --output_dir", saved=False)
     eval_every: int = flag(
@@ -347,9 +337,7 @@ class TrainConfig:
     entity: str = flag(None, "logging", "Weights & Biases entity (user or team)", resumable=True)
     # profile
     profile: bool = flag(False, "profile", "run the torch profiler", resumable=True)
-    profiling_output: str = flag(
-        "profiles", "profile", "folder for profiler output", metavar="DIR", resumable=True, path=True
-    )
+    profiling_output: str = flag("profiles", "profile", "folder for profiler output", metavar="DIR", resumable=True)
     with_stack: bool = flag(False, "profile", "record call stacks", resumable=True)
     with_shapes: bool = flag(False, "profile", "record input shapes", resumable=True)
     export_trace: bool = flag(True, "profile", "write Chrome traces", resumable=True)
@@ -369,7 +357,6 @@ class TrainConfig:
         "YAML file of flags, or a run_plan.json; command-line flags override it",
         metavar="FILE",
         saved=False,
-        path=True,
     )
     dry_run: bool = flag(False, "ask", "print the plan with its reasons; load nothing", saved=False)
     doctor: str = flag(

@@ -61,10 +61,12 @@ class MemoryStats:
 
 
 class Engine(Protocol):
-    """Everything that the loop, evaluation, checkpoints and the scripts use of a framework; no caller reaches past it.
+    """Everything that the loop, evaluation, checkpoints and the scripts use of a framework.
 
-    Arrays are numpy; tensor names are PEFT's or transformers'. With several ranks, every method that touches weights and every
-    collective is called by all of them at the same point; state and files come from rank 0.
+    No caller reaches past it.
+
+    Arrays are numpy; tensor names are PEFT's or transformers'. With several ranks, every method that touches weights
+    and every collective is called by all of them at the same point; state and files come from rank 0.
     """
 
     # ---- what it is
@@ -89,25 +91,35 @@ class Engine(Protocol):
     # ---- before the first step
 
     def verify(self, batch_layout: str) -> dict:
-        """{"batch_layout": (used, reason)} by checks on the loaded model. Raises PlanError. Call it once, before anything else."""
+        """{"batch_layout": (used, reason)} by checks on the loaded model. Raises PlanError.
+
+        Call it once, before anything else.
+        """
 
     def try_step(self, batch: Batch, several: bool) -> None:
-        """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch. OutOfMemoryError."""
+        """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
+
+        OutOfMemoryError.
+        """
 
     # ---- step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the targets of all microbatches. NonFiniteError leaves weights and moments unchanged."""
+        """One optimizer step over the targets of all microbatches.
+
+        NonFiniteError leaves weights and moments unchanged.
+        """
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
         """(summed NLL, number of targets), without gradients and dropout; returns early once `stop()` is true."""
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, **sampling
+        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
     ) -> list[list[int]]:
         """New token ids per prompt, without the stop token; greedy unless sampling says otherwise.
 
-        `stop_row(row, ids)` ends a row early. `sampling`: on_token, temperature, top_k, top_p.
+        `stop_row(row, ids)` ends a row early; `on_token(ids)` is called with the first row's. `sampling`: temperature,
+        top_k, top_p.
         """
 
     def seed(self, seed: int) -> None:

@@ -10,7 +10,10 @@ from finetune.errors import NonFiniteError
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss`: mean nll per target. `exact_match`: 0..1, None if nothing is scored. `first_answer`: to the first example."""
+    """`loss`: mean nll per target. `exact_match`: 0..1, None if nothing is scored.
+
+    `first_answer`: to the first example.
+    """
 
     loss: float
     num_targets: int
@@ -56,8 +59,8 @@ def exact_match(
 ) -> tuple[float, list[str]]:
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
 
-    `examples` are data.generation_examples'. White space around an answer is ignored. A row ends as soon as its text can no
-    longer become the expected one, which changes no score. `stop_ids` end an answer; `stopping()`: give up.
+    `examples` are data.generation_examples'. White space around an answer is ignored. A row ends as soon as its text
+    can no longer become the expected one, which changes no score. `stop_ids` end an answer; `stopping()`: give up.
     """
     answers = []
     for start in range(0, len(examples), batch_size):

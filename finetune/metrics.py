@@ -27,8 +27,9 @@ STEPS_AVERAGED = 20  # of the time left
 class Summary:
     """What the closing report shows, gathered while the run goes on. Bytes and seconds.
 
-    `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the first
-    scored example; `scored_answer`: its answer in the last scoring. `peak`, `predicted`: {"total": bytes, "items": {name: bytes}}.
+    `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
+    first scored example; `scored_answer`: its answer in the last scoring. `peak`, `predicted`: {"total": bytes,
+    "items": {name: bytes}}.
     """
 
     seconds: dict = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Summary:
     tokens_before: int = 0
 
     def measured(self) -> dict:
-        """Peak memory for the end event: the training phase's, with loading and evaluation as items beside its total."""
+        """Peak memory for the end event: the training phase's, with loading and evaluation beside its total."""
         peak = self.peak or {"total": 0, "items": {}}
         if self.loading_bytes:
             peak["items"]["loading"] = self.loading_bytes
@@ -56,8 +57,8 @@ class Summary:
 class Metrics:
     """The log of one run, as a context: the `end` event is written however the run ends, with its exit code.
 
-    Prints from the beginning; `open` must be called before the first event. `quiet`: neither writes nor prints; rank 0 does.
-    `watchdog`: ends this process if another rank is lost, and is told to write the `end` event before.
+    Prints from the beginning; `open` must be called before the first event. `quiet`: neither writes nor prints; rank 0
+    does. `watchdog`: ends this process if another rank is lost, and is told to write the `end` event before.
     """
 
     def __init__(self, plan, quiet: bool = False, watchdog=None):

@@ -2,6 +2,9 @@
 
 The header of each rank's file gives the offset of its shards in the full tensors; `parts.json` collects these
 headers for readers. No file is ever fully in memory. See docs/checkpoint_format.md.
+
+Not torch.distributed.checkpoint's HuggingFace writer: it takes offsets from DTensors, and tensor-parallel and pipeline
+shards are plain tensors here; and runs without torch must read the same files.
 """
 
 import hashlib
@@ -97,10 +100,9 @@ def header_of(parts: list[TensorShard]) -> tuple[bytes, dict[str, int]]:
     for p in _in_order(parts):
         header[p.name] = {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [at, at + p.num_bytes]}
         at += p.num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    starts = {name: 8 + len(text) + e["data_offsets"][0] for name, e in header.items() if name != "__metadata__"}
-    return struct.pack("<Q", len(text)) + text, starts
+    encoded = encode_header(header)
+    starts = {name: len(encoded) + e["data_offsets"][0] for name, e in header.items() if name != "__metadata__"}
+    return encoded, starts
 
 
 def _in_order(parts: list[TensorShard]) -> list[TensorShard]:
@@ -157,9 +159,22 @@ def index_of(folder: Path, written: dict[str, dict]) -> dict:
 
 
 def read_header(path: Path) -> dict:
+    """{tensor: {"dtype", "shape", "data_offsets"}} and "__metadata__" of a safetensors file."""
+    return read_header_and_start(path)[0]
+
+
+def read_header_and_start(path: Path) -> tuple[dict, int]:
+    """(header, byte at which the tensors' data begins)."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(length))
+        return json.loads(file.read(length)), 8 + length
+
+
+def encode_header(header: dict) -> bytes:
+    """Length and JSON of a header, padded so that the data after it is aligned."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 # ---- reading

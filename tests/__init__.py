@@ -1,0 +1,5 @@
+import os
+
+# Before torch is imported. Tiny models gain nothing from threads, and threads that meet other load on the machine cost
+# seconds per test.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,54 +1,21 @@
-"""Tiny tokenizers and models, made here and read back from a folder as real ones are."""
+"""Fixtures of all tests: tiny tokenizers and models in folders as a user has them, and runs on them."""
 
 import json
-import os
 
 import pytest
+import torch
 
-# Tiny models gain nothing from threads, and threads that meet other load on the machine cost seconds a test.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-CORPUS = [
-    "The capital of France is Paris. What is 2 plus 3? It is 5.",
-    "def add(a, b):\n    return a + b\n\n    # spaces",
-    "### Human: hello ### Assistant: hi there",
-    "system user assistant \n\n user\nhello\nassistant\nhi",
-    "naïve café 日本語 emoji 🙂",
-] * 4
-SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def train_tokenizer(folder, bos=True, vocab_size=400, **settings):
-    """A byte-level BPE like GPT-2's and Llama 3's, with a BOS where asked."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    if bos:
-        template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, template])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"} | settings
-    )
-    made.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+import expand
+from tests.support import tiny
+from tests.support.commands import command, finish
+from tests.support.runs import PLAIN, RUN
+from tests.support.tiny import CHATML, train_tokenizer
+from train import fine_tune
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    """The maker itself, for a test that needs another template."""
+    """train_tokenizer, for a tokenizer with another template."""
     return train_tokenizer
 
 
@@ -67,8 +34,6 @@ def chat_tokenizer(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A folder with a tiny random Llama and a chat tokenizer, as a user would have it."""
-    from tests import tiny
-
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)
     model = tiny.build("llama", vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=None, bos_token_id=1)
@@ -83,3 +48,95 @@ def rows_file(tmp_path_factory):
     rows = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}" + "." * (i % 5)} for i in range(24)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture(scope="session")
+def bf16_folders(tmp_path_factory):
+    """{architecture: a folder of its tiny model, in bf16}."""
+    found = {}
+    for name in ("llama", "llama_tied", "qwen2", "gpt2", "gemma3", "mixtral", "gpt_oss", "phi3", "falcon"):
+        found[name] = str(tmp_path_factory.mktemp("sharded") / name)
+        tiny.build(name).to(torch.bfloat16).save_pretrained(found[name], max_shard_size="50KB")
+    return found
+
+
+@pytest.fixture(scope="session")
+def expanded_model(tiny_model, tmp_path_factory):
+    """The tiny model with one new layer, by expand.py."""
+    folder = tmp_path_factory.mktemp("expanded") / "blk_exp-2-3"
+    expand.main(["--model_name", str(tiny_model), "--output_dir", str(folder), "--num_new_blocks", "1"])
+    return folder
+
+
+@pytest.fixture
+def flags(tiny_model, rows_file, tmp_path):
+    """Flags of a tiny run into tmp_path / "out"."""
+    return {
+        "model_name": str(tiny_model),
+        "dataset": str(rows_file),
+        "output_dir": str(tmp_path / "out"),
+        "backend": "cpu",
+        "train_type": "lora",
+        "lora_rank": 4,
+        "batch_size": 4,
+        "context_length": 64,
+        "precision": "fp32",
+    }
+
+
+@pytest.fixture(scope="session")
+def base(tiny_model, rows_file):
+    """Flags of a run of 12 steps of 4 rows, without dropout, without rows per rank and output folder."""
+    return {
+        "model_name": tiny_model,
+        "dataset": rows_file,
+        "backend": "cpu",
+        "train_type": "lora",
+        "lora_rank": 4,
+        "context_length": 64,
+        "num_epochs": 2,
+        "lr": "5e-3",
+        "log_to": "stdout",
+        "precision": "fp32",
+    }
+
+
+@pytest.fixture(scope="session")
+def alone(base, tmp_path_factory):
+    """The output folder of `base` in one process."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    code, _, err = finish(command(base, "--batch_size 4 --save_every 4 --keep_last 9", output_dir=folder))
+    assert code == 0, err
+    return folder
+
+
+@pytest.fixture
+def run(tiny_model, rows_file, tmp_path):
+    """fine_tune with dropout and accumulation on the tiny model, into tmp_path / "out" unless given another folder."""
+
+    def call(**overrides):
+        base = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"))
+        return fine_tune(**{**RUN, **base, **overrides})
+
+    return call
+
+
+@pytest.fixture
+def plain_run(tiny_model, rows_file, tmp_path):
+    """fine_tune without dropout and accumulation, 4 rows per step, into tmp_path / "out"."""
+
+    def call(**overrides):
+        base = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"))
+        return fine_tune(**{**PLAIN, **base, **overrides})
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tiny_model, rows_file, tmp_path_factory):
+    """The output folder of a run of 12 steps with dropout and accumulation, every step kept."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    base = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(folder))
+    state = fine_tune(**RUN, **base, save_every=1, keep_last=12)
+    assert state.status == "finished" and state.step == 12
+    return folder

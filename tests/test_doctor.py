@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,7 @@ from backend_manager import BackendManager
 from docs import make_quantization
 from finetune import doctor
 from quantization_wrapper import METHODS, pairs
-
-ROOT = Path(__file__).parent.parent
+from tests.support.commands import ROOT
 
 
 @pytest.fixture(scope="module")

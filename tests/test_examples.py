@@ -1,9 +1,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.support.commands import ROOT
+
+EXAMPLES = ROOT / "examples"
 FIELDS = ["name", "place", "item", "count", "day", "gift"]
 
 
@@ -34,7 +35,7 @@ def test_rows_and_seed_are_obeyed(tmp_path):
     assert other["orders_train.jsonl"] != few["orders_train.jsonl"]
 
 
-def test_no_order_stands_in_two_rows():
+def test_no_order_is_in_two_rows():
     orders = [row["messages"][1]["content"] for split in ("train", "validation", "test") for row in local_rows(split)]
     assert len(set(orders)) == len(orders)
 

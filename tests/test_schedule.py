@@ -13,7 +13,7 @@ def test_every_schedule_warms_up_peaks_and_never_rises_above_its_peak(kind):
     assert all(0 <= r <= 1.0 for r in rates)
 
 
-def test_the_ends_are_where_they_are_said_to_be():
+def test_schedules_end_at_their_documented_rates():
     assert Schedule("constant", 2.0, 10, 0).lr_at(10) == 2.0
     assert Schedule("linear", 1.0, 10, 0).lr_at(10) == pytest.approx(0.1)
     assert Schedule("cosine", 1.0, 1000, 0, 0.1).lr_at(1000) == pytest.approx(0.1, abs=1e-4)

@@ -35,6 +35,7 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, S
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import local_path
 from finetune.model_files.llama_pro import TRAINED
+from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
@@ -88,6 +89,14 @@ def _checked_plan(saved, file: Path) -> dict:
     return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
 
 
+def finished_run(plan: RunPlan) -> TrainState | None:
+    """The final state of the run to be resumed, if it has nothing left to do."""
+    saved = plan.resume_from
+    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
+    complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
+    return done if complete else None
+
+
 def finished_state(root: Path) -> TrainState | None:
     """State of a run that finished, else None."""
     try:
@@ -115,9 +124,9 @@ def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
 class OutputDir:
     """The output_dir while this process holds its lock, as a context.
 
-    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that others
-    can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own files; set by
-    check_shared_filesystem.
+    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
+    others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
+    files; set by check_shared_filesystem.
     """
 
     in_parts = False
@@ -135,7 +144,8 @@ class OutputDir:
         if holds_a_run(self.root) and not plan.resume_from and not plan.settings.overwrite:
             self.close()
             raise PlanError(
-                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true to "
+                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true "
+                "to "
                 "replace it."
             )
 
@@ -152,7 +162,9 @@ class OutputDir:
         self.identity = {"vocab_size": vocab_size, "base model": plan.files.digest, "dataset": data.train.digest()}
 
     def restore_or_begin(self, engine, plan: RunPlan, data, say) -> tuple[TrainState, int | None, Path | None]:
-        """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None); then the folder is this run's.
+        """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
+
+        Then the folder is this run's.
 
         `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
         """
@@ -169,7 +181,8 @@ class OutputDir:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
                 raise PlanError(
-                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger one."
+                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger "
+                    "one."
                 )
             state.total_steps, state.status = total_steps, "running"
         dropped = self.begin(state.step if plan.resume_from else None)

@@ -56,13 +56,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Format:
-    """A dataset format. `needs`: required fields, each with its accepted names; `may_have`: optional ones."""
+    """A dataset format. `required`: fields a row must have, each with its accepted names.
 
-    needs: tuple[tuple[str, ...], ...]
-    may_have: tuple[tuple[str, ...], ...] = ()
+    `optional`: ones it may have.
+    """
+
+    required: tuple[tuple[str, ...], ...]
+    optional: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
-        fields = ["|".join(names) for names in self.needs] + [f"[{'|'.join(names)}]" for names in self.may_have]
+        fields = ["|".join(names) for names in self.required] + [f"[{'|'.join(names)}]" for names in self.optional]
         return " + ".join(fields)
 
 
@@ -79,7 +82,7 @@ FORMATS = {
 def detect_format(columns, dataset: str = "--dataset") -> str:
     """The first of FORMATS whose required fields are all in `columns`. Raises PlanError listing both."""
     for name, fmt in FORMATS.items():
-        if all(any(field in columns for field in names) for names in fmt.needs):
+        if all(any(field in columns for field in names) for names in fmt.required):
             return name
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items())
     found = ", ".join(map(str, columns)) or "(none)"
@@ -113,9 +116,9 @@ def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...
         return [_render_text(get_field(row, source, ("text",)), tokenizer)]
     if fmt == "chat":
         return _render_chat(chat_messages(row, source), row.get("tools"), source, tokenizer, specials)
-    needs, may_have = FORMATS[fmt].needs, FORMATS[fmt].may_have
-    question, answer = (get_field(row, source, names) for names in needs)
-    extra = get_field(row, source, may_have[0], required=False) if may_have else ""
+    required, optional = FORMATS[fmt].required, FORMATS[fmt].optional
+    question, answer = (get_field(row, source, names) for names in required)
+    extra = get_field(row, source, optional[0], required=False) if optional else ""
     if uses_template(fmt, tokenizer):
         parts = [question, extra] if fmt == "alpaca" else [extra, question]
         content = "\n\n".join(part for part in parts if part)
@@ -145,7 +148,7 @@ def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = T
 
 def chat_messages(row: dict, source: str) -> list[dict]:
     """The row's messages as role and content, from either spelling. Raises PlanError naming an invalid message."""
-    name = next((n for n in FORMATS["chat"].needs[0] if row.get(n) is not None), None)
+    name = next((n for n in FORMATS["chat"].required[0] if row.get(n) is not None), None)
     if name is None:
         fact = "null" if "messages" in row else "missing"
         raise PlanError(f"{source}: field 'messages' is {fact}, must be a list of messages.")

@@ -28,8 +28,8 @@ DATASETS = {  # use: (flag, split of a folder or Hub name)
 class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
-    `score_examples`: (prompt ids, expected answer, source) each. `example`: (format, row) of one raw row. `stop_ids`: tokens
-    that end an answer.
+    `score_examples`: (prompt ids, expected answer, source) each. `example`: (format, row) of one raw row. `stop_ids`:
+    tokens that end an answer.
     """
 
     tokenizer: object
@@ -60,7 +60,10 @@ class Data:
 
 
 def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, str]]:
-    """{use: (raw rows, format)} of every dataset the settings name. Every broken row is found here. Raises PlanError."""
+    """{use: (raw rows, format)} of every dataset the settings name. Every broken row is found here.
+
+    Raises PlanError.
+    """
     raw_datasets = {}
     for use, (name, split) in DATASETS.items():
         dataset, flag = getattr(settings, name), f"--{name}"

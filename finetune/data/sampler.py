@@ -1,4 +1,4 @@
-"""The order of rows: a pure function of (seed, epoch), so that a cursor of two numbers is all a checkpoint keeps of it."""
+"""The order of rows: a pure function of (seed, epoch), of which a checkpoint keeps a cursor of two numbers."""
 
 import functools
 from dataclasses import dataclass

@@ -18,6 +18,8 @@ from pathlib import Path
 from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import RankLostError
+from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
 ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
@@ -26,11 +28,24 @@ ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 # ---- starting ranks
 
 
+def spawn_ranks(program: Path, plan: RunPlan) -> TrainState:
+    """Runs the plan's ranks as processes of `program` and waits for them; the state rank 0 ended with."""
+    stop = StopSignal()
+    sys.stdout.flush()
+    try:
+        result = run_ranks(program, plan.dims.world_size, plan.serialize(), stop.forwarding)
+    except RuntimeError as error:
+        if stop.received is None or isinstance(error, errors.EXPECTED):
+            raise
+        return TrainState(status="stopped", exit_code=128 + stop.received)  # a second signal: exited at once
+    return TrainState(**result)
+
+
 def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
     """Spawns `number` local ranks of `program` with the plan `wire`, waits, and returns the result of rank 0.
 
-    Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call. `listening`: a
-    context manager that forwards signals to its argument (launch.Stop.forwarding).
+    Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call.
+    `listening`: a context manager that forwards signals to its argument (launch.Stop.forwarding).
     """
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
@@ -89,7 +104,10 @@ def _send(child, number: int, group: bool = False) -> None:
 
 
 def _failure(folder: Path, codes: list):
-    """The exception that caused_by_peer how the ranks failed, or None. The root cause takes precedence over RankLostError."""
+    """The exception that caused_by_peer how the ranks failed, or None.
+
+    The root cause takes precedence over RankLostError.
+    """
     told = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
     told.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]

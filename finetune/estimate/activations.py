@@ -1,9 +1,9 @@
 """Bytes of the activations that autograd saves, layer by layer, tensor by tensor."""
 
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import ModelShape
 
-DENSE_UP_TO = {4: 256, 2: 512}  # torch_engine/attention.DENSE_UP_TO on a CPU, by bytes of the compute dtype
 # Linears that share one input, which autograd saves once.
 READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
@@ -19,78 +19,78 @@ UNGATED = ("gpt2", "gpt_neox", "falcon")
 # ---- activations saved for backward
 
 
-def attention_activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
+def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
-    shape, b, total = z.shape, z.compute, 0
-    dense_up_to = DENSE_UP_TO[b] if z.device == "cpu" and load.layout == "padding_free" else 0
-    for rows, length in load.groups():
+    shape, b, total = m.shape, m.compute, 0
+    dense_up_to = DENSE_ATTENTION_UP_TO[b] if m.device == "cpu" and microbatch.layout == "padding_free" else 0
+    for rows, length in microbatch.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
-        if (shape.softcap and load.layout == "padding_free") or length <= dense_up_to:
+        if (shape.softcap and microbatch.layout == "padding_free") or length <= dense_up_to:
             copies = (
                 (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
             )  # dropped-out probabilities and their mask
-            total += padded * (z.q + 2 * z.k) * b + squares * (4 + b * copies)
+            total += padded * (m.q + 2 * m.k) * b + squares * (4 + b * copies)
             continue
-        repeated = load.layout == "padded" and not load.even  # an explicit mask: no GQA kernel
-        total += padded * ((3 * z.q if repeated else z.q + 2 * z.k) * b + 4 * shape.num_heads)
-        if load.layout == "padding_free" and not load.even:  # the output is gathered back into token order
-            total += padded * z.q * b
+        repeated = microbatch.layout == "padded" and not microbatch.even  # an explicit mask: no GQA kernel
+        total += padded * ((3 * m.q if repeated else m.q + 2 * m.k) * b + 4 * shape.num_heads)
+        if microbatch.layout == "padding_free" and not microbatch.even:  # the output is gathered back into token order
+            total += padded * m.q * b
     return total
 
 
-def norm_activation_bytes(z: ModelCost) -> tuple[float, float]:
+def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer, bytes per token to subtract for the first layer, whose input needs no gradient)."""
-    h, kind = z.shape.hidden_size, z.shape.kind
+    h, kind = m.shape.hidden_size, m.shape.kind
     if kind in LAYER_NORMS:
-        each, count = h * z.weight + 2 * z.weight, 1 if kind in PARALLEL_BLOCKS else 2
+        each, count = h * m.weight + 2 * m.weight, 1 if kind in PARALLEL_BLOCKS else 2
     else:
-        each, count = 4 * h + 4 + (h * z.weight if z.full else 0), 4 if kind in FOUR_NORMS else 2
+        each, count = 4 * h + 4 + (h * m.weight if m.full else 0), 4 if kind in FOUR_NORMS else 2
     heads = 0
     if kind in HEAD_NORMS:
-        heads = 4 * (z.q + z.k) + 4 * (z.shape.num_heads + z.shape.num_kv_heads)
-        heads += (z.q + z.k) * z.weight if z.full else 0
-    return count * each + heads, 0 if z.full else each
+        heads = 4 * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
+        heads += (m.q + m.k) * m.weight if m.full else 0
+    return count * each + heads, 0 if m.full else each
 
 
-def input_activation_bytes(z: ModelCost) -> float:
+def input_activation_bytes(m: ModelCost) -> float:
     """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
-    b, s, total, shared = z.compute, z.settings, 0.0, {}
-    for name, rows, columns in z.adapted:
+    b, s, total, shared = m.compute, m.settings, 0.0, {}
+    for name, rows, columns in m.adapted:
         path, _, leaf = name.rpartition(".")
-        own = z.autocast or (s.lora_dropout and s.use_dora and not z.full)
+        own = m.autocast or (s.lora_dropout and s.use_dora and not m.full)
         shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
-        if z.full:
+        if m.full:
             continue
         total += s.lora_rank * b
-        total += columns * (z.weight + (b if b != z.weight else 0)) if s.lora_dropout else 0
+        total += columns * (m.weight + (b if b != m.weight else 0)) if s.lora_dropout else 0
         total += rows * b if s.use_dora else 0
     return total + b * sum(shared.values())
 
 
-def product_activation_bytes(z: ModelCost) -> tuple[float, float]:
+def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
-    shape, b = z.shape, z.compute
+    shape, b = m.shape, m.compute
     f, extra = shape.intermediate_size or 0, 0
     if shape.kind == "gpt2":
         extra = 2 * shape.hidden_size * b if shape.dropout else 0
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
     k = shape.experts_per_token
-    trains = z.full or bool(adapted_experts(z))
+    trains = m.full or bool(adapted_experts(m))
     inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
-    inner += 2 * z.settings.lora_rank if trains and not z.full else 0
+    inner += 2 * m.settings.lora_rank if trains and not m.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
     return plain, routed
 
 
-def layer_activation_bytes(z: ModelCost, load: MicrobatchShape) -> float:
+def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     """Bytes saved by one layer for the microbatch, without activation checkpointing."""
-    tokens, plain_layers = load.num_tokens, num_layers_without_adapters(z.shape)
-    plain, routed = product_activation_bytes(z)
-    routed_part = 1 - plain_layers / z.shape.num_layers
+    tokens, plain_layers = microbatch.num_tokens, num_layers_without_adapters(m.shape)
+    plain, routed = product_activation_bytes(m)
+    routed_part = 1 - plain_layers / m.shape.num_layers
     between = plain * (1 - routed_part) + routed * routed_part
-    each = norm_activation_bytes(z)[0] + input_activation_bytes(z) / z.shape.num_layers + between
-    return tokens * each + attention_activation_bytes(z, load)
+    each = norm_activation_bytes(m)[0] + input_activation_bytes(m) / m.shape.num_layers + between
+    return tokens * each + attention_activation_bytes(m, microbatch)
 
 
 def num_layers_without_adapters(shape: ModelShape) -> int:
@@ -102,33 +102,33 @@ def num_layers_without_adapters(shape: ModelShape) -> int:
     )
 
 
-def activation_bytes(z: ModelCost, load: MicrobatchShape) -> int:
+def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes autograd saves from forward to backward: all, or only layer inputs with activation checkpointing."""
-    shape, s, tokens, b = z.shape, z.settings, load.num_tokens, z.compute
+    shape, s, tokens, b = m.shape, m.settings, microbatch.num_tokens, m.compute
     h, layers = shape.hidden_size, shape.num_layers
     if s.use_activation_cpu_offload:
         return 0
-    norm = norm_activation_bytes(z)
-    final = 4 * h + 4 + (h * z.weight if z.full else 0)
-    total = tokens * final + load.num_targets * (h * b + 16) + (8 * tokens if z.full else 0)
+    norm = norm_activation_bytes(m)
+    final = 4 * h + 4 + (h * m.weight if m.full else 0)
+    total = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if s.use_gradient_checkpointing == "true":
-        total += layers * tokens * h * z.weight
+        total += layers * tokens * h * m.weight
     else:
-        total += layers * layer_activation_bytes(z, load) - tokens * norm[1]
-        rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * z.weight
-        total += tokens * rotary + (0 if load.even or load.layout == "padded" else tokens * 25)
-        if not load.even and load.layout == "padded":
-            total += len(load.lengths) * max(load.lengths) ** 2
-        total += dequantized_activation_bytes(z)
-    if z.full:
+        total += layers * layer_activation_bytes(m, microbatch) - tokens * norm[1]
+        rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * m.weight
+        total += tokens * rotary + (0 if microbatch.even or microbatch.layout == "padded" else tokens * 25)
+        if not microbatch.even and microbatch.layout == "padded":
+            total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
+        total += dequantized_activation_bytes(m)
+    if m.full:
         total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
     return int(total)
 
 
-def dequantized_activation_bytes(z: ModelCost) -> int:
+def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
-    if z.full:
-        return z.compute * z.shape.linear_weights if z.autocast else 0
-    if z.settings.use_dora and z.settings.lora_dropout and z.settings.train_type == "qlora":
-        return 2 * z.compute * sum(rows * columns for _, rows, columns in z.adapted)
+    if m.full:
+        return m.compute * m.shape.linear_weights if m.autocast else 0
+    if m.settings.use_dora and m.settings.lora_dropout and m.settings.train_type == "qlora":
+        return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

@@ -79,19 +79,19 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
     return {name: n for name, n in found.items() if n}
 
 
-def traffic_of(settings, shape: ModelShape, dims: ParallelDims, load: MicrobatchShape) -> StepTraffic:
-    """Tensor sizes of a step of full rows, from the model's dimensions. `load`: one microbatch."""
-    z = ModelCost(shape, settings)
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if z.full else z.weight)
-    trained = 4 * sum(memory.trainable_tensors(z))
-    stored = memory.base_bytes(z) + trained
+def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
+    """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
+    m = ModelCost(shape, settings)
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
+    trained = 4 * sum(memory.trainable_tensors(m))
+    stored = memory.base_bytes(m) + trained
     rank, columns = settings.lora_rank, activations.READS
     partial = (
         0
-        if z.full
+        if m.full
         else 4
         * rank
-        * sum(width if name.rpartition(".")[2] in columns else height for name, height, width in z.adapted)
+        * sum(width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted)
     )
     positions = settings.batch_size * settings.gradient_accumulation_steps * settings.context_length
     parts = dims.tp * dims.pp
@@ -99,16 +99,16 @@ def traffic_of(settings, shape: ModelShape, dims: ParallelDims, load: Microbatch
         layers=(stored - outside) // parts,
         outside=outside // dims.pp,
         trained=trained // parts,
-        tokens=(load.num_tokens,) * max(1, positions // load.num_tokens),
+        tokens=(microbatch.num_tokens,) * max(1, positions // microbatch.num_tokens),
         num_layers=shape.num_layers // dims.pp,
         hidden_size=shape.hidden_size,
-        key_value_width=2 * z.k,
-        head=shape.vocab_size * shape.hidden_size * 4 if z.full else 0,
+        key_value_width=2 * m.k,
+        head=shape.vocab_size * shape.hidden_size * 4 if m.full else 0,
         partial=partial // dims.pp,
-        tied=shape.vocab_size * shape.hidden_size * 4 if z.full and shape.tied else 0,
-        element=z.compute,
+        tied=shape.vocab_size * shape.hidden_size * 4 if m.full and shape.tied else 0,
+        element=m.compute,
         no_sync=settings.no_sync,
         keeps_gathered=settings.sharding_strategy in KEEPS_GATHERED,
         recomputed=settings.use_gradient_checkpointing == "true",
-        first_is_frozen=not z.full,
+        first_is_frozen=not m.full,
     )

@@ -1,20 +1,14 @@
-"""Sizes that every memory formula reads: the largest microbatch of a run, and a model's weights under the run's settings."""
+"""Sizes that every memory formula reads: the largest microbatch of a run, and a model's weights under the run's
+settings.
+"""
 
 import re
 from dataclasses import dataclass, field
 
+from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-GROUP_WASTE = 1.25  # torch_engine/attention.GROUP_WASTE
-DEFAULT_TARGETS = (  # torch_engine/adapters.DEFAULT_TARGETS
-    ("q_proj", "v_proj"),
-    ("query_key_value",),
-    ("qkv_proj",),
-    ("c_attn",),
-    ("Wqkv",),
-    ("q", "v"),
-)
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 
 
@@ -117,11 +111,11 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
     return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
 
 
-def adapted_experts(z: ModelCost) -> list[tuple[int, int]]:
+def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of the fused expert parameters that get an adapter."""
-    s, matrices = z.settings, z.shape.expert_matrices()
-    if z.full or z.shape.new_layers or s.use_dora:
+    s, matrices = m.settings, m.shape.expert_matrices()
+    if m.full or m.shape.new_layers or s.use_dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
     wish = s.lora_target_modules
-    return [m for m, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]
+    return [matrix for matrix, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]

@@ -3,7 +3,6 @@
 `linears` equals torch_engine/adapters.linear_names of the loaded model: every linear except head, routers and experts.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,8 +170,7 @@ def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
     if shapes:
         return shapes
     for path in weight_files:
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header = safetensors_io.read_header(path)
         shapes |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
     return shapes
 

@@ -7,10 +7,10 @@ finetune/torch_engine/blocks.py finds which tensors of a copied layer must be ze
 import json
 import math
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune import safetensors_io
 from finetune.errors import PlanError
 
 RECORD = "llama_pro.json"  # in an expanded folder: lists the added layers
@@ -51,14 +51,12 @@ def read_sources(weight_files) -> list[TensorSource]:
     """All tensors of the files, in file order."""
     found = []
     for path in weight_files:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
+        header, data_start = safetensors_io.read_header_and_start(path)
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 shape = tuple(entry["shape"])
-                found.append(TensorSource(name, entry["dtype"], shape, path, 8 + length + begin, end - begin))
+                found.append(TensorSource(name, entry["dtype"], shape, path, data_start + begin, end - begin))
     return found
 
 
@@ -132,10 +130,8 @@ def _write_file(path: Path, tensors: list[TensorSource]) -> None:
     for t in tensors:
         header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.num_bytes]}
         offset += t.num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(safetensors_io.encode_header(header))
         for t in tensors:
             left = t.num_bytes
             if t.path is None:

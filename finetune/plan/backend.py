@@ -2,14 +2,17 @@
 
 import os
 
-from backend_manager import CAPABILITIES, Backend, BackendManager
+from backend_manager import CAPABILITIES, Backend, BackendManager, environment_error, package_version
 from finetune.errors import PlanError
 
 ENGINES = ("torch",)
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
-    """(manager of the backend, one that detection preferred but no engine of this version runs or None). Raises PlanError."""
+    """(manager of the backend, one that detection preferred but no engine of this version runs or None).
+
+    Raises PlanError.
+    """
     name = name or os.environ.get("FSDP_BACKEND") or None
     try:
         manager = BackendManager(name, verbose=False)
@@ -19,3 +22,12 @@ def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
     except ValueError as error:
         raise PlanError(f"--backend {name}: {error}") from None
     return manager, None
+
+
+def check_environment(overrides: dict) -> None:
+    """Raises PlanError for what no setting can mend: environment variables, a missing package."""
+    problem = environment_error()
+    if problem:
+        raise PlanError(problem)
+    if overrides.get("log_to") == "wandb" and package_version("wandb") is None:
+        raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")

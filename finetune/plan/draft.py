@@ -1,4 +1,6 @@
-"""The plan while it is being resolved: values so far, the facts they are resolved against, and a reason for each change."""
+"""The plan while it is being resolved: values so far, the facts they are resolved against, and a reason for each
+change.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,11 +19,11 @@ from finetune.plan.run_plan import Adjustment
 class Facts:
     """What a plan is resolved against.
 
-    `probe(method, bits)`: one quantizer's probe result, None if it was not run; by default what `capabilities.quantizers`
-    holds. `prequantized`: the quantization settings of a base stored quantized, see model_files.stored_format. `inherited`:
-    see plan.resume.inherited_from_checkpoint. `env`: this process's rank if a launcher started it; without one there are
-    `num_devices` ranks unless --world_size says otherwise. `environment`: environment variables, in which `accelerate
-    launch` leaves its config file's requests.
+    `probe(method, bits)`: one quantizer's probe result, None if it was not run; by default what
+    `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see
+    model_files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank if a
+    launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise. `environment`:
+    environment variables, in which `accelerate launch` leaves its config file's requests.
     """
 
     backend: Backend
@@ -43,8 +45,8 @@ class Facts:
 class Draft:
     """One value per setting; rules read and change them in the order of resolve.RULES.
 
-    `values` starts as defaults < demo < inherited < requested. A rule changes a value with `adjust`, which records why, or
-    assigns to `values` if the user left the setting open and the value is its documented default.
+    `values` starts as defaults < demo < inherited < requested. A rule changes a value with `adjust`, which records why,
+    or assigns to `values` if the user left the setting open and the value is its documented default.
     """
 
     def __init__(self, requested: dict, facts: Facts):

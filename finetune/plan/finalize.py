@@ -23,7 +23,10 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
 
 
 def data_changes(plan: RunPlan, lengths) -> dict:
-    """{setting: (value, reason)} that the number and the lengths of the rows decide. Raises PlanError if they are too few."""
+    """{setting: (value, reason)} that the number and the lengths of the rows decide.
+
+    Raises PlanError if they are too few.
+    """
     s, changes = plan.settings, {}
     batches = s.gradient_accumulation_steps * plan.data_ranks
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from:

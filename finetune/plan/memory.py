@@ -1,4 +1,4 @@
-"""The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, microbatch size, offload."""
+"""The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, offload."""
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS, TrainConfig
@@ -19,7 +19,10 @@ def resolve_memory(draft: Draft) -> None:
 
 
 def resolve_dequant_cache(draft: Draft, auto_cache: bool) -> None:
-    """cache_dequantized: on if dense copies are small beside the memory; they save two dequantizations per layer and microbatch."""
+    """cache_dequantized: on if dense copies are small beside the memory.
+
+    They save two dequantizations per layer and microbatch.
+    """
     values, memory_budget = draft.values, draft.memory_budget()
     if values["cache_dequantized"] == "true" and values["train_type"] != "qlora":
         raise PlanError(

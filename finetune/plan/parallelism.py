@@ -1,4 +1,6 @@
-"""The plan's rules for several ranks: world size, degrees, who distributes, and settings only one or several ranks can use."""
+"""The plan's rules for several ranks: world size, degrees, who distributes, and settings only one or several ranks can
+use.
+"""
 
 from backend_manager import Backend, package_version
 from finetune.config import DEFAULTS
@@ -99,8 +101,10 @@ def sharded_weights(draft: Draft) -> None:
         draft.adjust("use_cpu_offload", False, "host and device have one memory")
     if values["optimizer"] == "adamw_8bit":
         raise PlanError(
-            "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks, so the checkpoint could not resume "
-            "on another world size. Use adamw, with --use_cpu_offload true if moments do not fit, or --sharding_strategy ddp."
+            "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks, so the checkpoint could not "
+            "resume "
+            "on another world size. Use adamw, with --use_cpu_offload true if moments do not fit, or "
+            "--sharding_strategy ddp."
         )
     if values["cache_dequantized"] == "true":
         raise PlanError(
@@ -110,7 +114,10 @@ def sharded_weights(draft: Draft) -> None:
 
 
 def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
-    """--parallel_backend and the request of accelerate's config file; sets `distribution` and the degrees it implies."""
+    """--parallel_backend and the request of accelerate's config file.
+
+    Sets `distribution` and the degrees it implies.
+    """
     values, environment = draft.values, draft.facts.environment
     method = accelerate_config.method_of(environment)
     name = accelerate_config.NAMES.get(method, method)
@@ -137,7 +144,8 @@ def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
     mixed_precision = accelerate_config.mixed_precision(environment)
     if mixed_precision and not values["precision"].startswith(mixed_precision):
         draft.notices.append(
-            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision {values['precision']} "
+            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision "
+            f"{values['precision']} "
             "decides"
         )
 
@@ -171,7 +179,8 @@ def check_accelerate(draft: Draft, method: str, name: str) -> None:
     unsupported = accelerate_config.unsupported(draft.facts.environment)
     if unsupported:
         raise PlanError(
-            f"{flag}: its config file sets {unsupported[0]} {unsupported[1]}, which is not supported here. Remove it, or "
+            f"{flag}: its config file sets {unsupported[0]} {unsupported[1]}, which is not supported here. Remove it, "
+            "or "
             "use --parallel_backend ptd."
         )
 

@@ -332,7 +332,8 @@ def model_limits(draft: Draft) -> None:
     check_model(draft.dims, shape)
     if draft.dims.tp * draft.dims.pp > 1:
         draft.notices.append(
-            "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are read"
+            "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are "
+            "read"
         )
     limit, length = shape.context_limit, values["context_length"]
     if limit and length > limit:

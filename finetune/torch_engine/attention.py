@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE
+
 NAME = "documents"
 # Up to these lengths two matmuls and a softmax beat SDPA on a CPU (measured per dtype); 0: always SDPA.
-DENSE_UP_TO = {("cpu", torch.float32): 256, ("cpu", torch.bfloat16): 512, ("cpu", torch.float16): 512}
-GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of a group
+# By device type and dtype; other devices have fused kernels for any length.
+DENSE_UP_TO = {
+    ("cpu", dtype): DENSE_ATTENTION_UP_TO[dtype.itemsize] for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Checks on the loaded model: causal; packed documents see only themselves; our chunked head and a distributed model give its logits."""
+"""Checks on the loaded model: causal; packed documents see only themselves.
+
+Our chunked head and a distributed model give its logits.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +52,10 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
 
 
 def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tuple[Check, Check]:
-    """(padding-free rows are right, our head is). Raises PlanError as `verify` does. Leaves the model in evaluation mode."""
+    """(padding-free rows are right, our head is). Raises PlanError as `verify` does.
+
+    Leaves the model in evaluation mode.
+    """
     model, call = forward.model, partial(_call, parallel)
     model.eval()
     call(check_causal, model, forward.autocast)
@@ -124,7 +130,8 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
 def check_causal(model, autocast) -> None:
     """Raises PlanError if the loaded model does not run, or if a token sees later ones.
 
-    Bitwise in every dtype: other tokens after it keep the shapes of a causal model's products, and what is masked adds zeros.
+    Bitwise in every dtype: other tokens after it keep the shapes of a causal model's products, and what is masked adds
+    zeros.
     """
     ids = torch.arange(3, 16)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
     middle, name = 6, type(model).__name__
@@ -147,8 +154,9 @@ def check_causal(model, autocast) -> None:
         ) from error
     if torch.equal(own, leaked):
         return
-    # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the logits in
-    # fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as far.
+    # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
+    # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as
+    # far.
     moved = (own - leaked).abs().max().item() / max((own - seen)[middle].abs().max().item(), 1e-30)
     exact = autocast is no_autocast and weights_dtype(model) == torch.float32
     if not moved <= (1e-4 if exact else 0.1):
@@ -160,7 +168,10 @@ def check_causal(model, autocast) -> None:
 
 @torch.no_grad()
 def check_padding_free(model, autocast, context_length: int = 0) -> Check:
-    """Two packed documents give the logits of the same two alone, by the model's own attention; the second ignores the first."""
+    """Two packed documents give the logits of the same two alone, by the model's own attention.
+
+    The second ignores the first.
+    """
     attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)

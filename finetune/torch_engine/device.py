@@ -13,7 +13,10 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
 
 
 def set_num_threads(local_ranks: int = 1) -> None:
-    """As many compute threads as cores this process may use, divided by the ranks on this host; the user's own setting wins."""
+    """As many compute threads as cores this process may use, divided by the ranks on this host.
+
+    The user's own setting wins.
+    """
     set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)
     # torchrun sets 1 if the user set nothing.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"

@@ -1,4 +1,7 @@
-"""TorchEngine: one optimizer step on any torch device, for any transformers model. See finetune/engine.py for the protocol."""
+"""TorchEngine: one optimizer step on any torch device, for any transformers model.
+
+See finetune/engine.py for the protocol.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -20,10 +23,12 @@ from finetune.torch_engine.weights import config_dtype
 
 
 class TorchEngine:
-    """A model, however it is distributed, its optimizer and its random state. `verify` must run once before the first step.
+    """A model, however it is distributed, its optimizer and its random state.
 
-    Every method that touches weights is collective; state and files come from rank 0. `base_config`:
-    the model's config.json.
+    `verify` must run once before the first step.
+
+    Every method that touches weights is collective; state and files come from rank 0. `base_config`: the model's
+    config.json.
     """
 
     def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
@@ -31,7 +36,7 @@ class TorchEngine:
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
-        self.optimizer = optim.build(local, settings, self.device) if parallel.placement.of_stage else None
+        self.optimizer = optim.build(local, settings, self.device) if parallel.placement.trains_here else None
         self.scaler = optim.LossScaler(settings.precision)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, settings.grad_norm if settings.apply_gradient_clipping else None)
@@ -56,16 +61,18 @@ class TorchEngine:
         ]
 
     def try_step(self, batch: Batch, several: bool) -> None:
-        """One step on `batch`, undone: weights, moments and random state are exactly as before. Raises OutOfMemoryError.
+        """One step on `batch`, undone: weights, moments and random state are exactly as before.
 
-        Learning rate 0 keeps the weights; moments are allocated first, as they are in every later step, and dropped at the
-        end. `several`: gradients are allocated too, as they are between the microbatches of one step.
+        Raises OutOfMemoryError.
+
+        Learning rate 0 keeps the weights; moments are allocated first, as they are in every later step, and dropped at
+        the end. `several`: gradients are allocated too, as they are between the microbatches of one step.
         """
         assert not self.optimizer.state and self.groups.single_process, "only before a single process's first step"
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             with self._memory_advice(batch):
-                for p in self.parallel.placement.of_stage.values():
+                for p in self.parallel.local_params.values():
                     p.grad = torch.zeros_like(p)
                 optim.set_lr(self.optimizer, 0.0)
                 self.optimizer.step()
@@ -84,7 +91,10 @@ class TorchEngine:
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets together. NonFiniteError leaves weights and moments unchanged."""
+        """One optimizer step over the microbatches' targets together.
+
+        NonFiniteError leaves weights and moments unchanged.
+        """
         self.model.train()
         # Ranks that share their rows count them once.
         counted = microbatches if self.groups.is_data_leader else []
@@ -155,14 +165,14 @@ class TorchEngine:
         return float(total), int(count)
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, **sampling) -> list[list[int]]:
+    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
         self.model.eval()
         dense = contextlib.nullcontext() if self.parallel.shards_weights else generate.dense_weights(self.model)
         with self.forward.autocast(), self.full_weights(), dense:
-            new = generate.generate(
-                self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, stop_row, **sampling
-            )
+            how = generate.Sampling(**sampling)
+            pad_id = self.forward.pad_id
+            new = generate.generate(self.model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
         memory_stats.trim_heap()
         return new
 
@@ -185,8 +195,10 @@ class TorchEngine:
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
                 f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
-                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
-                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now {s.low_memory})."
+                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "
+                "on "
+                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now "
+                f"{s.low_memory})."
             ) from error
 
     # ---- collectives
@@ -274,7 +286,7 @@ class TorchEngine:
             self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
         if self.settings.llama_pro_path:
-            tensors = sorted(self.parallel.placement.of_stage)
+            tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}
             return {"trained_blocks.json": trained}
         # A file of its own: PEFT warns of keys it lacks.

@@ -24,7 +24,7 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
         whole = (
-            config.bits not in quantization_wrapper.METHODS[config.backend].whole
+            config.bits not in quantization_wrapper.METHODS[config.backend].needs_full_matrix
         )  # rows are quantized independently
         weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
@@ -182,9 +182,8 @@ def wrapped(model, name: str) -> Experts:
     """The Experts wrapper of the named module, installed if needed."""
     module = model.get_submodule(name)
     if not isinstance(module, Experts):
-        parent, _, leaf = name.rpartition(".")
         module = Experts(module)
-        setattr(model.get_submodule(parent), leaf, module)
+        model.set_submodule(name, module)
     return module
 
 
@@ -220,5 +219,4 @@ def merge(model) -> None:
                 added = layer.scaling * (b.float() @ a.float())
                 added = added.t() if layer.base.is_transposed else added
                 weight[expert] = (weight[expert].float() + added).to(weight.dtype)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.base)
+        model.set_submodule(name, layer.base)

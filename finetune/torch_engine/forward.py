@@ -24,9 +24,9 @@ def no_autocast():
 class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
-    `layout` and `head` are None until the checks have decided them: padding_free or padded; our chunked head or the model's
-    own. `checks`, `reference`: what was recorded while this rank held the full model, see checks.record_reference.
-    `parameter_counts`: (trainable, all) of the full model.
+    `layout` and `head` are None until the checks have decided them: padding_free or padded; our chunked head or the
+    model's own. `checks`, `reference`: what was recorded while this rank held the full model, see
+    checks.record_reference. `parameter_counts`: (trainable, all) of the full model.
     """
 
     def __init__(self, model, settings, groups: ProcessGroups, pad_id: int):
@@ -49,7 +49,9 @@ class ModelForward:
         self.model.set_attn_implementation(name)
 
     def nll_fraction(self) -> float:
-        """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it together."""
+        """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
+        together.
+        """
         return 1.0 if self.head_is_shared else 1.0 / self.groups.dims.tp
 
     def empty_batch(self) -> Batch:

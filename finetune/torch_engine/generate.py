@@ -1,6 +1,7 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -26,12 +27,30 @@ class _RowsDone(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling settings; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def options(self) -> dict:
+        """transformers' arguments."""
+        if self.temperature <= 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+GREEDY = Sampling()
+
+
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, temperature=0.0, top_k=0, top_p=1.0
-):
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, sampling: Sampling = GREEDY
+) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
 
-    temperature 0 is greedy. Switches the model to its default attention during the call, as flat attention has no KV
+    Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
     own, own_settings = model.config._attn_implementation, model.generation_config
@@ -45,8 +64,6 @@ def generate(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    sampled = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    plain = {"do_sample": False}
     try:
         out = model.generate(
             input_ids=ids,
@@ -56,7 +73,7 @@ def generate(
             eos_token_id=sorted(eos_ids) or None,
             use_cache=True,
             stopping_criteria=StoppingCriteriaList([_RowsDone(longest, stop_row, on_token)]),
-            **(sampled if temperature > 0 else plain),
+            **sampling.options(),
         )
     finally:
         model.set_attn_implementation(own)

@@ -40,11 +40,12 @@ AUTOCAST_DTYPES = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What becomes of a model's layers, by name: blocks that expand.py added; linears and experts that qlora quantizes; what
-    gets an adapter.
+    """What becomes of a model's layers, by name: blocks that expand.py added; linears and experts that qlora quantizes.
 
-    `quantize_last`: adapters start from unquantized weights, or from what flows through them, so the base is quantized only
-    after it was loaded in full.
+    What gets an adapter.
+
+    `quantize_last`: adapters start from unquantized weights, or from what flows through them, so the base is quantized
+    only after it was loaded in full.
     """
 
     new_blocks: list
@@ -64,7 +65,8 @@ def memory_advice(folder, settings: TrainConfig):
             raise
         raise OutOfMemoryError(
             f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora "
-            f"(now {settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller model."
+            f"(now {settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller "
+            "model."
         ) from error
 
 
@@ -97,7 +99,9 @@ def layers_of(model, folder, settings: TrainConfig) -> Layers:
 
 
 def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, device, local_shards=None) -> list[str]:
-    """Streams the weights in, each quantized as it arrives; notices to print. Raises PlanError if they do not fit the config.
+    """Streams the weights in, each quantized as it arrives; notices to print.
+
+    Raises PlanError if they do not fit the config.
 
     `local_shards`: keeps this rank's rows only, and the parameters stay on meta.
     """
@@ -138,7 +142,10 @@ def init_from_base(
 
 
 def make_trainable(model, layers: Layers, settings: TrainConfig, device, starts=None, local_shards=None) -> None:
-    """Unfreezes what trains: every weight, the new blocks, or adapters that are added here. Moves the model to `device`."""
+    """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
+
+    Moves the model to `device`.
+    """
     if settings.train_type == "full":
         model.requires_grad_(True)
         return
@@ -208,6 +215,9 @@ def load_trained(checkpoint, files, device, dtype):
 
 
 def weights_dtype(model) -> torch.dtype:
-    """The dtype of the model's own weights. `model.dtype` is that of its first parameter, which may be an adapter's: fp32."""
+    """The dtype of the model's own weights.
+
+    `model.dtype` is that of its first parameter, which may be an adapter's: fp32.
+    """
     trained = adapter_parameters(model)
     return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and n not in trained)

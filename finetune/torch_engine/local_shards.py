@@ -1,4 +1,6 @@
-"""Rank-local shards while the model is still on meta: each rank reads and keeps only its rows; fully_shard takes them from here.
+"""Rank-local shards while the model is still on meta: each rank reads and keeps only its rows.
+
+Fully_shard takes them from here.
 
 Parameters stay on meta in their full shapes. `rows` alone decides which rows of a tensor are kept.
 """
@@ -50,7 +52,10 @@ class LocalShards:
         self.kept[parameter] = rows.to(device=self.device, dtype=parameter.dtype, copy=True)
 
     def module(self, name: str, module: nn.Module, num_rows: int | None = None) -> None:
-        """Moves a new module's parameters to meta. `num_rows`: of the full one, if it was made of this rank's rows only."""
+        """Moves a new module's parameters to meta.
+
+        `num_rows`: of the full one, if it was made of this rank's rows only.
+        """
         for inner, part in module.named_modules(prefix=name):
             for leaf, old in part._parameters.items():
                 if old is None or old.is_meta:

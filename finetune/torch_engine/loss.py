@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from finetune.estimate.engine_limits import LOGITS_CHUNK_BYTES
 from finetune.torch_engine.lora.layers import LoRALinear
-
-CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class _ChunkedNLL(torch.autograd.Function):
             grad_a = torch.zeros_like(a_RH, dtype=torch.float32) if learn_a else None
             grad_b = torch.zeros_like(b_VR, dtype=torch.float32) if learn_a else None
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            rows = max(128, CHUNK_BYTES // (4 * weight.shape[0]))
+            rows = max(128, LOGITS_CHUNK_BYTES // (4 * weight.shape[0]))
             for start in range(0, len(labels_T), rows):
                 part, labels = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
                 logits = F.linear(part, weight, None if bias_V is None else bias_V.to(dtype))

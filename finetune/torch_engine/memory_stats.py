@@ -163,11 +163,11 @@ def trim_heap() -> None:
 
 
 def keep_heap(low_memory: bool) -> None:
-    """Keeps glibc's heap, once the weights are loaded: returning and refaulting each step's large blocks costs up to a third of
-    the time.
+    """Keeps glibc's heap, once the weights are loaded: returning and refaulting each step's large blocks costs up to a
+    third of the time.
 
-    Blocks of 32 MiB and more are mapped individually, since the hole that such a block leaves is filled by small ones, and the
-    next one would grow the heap. With `low_memory`, from 1 MiB.
+    Blocks of 32 MiB and more are mapped individually, since the hole that such a block leaves is filled by small ones,
+    and the next one would grow the heap. With `low_memory`, from 1 MiB.
     """
     libc = glibc()
     if libc is None:

@@ -107,7 +107,8 @@ class LazyArray:
 
 
 class LossScaler:
-    """Loss scale of fp16 as torch.amp.GradScaler moves it: doubled after GROWTH_INTERVAL clean steps, halved on overflow.
+    """Loss scale of fp16 as torch.amp.GradScaler moves it: doubled after GROWTH_INTERVAL clean steps, halved on
+    overflow.
 
     `scale` None: the loss is not scaled.
     """

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from finetune import safetensors_io
+from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
 from finetune.torch_engine.weights import config_dtype, load_dense
@@ -20,7 +20,9 @@ SHARD_SIZE = "50GB"  # save_pretrained's own
 
 @torch.no_grad()
 def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
-    """Writes base + adapter as one model; the largest difference of its logits on one row, relative to the largest logit.
+    """Writes base + adapter as one model.
+
+    The largest difference of its logits on one row, relative to the largest logit.
 
     Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type.
     """
@@ -45,9 +47,11 @@ def write_model_folder(model, folder, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class StreamedSave:
-    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come one at a time.
+    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come
+    one at a time.
 
-    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly each alone.
+    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly
+    each alone.
     """
 
     model: object
@@ -64,21 +68,22 @@ class StreamedSave:
             state[name] = torch.empty(shape, dtype=dtype if own.is_floating_point else own, device="meta")
         for name in model._keys_to_ignore_on_save or ():
             state.pop(name, None)
-        state = modeling_utils.remove_tied_weights_from_state_dict(state, model)
-        mapping = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        state = transformers_internals.remove_tied_weights_from_state_dict(state, model)
+        mapping = transformers_internals.get_model_conversion_mapping(model, add_legacy=False)
         converters = [
-            m.reverse_transform() for m in reversed(mapping) if isinstance(m, core_model_loading.WeightConverter)
+            m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
         turns = {}
         for name in state:
-            made, pattern = core_model_loading.apply_converters(name, converters)
+            made, pattern = transformers_internals.apply_converters(name, converters)
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
-        on_disk = core_model_loading.revert_weight_conversion(model, state)
+        on_disk = transformers_internals.revert_weight_conversion(model, state)
         return cls(model, dtype, dict(on_disk), list(turns.values()))
 
     def write(self, folder: Path, read) -> None:
-        """Writes the folder's files beside their places, then puts them there. `read(name)`: a whole tensor of the model's state,
-        asked for once each, in the order of `turns`.
+        """Writes the folder's files beside their places, then puts them there.
+
+        `read(name)`: a whole tensor of the model's state, asked for once each, in the order of `turns`.
         """
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
             beside = Path(beside)
@@ -119,7 +124,7 @@ class StreamedSave:
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
-        made = core_model_loading.revert_weight_conversion(self.model, state)
+        made = transformers_internals.revert_weight_conversion(self.model, state)
         for name in list(made):
             tensor, expected = made.pop(name), self.on_disk[name]
             assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (name, tensor.shape)

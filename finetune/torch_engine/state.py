@@ -76,7 +76,9 @@ class EngineState:
         return {"counts": counts, "scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps}
 
     def writes_shards(self) -> bool:
-        """True if each rank can save its own shards: base weights train, sharded in ways that have a place in the full tensor."""
+        """True if each rank can save its own shards: base weights train, sharded in ways that have a place in the full
+        tensor.
+        """
         dims = self.groups.dims
         sharded = dims.shards * dims.tp * dims.pp > 1
         return self.settings.train_type == "full" and sharded and self.parallel.holds_slices
@@ -139,7 +141,9 @@ class EngineState:
     # ---- in
 
     def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
-        """Loads a checkpoint, one tensor at a time if its tensors are read by slices. Raises PlanError if they do not match.
+        """Loads a checkpoint, one tensor at a time if its tensors are read by slices.
+
+        Raises PlanError if they do not match.
 
         Random state of another world size fits no rank: each is then seeded from rank 0's state and its own rank, and
         `reseeded` is set.
@@ -178,7 +182,10 @@ class EngineState:
             torch.get_device_module(device).set_rng_state(state)
 
     def seed(self, seed: int) -> None:
-        """Each rank draws its own dropout, those of one tensor-parallel group the same; rank 0 as a single process would."""
+        """Each rank draws its own dropout, those of one tensor-parallel group the same.
+
+        Rank 0 as a single process would.
+        """
         groups, dims = self.groups, self.groups.dims
         at = dims.coordinates(groups.rank)
         index = (at["pp"] * dims.data_ranks + groups.data_rank) * dims.cp + at["cp"]

@@ -4,7 +4,6 @@ transformers' conversion mapping determines which tensors in the files form whic
 are in memory unquantized at any time.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -19,18 +18,18 @@ from pathlib import Path
 import torch
 import tqdm
 import transformers
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
-from transformers import conversion_mapping, core_model_loading
 
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError
+from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import prequantized
+from finetune.torch_engine import prequantized, transformers_internals
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
-MOST_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 
 
 class WeightFiles:
@@ -79,29 +78,7 @@ class WeightFiles:
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
 
 
-_building = threading.Lock()
-
-
-@contextlib.contextmanager
-def _parameters_on_meta():
-    """Context in which this thread builds modules with parameters on meta; buffers are real, so computed ones survive.
-
-    torch has no hook for it, so nn.Module's own method is changed for that while: one thread at a time, others see
-    no change.
-    """
-    with _building:
-        register, builder = nn.Module.register_parameter, threading.get_ident()
-
-        def register_on_meta(module, name, parameter):
-            if parameter is not None and threading.get_ident() == builder:
-                parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-            register(module, name, parameter)
-
-        nn.Module.register_parameter = register_on_meta
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = register
+_building = threading.Lock()  # init_empty_weights replaces nn.Module's own method while it is open
 
 
 def empty_model(folder, dtype: torch.dtype):
@@ -134,13 +111,12 @@ def empty_model(folder, dtype: torch.dtype):
 
 def _built(folder, dtype, **options):
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    for name in (
-        "quantization_config",
-        "quantization",
-    ):  # prequantized formats are read by `stored`, not by transformers
+    # Prequantized formats are read by prequantized.py, not by transformers.
+    for name in ("quantization_config", "quantization"):
         if hasattr(config, name):
             delattr(config, name)
-    with _parameters_on_meta():
+    # Buffers are real, so that computed ones survive.
+    with _building, init_empty_weights(include_buffers=False):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
@@ -217,7 +193,7 @@ def load_weights(
 def _run(place, weights, workers: int) -> None:
     """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
-    workers = min(MOST_WORKERS, threads) if workers < 1 else workers
+    workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
     each = max(1, threads // workers)
     bar = tqdm.tqdm(total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty())
     try:
@@ -235,18 +211,18 @@ def _run(place, weights, workers: int) -> None:
 
 def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[str]]:
     """Maps file tensors to parameters, in layer order, by transformers' conversion mapping; and the unused names."""
-    mapping = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [m for m in mapping if isinstance(m, core_model_loading.WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, core_model_loading.WeightConverter)]
+    mapping = transformers_internals.get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     weights, extra, prefix = {}, [], model.base_model_prefix
-    for name in sorted(checkpoint.file_of, key=core_model_loading.dot_natural_key):
+    for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
         whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
         if part:
             continue
-        target, pattern = core_model_loading.rename_source_key(whole, renamings, converters, prefix, wanted)
+        target, pattern = transformers_internals.rename_source_key(whole, renamings, converters, prefix, wanted)
         if target not in wanted and whole in wanted:
-            target, pattern = core_model_loading.rename_source_key(whole, [], [], prefix, wanted)
+            target, pattern = transformers_internals.rename_source_key(whole, [], [], prefix, wanted)
         if target not in wanted:
             extra.append(name)
             continue
@@ -282,7 +258,7 @@ class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
     def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None):
-        self.local_shards_shards, self.digests = (
+        self.local_shards, self.digests = (
             local_shards,
             {},
         )  # of full, possibly tied weights: ranks see only their rows
@@ -328,17 +304,15 @@ class WeightLoader:
             self.put(*made.popitem())
 
     def lacks(self, parameter) -> bool:
-        return parameter.is_meta and not (
-            self.local_shards_shards is not None and self.local_shards_shards.has(parameter)
-        )
+        return parameter.is_meta and not (self.local_shards is not None and self.local_shards.has(parameter))
 
     def local_rows(self, name: str) -> slice | None:
         """The local rows to read of a dense weight; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module, shape = self.model.get_submodule(parent), self.shape_of(name)
-        if self.local_shards_shards is None or leaf in module._buffers or name in self.digests or not shape:
+        if self.local_shards is None or leaf in module._buffers or name in self.digests or not shape:
             return None
-        rows, config = self.local_shards_shards.rows(name, shape[0]), self.config_of(name)
+        rows, config = self.local_shards.rows(name, shape[0]), self.config_of(name)
         linear = config is None or isinstance(module, nn.Linear)
         if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
             return None
@@ -347,7 +321,7 @@ class WeightLoader:
 
     def compare_tied(self, weights) -> None:
         """With local shards: records digests of full weights that the config ties and the files hold twice."""
-        found = {w.target for w in weights} if self.local_shards_shards is not None else set()
+        found = {w.target for w in weights} if self.local_shards is not None else set()
         for pair in self.model.all_tied_weights_keys.items():
             self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
 
@@ -392,13 +366,13 @@ class WeightLoader:
             self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part)
         elif config is not None:
             self.hold(module, leaf, tensor.to(self.device), config)
-            if self.local_shards_shards is not None:
-                self.local_shards_shards.module(name, getattr(module, leaf))
+            if self.local_shards is not None:
+                self.local_shards.module(name, getattr(module, leaf))
         else:
             buffer = leaf in module._buffers
-            shared = self.local_shards_shards is not None and not buffer and old.ndim
+            shared = self.local_shards is not None and not buffer and old.ndim
             if shared:
-                parameter = self.local_shards_shards.parameter(name, tensor, old.shape if part else None)
+                parameter = self.local_shards.parameter(name, tensor, old.shape if part else None)
             else:
                 tensor = tensor.to(self.device)
                 parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
@@ -425,12 +399,11 @@ class WeightLoader:
     def put_layer(self, name: str, layer, part: bool = False) -> None:
         """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
         path = name.rpartition(".")[0]
-        parent, _, leaf = path.rpartition(".")
-        if self.local_shards_shards is not None:
-            self.local_shards_shards.module(path, layer, layer.out_features if part else None)
+        if self.local_shards is not None:
+            self.local_shards.module(path, layer, layer.out_features if part else None)
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
-            setattr(self.model.get_submodule(parent), leaf, layer.eval())
+            self.model.set_submodule(path, layer.eval())
 
 
 def files_of(folder) -> list[Path]:

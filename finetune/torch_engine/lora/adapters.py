@@ -19,8 +19,8 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
 
-    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base). `local_shards`:
-    this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
+    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base).
+    `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())
     s = settings
@@ -43,8 +43,7 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
             if s.use_dora and layer.start is not None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer)
+        model.set_submodule(name, layer)
     for owner, parameters in inside.items():
         module = experts.wrapped(model, owner)
         module.adapt(parameters, s.lora_rank, scaling)
@@ -72,8 +71,7 @@ def merge_adapters(model) -> None:
         merged, base = layer.merged_weight(), layer.base
         turned = not isinstance(base, (nn.Linear, nn.Embedding))
         base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, base)
+        model.set_submodule(name, base)
     experts.merge(model)
 
 

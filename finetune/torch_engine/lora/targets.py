@@ -6,12 +6,11 @@ from torch import nn
 
 import quantization_wrapper
 from finetune.errors import PlanError
+from finetune.estimate.engine_limits import DEFAULT_TARGETS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
 
-# Meaning of "default" for models whose projections are not named q_proj and v_proj.
-DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
 
 

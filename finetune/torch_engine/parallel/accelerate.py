@@ -1,7 +1,7 @@
 """Hugging Face accelerate as the distributed implementation: DDP, FSDP2 or DeepSpeed's ZeRO around a loaded model.
 
-DDP and ZeRO average gradients, and the loss is already divided by the targets of all ranks: `loss_scale`, the world size,
-makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays nothing.
+DDP and ZeRO average gradients, and the loss is already divided by the targets of all ranks: `loss_scale`, the world
+size, makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays nothing.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ def shard_with_accelerate(model, groups: ProcessGroups) -> FSDPRoot:
 def _accelerator(groups: ProcessGroups, **plugins):
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    # What accelerate reads if neither it nor torchrun started the ranks. The group exists: nobody connects to the address.
+    # What accelerate reads if neither it nor torchrun started the ranks. The group exists: nobody connects to the
+    # address.
     device, size = groups.device, groups.dims.world_size
     local_rank = groups.rank if device.index is None else device.index
     variables = {"RANK": groups.rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size}
@@ -235,8 +236,8 @@ def _import_deepspeed(device: torch.device):
         ) from error
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Its shared-memory all-reduce is compiled at first start, and an interrupted build leaves a lock on which every later
-    # run waits forever. Gloo does without.
+    # Its shared-memory all-reduce is compiled at first start, and an interrupted build leaves a lock on which every
+    # later run waits forever. Gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "gloo" if device.type == "cpu" else "nccl"

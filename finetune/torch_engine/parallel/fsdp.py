@@ -1,7 +1,7 @@
 """FSDP2 over a loaded model: one group per decoder layer, the rest in the root's.
 
-Frozen parameters of any dtype, packed integers among them, share a group with trainable ones. Gradients are summed, never
-averaged: the loss is already divided by the targets of all ranks.
+Frozen parameters of any dtype, packed integers among them, share a group with trainable ones. Gradients are summed,
+never averaged: the loss is already divided by the targets of all ranks.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ def shard(
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
 
-    `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay in
-    host memory. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
+    `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay
+    in host memory. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
     """
     if not supports_integer_params(groups):
         view_as_bf16(model)
@@ -90,7 +90,8 @@ def sum_gradients_not_average(root) -> None:
 
 
 def _assign_local_rows(module, before: list, local_shards) -> None:
-    """Gives the parameters of `module`, just sharded on meta, this rank's rows, kept under the parameters they had before.
+    """Gives the parameters of `module`, just sharded on meta, this rank's rows, kept under the parameters they had
+    before.
 
     One at a time, since rows that do not fill a rank are copied into padded memory.
     """
@@ -108,7 +109,10 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
 
 @torch.no_grad()
 def init_dora_magnitudes(root, groups: ProcessGroups) -> None:
-    """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own rows: one gathered layer at a time. Collective."""
+    """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own rows: one gathered layer at a time.
+
+    Collective.
+    """
     rows = {
         m: local_shard(m.lora_magnitude_vector.detach())
         for m in root.modules()

@@ -20,10 +20,10 @@ BUCKET_BYTES = 32 * 2**20
 class Parallelism(Protocol):
     """Collective: every rank calls each method at the same point.
 
-    `forward`: the model's (forward.ModelForward); `placement`: where each trainable parameter is. `local_params`: {name: what
-    the optimizer updates, None if this rank has no row of it}. `loss_scale`: a factor on each loss, for implementations that
-    average gradients. `shards_weights`: True if a dense copy of every weight would defeat its purpose. `holds_slices`: True if
-    what a rank holds of a tensor is a slice of it.
+    `forward`: the model's (forward.ModelForward); `placement`: where each trainable parameter is. `local_params`:
+    {name: what the optimizer updates, None if this rank has no row of it}. `loss_scale`: a factor on each loss, for
+    implementations that average gradients. `shards_weights`: True if a dense copy of every weight would defeat its
+    purpose. `holds_slices`: True if what a rank holds of a tensor is a slice of it.
     """
 
     forward: object
@@ -79,7 +79,10 @@ class Parallelism(Protocol):
 
 
 class Local:
-    """One process, or replicas whose gradients are all-reduced once per step; layers may be tensor or pipeline parallel."""
+    """One process, or replicas whose gradients are all-reduced once per step.
+
+    Layers may be tensor or pipeline parallel.
+    """
 
     loss_scale, shards_weights, holds_slices = 1.0, False, True
 

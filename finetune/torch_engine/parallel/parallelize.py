@@ -1,4 +1,4 @@
-"""Distributes a loaded model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2 or DDP or ZeRO, CP."""
+"""Distributes a model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
 
 from finetune.errors import PlanError
 from finetune.torch_engine import checks
@@ -68,7 +68,10 @@ def _around(forward: ModelForward, placement: Placement, root, no_sync: bool, di
 
 
 def checkpoint_activations(model, reentrant: bool) -> None:
-    """Recomputes each layer's activations in backward, by transformers' own checkpointing. Raises PlanError if it has none."""
+    """Recomputes each layer's activations in backward, by transformers' own checkpointing.
+
+    Raises PlanError if it has none.
+    """
     if not model.supports_gradient_checkpointing:
         raise PlanError(f"--use_gradient_checkpointing true: {type(model).__name__} does not support it. Use false.")
     # transformers 5.23 renamed it; the older name still works, with a warning.

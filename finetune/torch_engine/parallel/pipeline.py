@@ -1,8 +1,10 @@
-"""Pipeline parallelism: each stage holds some decoder layers; hidden states are sent forward, their gradients backward.
+"""Pipeline parallelism: each stage holds some decoder layers.
+
+Hidden states are sent forward, their gradients backward.
 
 The model keeps its own code: layers of other stages are skipped, and their weights are on meta. A stage before the last
-stops the model after its last layer. Schedules: GPipe (Huang et al. 2019), and 1F1B (Narayanan et al. 2019), under which
-at most as many microbatches are in flight as stages follow.
+stops the model after its last layer. Schedules: GPipe (Huang et al. 2019), and 1F1B (Narayanan et al. 2019), under
+which at most as many microbatches are in flight as stages follow.
 """
 
 from collections import deque
@@ -198,7 +200,9 @@ class Stage:
 
 
 def stages_of(model, count: int) -> dict[str, tuple]:
-    """{parameter: stages that hold it}: equal runs of layers; what precedes them on the first, what follows on the last.
+    """{parameter: stages that hold it}: equal runs of layers.
+
+    What precedes them on the first, what follows on the last.
 
     By the config's own order of modules. A tied embedding and head is held by both ends. PlanError if the config has no
     pipeline plan, or `count` does not divide the layers.

@@ -1,4 +1,7 @@
-"""Where each trainable parameter is: its pipeline stage, its tensor-parallel slice, its FSDP rows; gathering and slicing by that."""
+"""Where each trainable parameter is: its pipeline stage, its tensor-parallel slice, its FSDP rows.
+
+Gathering and slicing by that.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,12 +26,20 @@ def unsharded_shape(parameter) -> torch.Size:
 
 
 class Placement:
-    """`trainable`: {name: parameter} on all ranks, on meta if another pipeline stage has it; `of_stage`: those of this stage."""
+    """`trainable`: {name: parameter} on all ranks, on meta if another pipeline stage has it.
+
+    `of_stage`: those of this stage.
+    """
 
     def __init__(self, model, groups: ProcessGroups, tp_shards: TPShards, pipeline):
         self.model, self.groups, self.tp_shards, self.pipeline = model, groups, tp_shards, pipeline
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.of_stage = {n: p for n, p in self.trainable.items() if not p.is_meta}
+
+    @property
+    def trains_here(self) -> bool:
+        """True if this stage has anything to train."""
+        return bool(self.of_stage)
 
     def full_shape(self, name: str) -> tuple:
         """The shape of a trainable parameter on one process."""
@@ -79,7 +90,8 @@ class Placement:
         return groups
 
     def gather(self, name: str, shard: torch.Tensor | None) -> torch.Tensor | None:
-        """On rank 0 the full CPU tensor whose shards are placed as the parameter `name` is, from the stage that owns it.
+        """On rank 0 the full CPU tensor whose shards are placed as the parameter `name` is, from the stage that owns
+        it.
 
         `shard`: this rank's, None if its stage has none. Collective.
         """

@@ -1,4 +1,4 @@
-"""The ranks as torch sees them: rendezvous, process groups and mesh, and the collectives that the engine calls itself."""
+"""The ranks as torch sees them: rendezvous, process groups, mesh, and the collectives that the engine calls itself."""
 
 import json
 import os
@@ -194,7 +194,9 @@ class ProcessGroups:
         return tensor
 
     def local_rows(self, num_rows: int) -> slice:
-        """This rank's rows of `num_rows`: ceil(num_rows / shards), fewer or none on the last ranks, as torch.chunk splits."""
+        """This rank's rows of `num_rows`: ceil(num_rows / shards), fewer or none on the last ranks, as torch.chunk
+        splits.
+        """
         each, index = -(-num_rows // self.dims.shards), self.dims.shard_rank(self.rank)
         return slice(min(index * each, num_rows), min((index + 1) * each, num_rows))
 

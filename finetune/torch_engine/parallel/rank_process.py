@@ -1,4 +1,6 @@
-"""A run as one of several ranks: rendezvous, process group and watchdog around `run`, and its failure told to the others."""
+"""A run as one of several ranks: rendezvous, process group and watchdog around `run`, and its failure told to the
+others.
+"""
 
 import json
 from dataclasses import asdict, replace

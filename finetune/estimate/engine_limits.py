@@ -1,0 +1,8 @@
+"""Sizes that the torch engine works by and the estimates count with: stated once, without a framework."""
+
+LOGITS_CHUNK_BYTES = 64 * 2**20  # fp32 logits that exist at a time
+DENSE_ATTENTION_UP_TO = {4: 256, 2: 512}  # positions up to which a CPU computes dense attention, by bytes of the dtype
+GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
+# What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
+DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
+MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested

@@ -1,0 +1,27 @@
+"""Everything that is imported from transformers' undocumented modules, so that an upgrade is checked in one place.
+
+They map the tensors of a weight file to a model's parameters and back (merged experts, renamed layers). The public
+from_pretrained and save_pretrained do the same, but hold the full model in memory.
+"""
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+__all__ = [
+    "WeightConverter",
+    "WeightRenaming",
+    "apply_converters",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "remove_tied_weights_from_state_dict",
+    "rename_source_key",
+    "revert_weight_conversion",
+]

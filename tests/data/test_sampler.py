@@ -1,0 +1,43 @@
+"""The order of rows over steps and epochs."""
+
+import pytest
+
+from finetune.data.sampler import Cursor, epoch_order, split_validation, step_rows, total_steps
+from finetune.errors import PlanError
+
+
+@pytest.mark.parametrize(("num_rows", "rows_per_step"), [(40, 8), (41, 8), (3, 8), (1, 1), (7, 7)])
+def test_an_epoch_visits_each_row_once_and_a_resumed_cursor_continues_identically(num_rows, rows_per_step):
+    steps_an_epoch = total_steps(num_rows, rows_per_step, 1, -1)
+    cursor, seen, cursors = Cursor(), [], []
+    for _ in range(3 * steps_an_epoch):
+        cursors.append(cursor)
+        rows, cursor = step_rows(num_rows, rows_per_step, 42, cursor)
+        seen.append(rows.tolist())
+    assert cursor == Cursor(3, 0)
+    for epoch in range(3):
+        part = seen[epoch * steps_an_epoch : (epoch + 1) * steps_an_epoch]
+        assert sorted(sum(part, [])) == list(range(num_rows))
+    for i, resumed in enumerate(cursors):
+        assert step_rows(num_rows, rows_per_step, 42, Cursor(resumed.epoch, resumed.index))[0].tolist() == seen[i]
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    # as any other process and day has it
+    assert epoch_order(10, 1, 0).tolist() == [8, 4, 7, 0, 1, 2, 5, 9, 6, 3]
+    orders = {tuple(epoch_order(100, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_total_steps():
+    assert total_steps(41, 8, 2, -1) == 12
+    assert total_steps(41, 8, 2, 5) == 5
+
+
+def test_split_validation_partitions_the_rows():
+    for num_rows, fraction, expected in ((100, 0.1, 10), (10, 0.01, 1), (3, 0.99, 2)):
+        train, validation = split_validation(num_rows, fraction, 7)
+        assert len(validation) == expected and sorted([*train, *validation]) == list(range(num_rows))
+        assert (split_validation(num_rows, fraction, 7)[1] == validation).all()
+    with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, the data has 1."):
+        split_validation(1, 0.5, 7)

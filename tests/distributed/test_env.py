@@ -1,0 +1,49 @@
+"""Rank and world size from the environment of every launcher."""
+
+import pytest
+
+from finetune.distributed.env import rank_env
+from finetune.errors import PlanError
+from tests.support import ranks
+from tests.support.commands import by_hand
+from tests.support.runs import assert_same_run
+
+
+def test_every_launcher_gives_a_process_its_rank():
+    assert rank_env({}) is None and rank_env({"WORLD_SIZE": "1"}) is None
+    by_hand = rank_env({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (by_hand.rank, by_hand.size, by_hand.local_rank, by_hand.host, by_hand.port) == (1, 2, 1, "localhost", 12355)
+    torchrun = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "9",
+    }
+    found = rank_env(torchrun)
+    assert (found.rank, found.local_rank, found.local_size, found.host, found.port) == (5, 1, 4, "a", 9)
+    slurm = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_NODELIST": "node[03-04,07]",
+    }
+    found = rank_env(slurm)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.host) == (3, 4, 1, 2, "node03")
+    for environment in ({"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}):
+        with pytest.raises(PlanError):
+            rank_env(environment)
+
+
+@pytest.mark.slow
+def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tmp_path):
+    processes = by_hand(base, tmp_path / "out")
+    try:
+        said = [p.communicate(timeout=120) for p in processes]
+    finally:
+        [ranks.kill_session(p) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    assert said[1][0] == ""
+    assert_same_run(tmp_path / "out", alone)

@@ -1,0 +1,105 @@
+"""Two hosts: network namespaces of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from finetune.distributed.launcher import GRACE_S
+from tests.support import ranks
+from tests.support.cases import LOSS
+from tests.support.commands import LONG, ROOT, command, finish, rank_processes, wait_for_steps, words
+from tests.support.hosts import end_hosts
+from tests.support.runs import losses
+
+TWO_HOSTS = ROOT / "tests/support/two_hosts.sh"
+HERE = {"PYTHON": sys.executable}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "train_type"), [("static", "full"), ("c10d", "lora"), ("hand", "lora")])
+def test_two_hosts_train_as_one_process_does(hosts, base, tmp_path, how, train_type):
+    base = {name: value for name, value in base.items() if train_type == "lora" or name != "lora_rank"}
+    flags = f"--train_type {train_type} --lr 1e-3"
+    code, _, err = finish(command(base, flags, "--batch_size 4", output_dir=tmp_path / "one"))
+    assert code == 0, err
+    argv = [TWO_HOSTS, how, tmp_path, *words(base, flags, "--batch_size 2", output_dir=tmp_path / "out")]
+    code, _, err = finish(argv, **HERE)
+    assert code == 0, err
+    said = (tmp_path / "h1.log").read_text()
+    assert "ranks: 2 (dp_shards 2)" in said and said.count("step    12/12") == 1
+    assert "step" not in (tmp_path / "h2.log").read_text()
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_on_one_host_ends_the_other(hosts, base, tmp_path, victim):
+    flags = words(base, LONG, "--batch_size 2", output_dir=tmp_path / "out")
+    process = ranks.start([TWO_HOSTS, "hand", tmp_path, *flags], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 25, process)
+        mine = rank_processes(process.pid)
+        os.kill(mine[victim], signal.SIGKILL)
+        began = time.monotonic()
+        process.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+    finally:
+        end_hosts(process)
+    line = f"error: rank {victim} of 2 died; the others were stopped. Start it again."
+    said = errors_in(tmp_path / f"h{2 - victim}.log")
+    assert said == [line] and not errors_in(tmp_path / f"h{1 + victim}.log")
+    assert process.returncode == (137 if victim == 0 else 69)  # the first host's code
+    assert (tmp_path / f"h{2 - victim}.code").read_text().strip() == "69"
+    assert len(mine) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in mine)
+
+
+@pytest.mark.slow
+def test_a_cable_pulled_between_hosts_ends_both_after_rank_timeout(hosts, base, tmp_path):
+    flags = words(base, LONG, "--batch_size 2 --rank_timeout 5", output_dir=tmp_path / "out")
+    process = ranks.start([TWO_HOSTS, "hand", tmp_path, *flags], HERE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 25, process)
+        cut = ["ip", "-n", f"ft{process.pid}-1", "link", "set", f"ft{process.pid}a", "down"]
+        subprocess.run(cut, check=True)
+        began = time.monotonic()
+        process.communicate(timeout=60)
+        assert time.monotonic() - began < 5 + GRACE_S + 10
+    finally:
+        end_hosts(process)
+    assert process.returncode == 69
+    for host, other in ((1, 1), (2, 0)):  # neither receives the other's heartbeat
+        said = errors_in(tmp_path / f"h{host}.log")
+        assert len(said) == 1 and said[0].startswith(f"error: rank {other} of 2 sent no heartbeat"), said
+        assert (tmp_path / f"h{host}.code").read_text().strip() == "69"
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_both_hosts_when_one_loses_its_rank(hosts, base, alone, tmp_path):
+    environment = HERE | {"TORCHRUN_FLAGS": "--max-restarts=3"}
+    flags = words(base, "--batch_size 2 --save_every 1 --resume auto", output_dir=tmp_path / "out")
+    argv = [TWO_HOSTS, "c10d", tmp_path, *flags]
+    process = ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 4, process)
+        os.kill(rank_on(f"ft{process.pid}-2"), signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    finally:
+        end_hosts(process)
+    assert process.returncode == 0, err
+    assert "resumed from" in (tmp_path / "h1.log").read_text()
+    assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=LOSS)
+
+
+def rank_on(namespace: str) -> int:
+    """The process id of the rank in a network namespace."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return next(p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
+
+
+def errors_in(log) -> list[str]:
+    return [line for line in log.read_text().splitlines() if line.startswith("error")]

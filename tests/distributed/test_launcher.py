@@ -1,0 +1,75 @@
+"""Ranks started by --world_size, torchrun and accelerate's launcher."""
+
+import subprocess
+
+import pytest
+
+from finetune.metrics import read_events
+from tests.support import ranks
+from tests.support.commands import (
+    ACCELERATE,
+    ROOT,
+    TORCHRUN,
+    command,
+    descendants,
+    environment_of,
+    finish,
+    free_port,
+    wait_for_steps,
+    words,
+)
+from tests.support.runs import assert_same_run
+
+
+def predicted_loading(folder):
+    return read_events(folder, "start")[0]["predicted_memory_bytes"]["items"]["loading"]
+
+
+def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, tmp_path):
+    code, out, err = finish(command(base, "--batch_size 2 --world_size 2", output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert "ranks: 2 (dp_shards 2)" in out
+    assert out.count("trainable parameters:") == out.count("step    12/12") == 1
+    assert_same_run(tmp_path / "out", alone)
+    # Each rank reads its own rows, and the table of predicted memory has them.
+    assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
+    flags = words(base, "--batch_size 2 --sharding_strategy ddp", output_dir=tmp_path / "out")
+    code, out, err = finish([*TORCHRUN, ROOT / "train.py", *flags])
+    assert code == 0, err
+    assert out.count("step    12/12") == 1 and "ranks: 2 (dp_degree 2)" in out
+    assert_same_run(tmp_path / "out", alone)
+
+
+# What `accelerate config` writes for several processes of one machine; it starts them as torchrun does.
+SEVERAL = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+mixed_precision: 'no'
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_by", ["config file", "cpu"])
+def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, started_by):
+    """With --cpu it starts one process, whatever --num_processes is, and that one starts the ranks."""
+    file = tmp_path / "several.yaml"
+    file.write_text(SEVERAL + f"main_process_port: {free_port()}\n")
+    options = ["--config_file", file] if started_by == "config file" else ["--cpu", "--num_processes", 2]
+    more = "" if started_by == "config file" else "--world_size 2"
+    argv = [*ACCELERATE, *options, ROOT / "train.py", *words(base, more, "--batch_size 2", output_dir=tmp_path / "out")]
+    process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 2, process)
+        found = [p for p in descendants(process.pid) if b"\0RANK=" in environment_of(p)]
+        out, err = process.communicate(timeout=120)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == 0, err
+    assert len(found) == 2 and out.count("step    12/12") == 1 and "ranks: 2 (dp_shards 2)" in out
+    assert_same_run(tmp_path / "out", alone)

@@ -1,0 +1,37 @@
+"""Degrees as data: coordinates, groups, and what flags mean."""
+
+import pytest
+
+from finetune.config import DEFAULTS
+from finetune.distributed.parallel_dims import ParallelDims, dims_of
+
+
+def test_a_rank_has_one_place_and_its_groups_hold_it():
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=2, tp=2, pp=2)
+    assert dims.world_size == 48 and dims.data_ranks == 6
+    for rank in range(48):
+        assert dims.rank_at(dims.coordinates(rank)) == rank
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            group = dims.group(rank, axis)
+            assert rank in group and len(group) == getattr(dims, axis)
+            assert all(dims.group(other, axis) == group for other in group)
+    assert dims.group(0, "tp") == [0, 1]  # those that exchange most are neighbours
+    assert sorted({dims.data_rank(r) for r in range(48)}) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "flags", "degrees"),
+    [
+        (4, 4, {}, (1, 4)),
+        (4, 4, dict(dp_degree=4), (4, 1)),
+        (4, 4, dict(dp_degree=2), (2, 2)),
+        (8, 4, dict(sharding_strategy="full_shard"), (1, 8)),
+        (8, 4, dict(sharding_strategy="shard_grad_op"), (1, 8)),
+        (8, 4, dict(sharding_strategy="ddp"), (8, 1)),
+        (8, 4, dict(sharding_strategy="hybrid_full_shard"), (2, 4)),
+        (8, 8, dict(sharding_strategy="hybrid_shard_grad_op", dp_degree=4), (4, 2)),
+    ],
+)
+def test_flags_and_older_words_mean_degrees(world, local, flags, degrees):
+    dims = dims_of({**DEFAULTS, **flags}, world, local)
+    assert (dims.dp_replicate, dims.dp_shard) == degrees

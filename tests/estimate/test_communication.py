@@ -1,0 +1,43 @@
+"""The formula of bytes sent, against the collectives of real ranks."""
+
+import pytest
+
+from tests.support import cases, ranks
+
+TRAFFIC = [
+    ("FSDP2 2", "nf4"),
+    ("TP 2", "lora recomputed"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("FSDP2 2", "full"),
+            ("FSDP2 2", "full kept"),
+            ("FSDP2 2", "lora no_sync"),
+            ("FSDP2 2", "nf4 recomputed"),
+            ("FSDP2 3", "full"),
+            ("FSDP2 3", "nf4"),
+            ("DDP 2", "full"),
+            ("DDP 2", "nf4"),
+            ("HSDP 2x2", "nf4"),
+            ("TP 2", "full"),
+            ("TP 2", "nf4"),
+            ("CP 2", "full"),
+            ("CP 2", "nf4 recomputed"),
+            ("CP 4", "lora"),
+            ("PP 2", "full"),
+            ("PP 2", "nf4"),
+            ("PP 4", "lora"),
+            ("FSDP2 2 x TP 2", "full"),
+            ("FSDP2 2 x TP 2", "nf4 recomputed"),
+            ("FSDP2 2 x CP 2", "nf4"),
+            ("PP 2 x TP 2", "lora"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), TRAFFIC)
+def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
+    size, case = cases.LAYOUTS[layout].world_size, dict(layout=layout, kind=kind, architecture="llama")
+    for rank, (counted, formula) in enumerate(ranks.run(size, cases.traffic_of, tmp_path, **case)):
+        assert counted == formula, (rank, case)

@@ -1,0 +1,105 @@
+"""Predicted bytes by item against the real engine."""
+
+import pytest
+
+from finetune.estimate import memory
+from finetune.estimate.model_cost import MicrobatchShape
+from tests.support import cases, ranks, sharded_loading_cases
+from tests.support.planned import MIXED, SMALL, counted, settings_of, shape_of
+
+CASES = {
+    "full": ("llama", "full", "fp32", {}, {}),
+    "full, autocast": ("llama", "full", "bf16_autocast", {}, {}),
+    "full, recomputed": ("llama", "full", "fp32", dict(use_gradient_checkpointing="true"), {}),
+    "full, 8 bits less": ("llama", "full", "fp32", dict(optimizer="sgd"), {}),
+    "lora": ("llama", "lora", "fp32", {}, {}),
+    "lora, bf16": ("llama", "lora", "bf16", {}, {}),
+    "lora, autocast": ("llama", "lora", "bf16_autocast", {}, {}),
+    "lora, recomputed": ("llama", "lora", "bf16", dict(use_gradient_checkpointing="true"), {}),
+    "lora, two targets": ("llama", "lora", "fp32", dict(lora_target_modules="default"), {}),
+    "dora": ("llama", "lora", "bf16", dict(use_dora=True), {}),
+    "dropout": ("llama", "lora", "bf16", dict(lora_dropout=0.1), {}),
+    "qlora": ("llama", "qlora", "bf16", {}, {}),
+    "qlora, double": ("llama", "qlora", "fp32", dict(double_quant=True), {}),
+    "qlora, cached": ("llama", "qlora", "fp32", dict(cache_dequantized="true"), {}),
+    "padded": ("llama", "lora", "fp32", dict(batch_layout="padded"), {}),
+    "tied": ("llama_tied", "full", "fp32", {}, {}),
+    "biases": ("qwen2", "qlora", "fp32", {}, MIXED),
+    "head norms": ("qwen3", "lora", "bf16", {}, {}),
+    "four norms": ("gemma3", "lora", "bf16", {}, {}),
+    "fused": ("phi3", "lora", "fp32", {}, {}),
+    "ungated": ("gpt_neox", "lora", "fp32", {}, {}),
+    "conv": ("gpt2", "lora", "fp32", {}, {}),
+    "experts": ("mixtral", "lora", "fp32", {}, {}),
+    "small experts": ("qwen3_moe", "qlora", "fp32", {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_countable_items_are_what_the_engine_counts(case, tmp_path):
+    """Within 5 %, most of them to the byte: the rest are index tensors and a mask."""
+    architecture, kind, precision, changes, sizes = CASES[case]
+    predicted, measured = counted(architecture, settings_of(kind, precision, **changes), tmp_path, **sizes)
+    for name in ("base", "trainable", "gradients", "optimizer", "dequantized", "activations"):
+        one, other = predicted.get(name, 0), measured.get(name, 0)
+        assert abs(one - other) <= max(0.05 * other, 2048), f"{name}: {one} predicted, {other} measured"
+
+
+def test_long_documents_run_through_fused_attention_and_are_counted_so(tmp_path):
+    settings = settings_of("lora", context_length=600)
+    predicted, measured = counted("llama", settings, tmp_path, (400, 300), max_position_embeddings=600)
+    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01)
+
+
+def test_a_sharded_rank_holds_its_shard_and_two_gathered_layers_and_the_root():
+    one, four = (
+        memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "cuda", n)["items"]
+        for n in (1, 4)
+    )
+    for name in ("trainable", "gradients", "optimizer"):
+        assert four[name] == pytest.approx(one[name] / 4, abs=1)
+    assert four["activations"] == one["activations"]
+    layer = 4 * SMALL.linear_weights / SMALL.num_layers
+    assert four["gathered"] == pytest.approx(2 * layer + 2 * 4 * 32000 * 2048, rel=0.01)
+
+
+def test_a_70b_base_in_nf4_is_what_arithmetic_says():
+    """80 layers of 855,638,016 linear weights at 4.5 bits, 2 x 128256 x 8192 at 16 bits, halved over two ranks."""
+    settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")
+    linear = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
+    rest = 2 * 128256 * 8192 + (2 * 80 + 1) * 8192
+    assert (shape.linear_weights, shape.num_weights) == (linear, linear + rest)
+    items = memory.estimate(settings, shape, MicrobatchShape.full_rows(1, 512), "cuda", 2)["items"]
+    assert items["base"] == pytest.approx((linear * 4.5 / 8 + rest * 2) / 2, abs=1)
+    adapters_of_a_layer = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    assert items["trainable"] == 4 * 80 * adapters_of_a_layer / 2
+
+
+@pytest.mark.parametrize("wish", ["down_proj", "embed_tokens,lm_head", "all", r".*q_proj|.*experts\.gate_up_proj"])
+def test_adapters_on_named_experts_embeddings_and_heads_are_counted(wish, tmp_path):
+    settings = settings_of("qlora", lora_target_modules=wish)
+    predicted, measured = counted("mixtral", settings, tmp_path)
+    assert predicted["trainable"] == measured["trainable"] and predicted["optimizer"] <= measured["optimizer"]
+
+
+def test_dense_copies_of_experts_are_counted(tmp_path):
+    predicted, measured = counted("mixtral", settings_of("qlora", cache_dequantized="true"), tmp_path)
+    assert predicted["dequantized"] == pytest.approx(measured["dequantized"], rel=0.05)
+
+
+@pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("FSDP2 3", marks=pytest.mark.slow)])
+def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, bf16_folders, tmp_path):
+    """The first rank has ceil(rows / N) of everything; the last ones less if N does not divide rows."""
+    size = cases.LAYOUTS[layout].world_size
+    kinds = [k for k in sharded_loading_cases.CASES if size == 3 or k in ("full", "nf4 double")]
+    wanted = [(layout, kind, bf16_folders["llama"]) for kind in kinds]
+    if size == 3:
+        names = ("llama_tied", "qwen2", "gpt2", "gemma3", "mixtral")
+        wanted += [(layout, kind, bf16_folders[n]) for n in names for kind in ("full", "lora", "nf4", "hqq")]
+    found = ranks.run(size, sharded_loading_cases.own_bytes, tmp_path, wanted=wanted)
+    different = [r for r in found[0] if r["predicted"] != r["measured"]]
+    assert not different, different
+    for results in found[1:]:
+        for result in results:
+            for name, size_bytes in result["measured"].items():
+                assert size_bytes <= result["predicted"][name], result

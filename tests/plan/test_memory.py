@@ -1,0 +1,77 @@
+"""What the plan decides from predicted memory."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from backend_manager import Backend
+from finetune.cli import parse_value
+from finetune.errors import PlanError
+from finetune.estimate import budget
+from finetune.estimate.model_shape import ModelShape, read_headers
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import inherited_from_checkpoint, merge_saved
+from tests.support import tiny
+from tests.support.planned import GIB, SMALL, dry_run, planned, why
+from tests.support.plans import NOW, capabilities, plan_of
+
+
+def test_checkpointing_is_off_if_the_plan_fits_and_on_if_it_does_not_with_both_numbers():
+    roomy, tight = planned(64), planned(7, microbatch_tokens=2048)
+    assert roomy.settings.use_gradient_checkpointing == "false"
+    assert tight.settings.use_gradient_checkpointing == "true"
+    for settled in (roomy, tight):
+        assert why(settled, "use_gradient_checkpointing").count("GiB") == 3
+
+
+def test_smaller_microbatches_come_before_recomputation():
+    settled = planned(8)
+    assert settled.settings.microbatch_tokens < 2048 and settled.settings.use_gradient_checkpointing == "false"
+    assert "2048 tokens per forward would take" in why(settled, "microbatch_tokens")
+
+
+def test_batch_size_auto_stays_requested_and_is_settled_as_a_number():
+    assert parse_value("batch_size", "AUTO") == "auto" and parse_value("batch_size", "4") == 4
+    settled = planned(24, batch_size="auto")
+    rows = settled.settings.batch_size
+    assert 1 < rows <= budget.MOST_AUTO_ROWS and rows & (rows - 1) == 0
+    assert settled.settings.microbatch_tokens == rows * settled.settings.context_length
+    saved = settled.to_json()
+    assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == rows
+    facts = Facts(
+        Backend.CPU, capabilities(memory_bytes=500 * GIB), SMALL, inherited=inherited_from_checkpoint(saved, "cpu")
+    )
+    again = resolve_plan(merge_saved({}, saved), facts, NOW)
+    assert again.settings.batch_size == rows and again.settings.microbatch_tokens == settled.settings.microbatch_tokens
+    assert planned(500, batch_size="auto").settings.batch_size == 64
+    with pytest.raises(PlanError, match="--batch_size many: not an integer"):
+        parse_value("batch_size", "many")
+
+
+def test_assuming_another_machine_is_for_a_dry_run():
+    with pytest.raises(PlanError, match="--assume_memory 24GiB: plans for another machine. Add --dry_run"):
+        plan_of(assume_memory="24GiB")
+    with pytest.raises(PlanError, match="--assume_world_size 2: plans for another machine"):
+        plan_of(assume_world_size=2)
+
+
+def test_a_config_that_lacks_sizes_is_reported_and_the_dry_run_succeeds(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code, out, _ = dry_run("--model_name", str(tmp_path))
+    assert code == 0 and "memory: not predicted, config.json lacks some of its dimensions" in out
+
+
+def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):
+    tiny.build("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shape = ModelShape.from_config(config, read_headers(tmp_path.glob("*.safetensors")))
+    dense = plan_of(shape=shape, caps=capabilities(memory_bytes=64 * GIB))
+    assert dense.settings.cache_dequantized == "true"
+    room = budget.MemoryBudget(64 * GIB, "cpu")
+    least = budget.predicted_bytes(replace(dense.settings, cache_dequantized="false"), shape, room)
+    more = budget.predicted_bytes(dense.settings, shape, room) - least
+    short = int((least + 0.3 * more) / budget.USABLE_PART) + GIB // 2
+    plan_short = plan_of(shape=shape, caps=capabilities(memory_bytes=short))
+    assert plan_short.settings.cache_dequantized == "false"

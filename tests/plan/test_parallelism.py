@@ -1,0 +1,123 @@
+"""The plan's rules for several ranks and for accelerate's."""
+
+import importlib.util
+
+import pytest
+
+from backend_manager import CAPABILITIES, Backend
+from finetune import report
+from finetune.errors import PlanError
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.run_plan import RunPlan
+from tests.support.accelerated import FSDP2, ZERO2, ZERO3, needs_deepspeed
+from tests.support.commands import command, finish
+from tests.support.plans import plan_of
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(tp_degree=4, world_size=4), "does not divide num_key_value_heads 2. Use one of 1, 2."),
+        (dict(pp_degree=3, world_size=3), "does not divide num_hidden_layers 2. Use one of 1, 2."),
+        (
+            dict(cp_degree=2, world_size=2, batch_layout="padded"),
+            "contradicts --cp_degree 2, which splits only flat (padding-free) sequences",
+        ),
+        (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, but the world size is 3"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flags, message):
+    code, _, err = finish(command(base, flags, output_dir=tmp_path / "out"))
+    assert code == 2 and message in err, err
+
+
+def test_mlx_with_two_processes_gives_the_documented_text():
+    with pytest.raises(PlanError, match="MLX backend doesn't support distributed training"):
+        plan_of(Backend.MLX, caps=CAPABILITIES[Backend.MLX], world_size=2)
+
+
+def settled(environment=None, world_size=2, backend=Backend.CPU, **overrides):
+    requested = {"world_size": world_size, **overrides}
+    return resolve_plan(requested, Facts(backend, CAPABILITIES[backend], environment=environment or {}))
+
+
+def test_accelerate_alone_means_replicas_and_one_process_needs_none():
+    found = settled(parallel_backend="accelerate")
+    assert (found.distribution, found.dims.dp_replicate, found.dims.dp_shard) == ("ddp", 2, 1)
+    assert "by accelerate: DDP" in report.plan_lines(found)[1]
+    assert RunPlan.deserialize(found.serialize()).distribution == "ddp"
+    one = settled(parallel_backend="accelerate", world_size=1)
+    assert one.distribution == "ptd" and any(a.setting == "parallel_backend" for a in one.adjustments)
+
+
+def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_if_requested():
+    asked = settled(FSDP2, backend=Backend.CUDA, parallel_backend="accelerate")
+    assert (asked.distribution, asked.dims.dp_shard) == ("fsdp2", 2)
+    default = settled(FSDP2)
+    assert default.distribution == "ptd"
+    assert any(n.startswith("parallel_backend ptd: built-in FSDP2 and DDP run") for n in default.notices)
+
+
+REFUSED = [
+    (dict(tp_degree=2), {}, "--tp_degree 2:"),
+    (dict(dp_shards=2), {}, "--dp_shards 2: accelerate's config file decides what is sharded, and asks for DDP"),
+    (dict(sharding_strategy="full_shard"), {}, "--sharding_strategy full_shard: accelerate's config"),
+    (dict(world_size=4, dp_degree=2), {}, "--dp_degree 2: accelerate's config"),
+    (dict(reentrant_checkpointing=True), {}, "--reentrant_checkpointing true:"),
+    (
+        {},
+        FSDP2,
+        "--parallel_backend accelerate: its FSDP2 is for GPUs, and on cpu it would silently wrap DDP. Use "
+        "--parallel_backend ptd",
+    ),
+    ({}, FSDP2 | {"FSDP_VERSION": "1"}, "--parallel_backend accelerate: its config file asks for fsdp1"),
+    (
+        {},
+        ZERO3 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+        "--parallel_backend accelerate: its config file asks for zero1",
+    ),
+    ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "--parallel_backend accelerate: its config file asks for megatron"),
+    (
+        {},
+        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+        "--parallel_backend accelerate: its config file sets dynamo_backend",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "environment", "line"), REFUSED)
+def test_what_accelerate_cannot_do_is_one_line_with_the_remedy(overrides, environment, line):
+    with pytest.raises(PlanError) as error:
+        settled(environment, **{"parallel_backend": "accelerate", **overrides})
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+def test_several_processes_requested_of_accelerate_launch_on_a_cpu_are_not_dropped_silently():
+    left = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(PlanError, match="starts one process"):
+        settled(left, world_size=-1)
+    assert settled(left, parallel_backend="accelerate").dims.world_size == 2
+
+
+def test_zero_without_deepspeed_says_how_to_get_it():
+    if importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is installed")
+    with pytest.raises(PlanError, match="requirements-deepspeed.txt"):
+        settled(ZERO3)
+
+
+@needs_deepspeed
+def test_a_config_file_for_zero_is_followed_unless_ptd_is_given():
+    found = settled(ZERO3)
+    assert (found.distribution, found.dims.dp_replicate) == ("zero3", 2)
+    assert [str(a) for a in found.adjustments if a.setting == "parallel_backend"] == [
+        "parallel_backend: ptd -> accelerate (accelerate's config file asks for DeepSpeed ZeRO-3)"
+    ]
+    assert settled(ZERO3, parallel_backend="ptd").distribution == "ptd"
+    for overrides in (dict(optimizer="adamw_8bit"), dict(no_sync=True), dict(precision="fp16")):
+        with pytest.raises(PlanError, match="DeepSpeed ZeRO-2"):
+            settled(ZERO2, **overrides)
+    offload = ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}
+    with pytest.raises(PlanError, match="offload_param_device cpu"):
+        settled(offload)

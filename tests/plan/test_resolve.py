@@ -1,0 +1,182 @@
+"""Wishes and facts settled to a plan, or refused in one line."""
+
+import pytest
+
+from backend_manager import Backend
+from finetune.config import DEPRECATED_TRAIN_TYPES
+from finetune.errors import PlanError
+from finetune.estimate.model_shape import ModelShape
+from tests.support.plans import PASSED, adjustment, capabilities, plan_of
+
+
+def test_every_adjustment_carries_a_reason():
+    plan = plan_of()
+    assert plan.adjustments and all(a.reason for a in plan.adjustments)
+
+
+def test_auto_precision_follows_the_probe():
+    assert plan_of().settings.precision == "fp32"
+    fast = capabilities(supports_bfloat16=True, bfloat16_speed=2.0)
+    assert plan_of(caps=fast).settings.precision == "bf16"
+    assert "2.00 x" in adjustment(plan_of(caps=fast), "precision").reason
+
+
+def test_bf16_requested_on_a_cpu_without_it_is_kept_and_noted_with_the_measured_ratio():
+    caps = capabilities(
+        reasons={"bf16": "this CPU has no bf16 matmul instructions: 0.30 x the speed of fp32, measured"}
+    )
+    plan = plan_of(caps=caps, precision="bf16")
+    assert plan.settings.precision == "bf16" and any("0.30 x" in n for n in plan.notices)
+
+
+@pytest.mark.parametrize(("word", "used"), [("bf16", "fp16"), ("bf16_autocast", "fp16_autocast")])
+def test_mps_without_bf16_gets_fp16_with_the_documented_text(word, used):
+    plan = plan_of(Backend.MPS, caps=capabilities(Backend.MPS, reasons={}), precision=word)
+    assert plan.settings.precision == used
+    assert "MPS backend doesn't support bfloat16" in adjustment(plan, "precision").reason
+
+
+def test_mps_with_working_bf16_keeps_it():
+    plan = plan_of(
+        Backend.MPS, caps=capabilities(Backend.MPS, supports_bfloat16=True, bfloat16_speed=1.0), precision="bf16"
+    )
+    assert plan.settings.precision == "bf16"
+
+
+def test_full_fine_tuning_keeps_its_weights_in_fp32():
+    plan = plan_of(train_type="full", precision="bf16")
+    assert plan.settings.precision == "bf16_autocast"
+
+
+@pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"])
+def test_every_precision_word_settles(word):
+    assert plan_of(train_type="lora", precision=word).settings.precision == word
+
+
+def test_cpu_warns_once_of_speed_and_once_of_quantization():
+    notices = plan_of().notices
+    assert sum("performance" in n for n in notices) == 1
+    assert sum("quantization on a CPU" in n for n in notices) == 1
+
+
+def test_quantizer_auto_is_the_first_that_passed():
+    assert plan_of().settings.quantization_backend == "nf4"
+    failed = capabilities(quantizers=PASSED | {"nf4/4": {"error": "failed on cpu: no kernel"}})
+    plan = plan_of(caps=failed)
+    assert plan.settings.quantization_backend == "bnb"
+    assert "nf4 failed on cpu: no kernel" in adjustment(plan, "quantization_backend").reason
+    assert plan_of(n_bits=3).settings.quantization_backend == "hqq"
+    unknown = plan_of(caps=capabilities(quantizers={}))
+    assert "not probed" in adjustment(unknown, "quantization_backend").reason
+
+
+@pytest.mark.parametrize("word", sorted(DEPRECATED_TRAIN_TYPES))
+def test_older_product_names_map_or_say_what_is_missing(word):
+    if word.endswith("pro"):
+        with pytest.raises(PlanError):
+            plan_of(train_type=word)
+        return
+    plan = plan_of(train_type=word)
+    assert plan.settings.train_type in ("lora", "qlora")
+    assert plan.settings.use_dora == word.endswith("dora")
+    assert adjustment(plan, "train_type").requested == word
+
+
+REFUSED = [
+    (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, but the world size is 1"),
+    (dict(tp_degree=2, world_size=2, optimizer="adamw_8bit"), "--optimizer adamw_8bit: contradicts --tp_degree 2"),
+    (
+        dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
+        "--score_dataset a.jsonl: generation is not supported under pipeline parallelism",
+    ),
+    (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, but the world size is 1"),
+    (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, but the world size is 3"),
+    (dict(world_size=4, dp_degree=2, dp_shards=3), "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6"),
+    (
+        dict(world_size=2, optimizer="adamw_8bit"),
+        "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks",
+    ),
+    (dict(world_size=2, cache_dequantized="true"), "--cache_dequantized true: keeps every weight dense"),
+    (
+        dict(world_size=4, sharding_strategy="hybrid_full_shard"),
+        "--sharding_strategy hybrid_full_shard: replicates across",
+    ),
+    (dict(world_size=4, sharding_strategy="full_shard", dp_degree=2), "--dp_degree 2: contradicts --sharding_strategy"),
+    (
+        dict(world_size=2, dp_degree=2, use_cpu_offload=True),
+        "--use_cpu_offload true: keeps sharded weights in host memory",
+    ),
+    (dict(n_bits=7), "--n_bits 7: nf4 has 4 bits. Available are nf4 at 4 bits; bnb at 4/8 bits; hqq at 2/3/4/8 bits"),
+    (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb has 4/8 bits"),
+    (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
+    (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
+    (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. Use one of affine, fp4, nf4"),
+    (dict(loading_workers=0), "--loading_workers 0: reads nothing"),
+    (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
+    (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
+    (dict(quantization_backend="mlx", group_size=16), "--group_size 16: mlx has powers of two from 32 to 128"),
+    (
+        dict(quantization_backend="hqq", double_quant=True),
+        "--double_quant true: not supported by hqq at 4 bits, only by nf4 and bnb",
+    ),
+    (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
+    (dict(train_type="full", quantization_backend="nf4"), "--quantization_backend nf4: --train_type full keeps"),
+    (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
+    (dict(train_type="full", use_dora=True), "--use_dora true: full fine-tuning has no adapter"),
+    (dict(warmup_steps=5, warmup_ratio=0.1), "--warmup_steps 5: contradicts --warmup_ratio 0.1"),
+    (dict(resume="auto", overwrite=True), "--resume auto: contradicts --overwrite True"),
+    (
+        dict(reentrant_checkpointing=True, use_gradient_checkpointing="false"),
+        "--reentrant_checkpointing true: contradicts",
+    ),
+    (dict(validation_split=1.5), "--validation_split 1.5: must be below 1"),
+    (dict(max_steps=0), "--max_steps 0: trains nothing"),
+    (dict(init_lora_weights="loftq", train_type="lora"), "--init_lora_weights loftq: starts from what quantization"),
+    (dict(llama_pro_path="x", train_type="full"), "--llama_pro_path x:"),
+    (dict(cache_dequantized="true", train_type="lora"), "--cache_dequantized true:"),
+    (dict(save_model=False, save_every=5), "--save_model false: contradicts --save_every 5"),
+    (
+        dict(train_type="bnb_dora", quantization_backend="nf4"),
+        "--train_type bnb_dora: means --quantization_backend bnb",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), REFUSED, ids=[t.split(":")[0][2:] for _, t in REFUSED])
+def test_what_cannot_be_done_is_one_line_that_names_the_flag(overrides, text):
+    with pytest.raises(PlanError) as error:
+        plan_of(**overrides)
+    assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed():
+    results = {"nf4/4": {"error": None}, "bnb/4": {"error": "bitsandbytes is not installed"}}
+    with pytest.raises(PlanError, match="bitsandbytes is not installed. These pass their probes on cpu: nf4 at 4 bits"):
+        plan_of(caps=capabilities(quantizers=results), quantization_backend="bnb")
+    with pytest.raises(PlanError, match="no quantizer passed its probe on cpu .hqq broken; mlx broken"):
+        plan_of(caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3)
+
+
+def test_flash_attention_without_kernels_says_what_is_used_instead():
+    plan = plan_of(use_flash_attention=True)
+    assert plan.settings.use_flash_attention is False
+    assert "per document" in adjustment(plan, "use_flash_attention").reason
+
+
+def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_when_not():
+    shape = ModelShape.from_config({"model_type": "llama", "max_position_embeddings": 256})
+    with pytest.raises(PlanError, match="--context_length 1000: is over this model's limit of 256"):
+        plan_of(shape=shape, context_length=1000)
+    assert plan_of(shape=shape).settings.context_length == 256
+
+
+def test_the_plan_says_how_experts_are_trained():
+    shape = ModelShape.from_config({"num_local_experts": 8})
+
+    def notice(**overrides):
+        return next(n for n in plan_of(shape=shape, **overrides).notices if "experts" in n)
+
+    assert notice() == "8 experts per layer are quantized, and dequantized one at a time; get adapters of their own"
+    assert "get no adapter: PEFT has no DoRA" in notice(use_dora=True)
+    assert "without dropout" in notice(lora_dropout=0.1)
+    assert notice(train_type="lora", lora_target_modules="q_proj") == "8 experts per layer stay frozen"

@@ -1,0 +1,66 @@
+"""What a resumed run takes over, and what it refuses to change."""
+
+import json
+
+import pytest
+
+from finetune.errors import PlanError
+from finetune.plan.resume import check_resumed, merge_saved
+from tests.support.plans import plan_of
+from tests.support.runs import copy_up_to
+from train import fine_tune
+
+
+def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path, rows_file):
+    folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
+    with pytest.raises(PlanError, match="--lr: 0.005 -> 0.1"):
+        fine_tune(resume=str(folder), lr=0.1)
+    with pytest.raises(PlanError, match="8|rows a step"):
+        fine_tune(resume=str(folder), batch_size=4)
+    other = tmp_path / "other.jsonl"
+    other.write_text(rows_file.read_text().replace("plus", "and"))
+    plan = json.loads((folder / "run_plan.json").read_text())
+    for part in ("requested", "settled"):
+        plan[part]["dataset"] = str(other)
+    (folder / "run_plan.json").write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match="the dataset differs from the one that checkpoint"):
+        fine_tune(resume=str(folder))
+
+
+def saved(**overrides):
+    return plan_of(dataset="x", output_dir="o", **overrides).to_json()
+
+
+def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer():
+    old = saved(lr=1e-3, max_steps=10)
+    plan = plan_of(**merge_saved({"max_steps": 20}, old))
+    assert plan.settings.lr == 1e-3
+    assert check_resumed(plan, old).notices[-1] == "max_steps: 10 -> 20 since the saved run"
+
+
+def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
+    old = saved(lr=1e-3)
+    with pytest.raises(PlanError, match="--lr: 0.001 -> 0.01"):
+        check_resumed(plan_of(**merge_saved({"lr": 1e-2}, old)), old)
+
+
+def test_a_resumed_run_may_split_its_rows_differently_but_not_change_their_number():
+    old = saved(batch_size=4, gradient_accumulation_steps=2)
+    same = merge_saved({"batch_size": 8, "gradient_accumulation_steps": 1}, old)
+    plan = plan_of(**same)
+    assert check_resumed(plan, old).notices == plan.notices
+    with pytest.raises(PlanError, match="8 -> 16 rows per step"):
+        check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_a_resumed_run_keeps_the_precision_it_settled(plain_run, tmp_path, asked):
+    plain_run(max_steps=2, save_every=1, precision=asked)
+    file = tmp_path / "out" / "run_plan.json"
+    plan = json.loads(file.read_text())
+    # As a machine of the other kind would have settled.
+    other = {"bf16": "fp32", "fp32": "bf16"}[plan["settled"]["precision"]]
+    plan["settled"]["precision"] = other
+    file.write_text(json.dumps(plan))
+    assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=3).step == 3
+    assert json.loads(file.read_text())["settled"]["precision"] == other

@@ -1,0 +1,269 @@
+"""The pages are true: commands parse, snippets run, links and paths exist, tables match the code."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import expand
+import export
+import generate
+import score
+import train
+from backend_manager import CAPABILITIES, Backend
+from finetune import errors
+from finetune.cli import read_config
+from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
+from finetune.data.formats import detect_format
+from finetune.distributed.env import RankEnv
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.run_plan import TrainState
+from tests.support.commands import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "dev/LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted((ROOT / "runs").glob("*.sh"))
+SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "export.py": export, "expand.py": expand}
+PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
+KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
+# Of other programs, which pages name in running text.
+FOREIGN_FLAGS = {"--index-url", "--cpu", "--num_processes"}  # the last two are accelerate's
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    """(info string, content) of a page's fenced blocks in these languages."""
+    return [(info, text) for info, text in FENCE.findall(page.read_text()) if info.split(" ")[0] in languages]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of a shell text as words: continued lines joined, comments and leading assignments taken away."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [
+        words[next(i for i, w in enumerate(words) if not re.match(r"\w+=", w)) :]
+        for words in found
+        if any(not re.match(r"\w+=", w) for w in words)
+    ]
+
+
+SHELL = [(named(p), words) for p in PAGES for _, text in blocks(p, "bash", "sh", "shell") for words in commands(text)]
+SHELL += [(named(p), words) for p in RECIPES for words in commands(p.read_text())]
+PYTHON = [(named(p), info, text) for p in PAGES for info, text in blocks(p, "python")]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize(("where", "words"), SHELL, ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
+def test_every_command_parses_and_its_plan_settles(where, words):
+    match words:
+        case ["python", script, *rest] if script in PARSERS:
+            given = vars(PARSERS[script].parse_args(rest))
+            if script == "train.py":
+                assert given.get("dataset") is None or "$" in given["dataset"] or path_or_name(given["dataset"])
+                backend = Backend(given.get("backend") or "cpu") if given.get("backend") != "auto" else Backend.CPU
+                resolve_plan(given, Facts(backend, CAPABILITIES[backend]))
+            if script == "generate.py":
+                generate.check(PARSERS[script].parse_args(rest))
+        case ["torchrun", *options]:
+            at = options.index("train.py")
+            number = dict(o.lstrip("-").split("=") for o in options[:at] if "=" in o)
+            size = int(number["nproc_per_node"]) * int(number.get("nnodes", 1))
+            world = RankEnv(size=size, local_size=int(number["nproc_per_node"]), launcher="torchrun")
+            given = vars(PARSERS["train.py"].parse_args(options[at + 1 :]))
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
+        case ["srun", "python", "train.py", *rest]:
+            given = vars(PARSERS["train.py"].parse_args(rest[: rest.index("||")]))
+            world = RankEnv(size=16, local_size=8, launcher="srun")
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
+        case ["sbatch", script, *_] | [("tests/support/two_hosts.sh" | "tests/support/slurm.sh") as script, *_]:
+            assert os.access(ROOT / script, os.X_OK)
+        case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
+            size = yaml.safe_load((ROOT / file).read_text())["num_processes"]
+            given = vars(PARSERS["train.py"].parse_args(rest))
+            world = RankEnv(size=size, local_size=size, launcher="torchrun")
+            resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
+        case ["python", "-m", "pytest", *_]:
+            assert importlib.util.find_spec("pytest")
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file()
+        case ["make", *targets]:
+            assert all(re.search(rf"^{t}:", (ROOT / "Makefile").read_text(), re.M) for t in targets)
+        case ["pip", "install", "-r", file]:
+            assert (ROOT / file).is_file()
+        case ["pip", "install", *_]:
+            pass
+        case ["set" | "cd" | "if" | "export" | "exit", *_] if where.startswith("runs/"):
+            pass
+        case _:
+            raise AssertionError(f"{where}: a command nobody checks: {words}")
+
+
+def path_or_name(dataset: str) -> bool:
+    return (
+        (ROOT / dataset).exists()
+        or dataset in FIELDS["dataset"].metadata["help"]
+        or re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)
+    )
+
+
+def test_pages_have_commands_and_snippets_at_all():
+    assert len(SHELL) > 25 and len(PYTHON) >= 3
+
+
+def test_no_comment_follows_a_continued_line():
+    for page in [*PAGES, *RECIPES]:
+        assert not re.search(r"\\[ \t]+#", page.read_text()), named(page)
+        assert not re.search(r"\\[ \t]+$", page.read_text(), re.M), named(page)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_recipes_stop_at_the_first_failure_and_are_valid_shell(recipe):
+    lines = recipe.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and "set -euo pipefail" in lines
+    assert os.access(recipe, os.X_OK)
+    subprocess.run(["bash", "-n", str(recipe)], check=True)
+
+
+@pytest.mark.parametrize(("page", "text"), [(named(p), t) for p in PAGES for _, t in blocks(p, "yaml")])
+def test_yaml_of_the_pages_is_read(page, text, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    assert read_config(str(tmp_path / "run.yaml"))
+
+
+# ---- snippets
+
+
+@pytest.mark.parametrize(("page", "info", "text"), PYTHON)
+def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text, monkeypatch, tmp_path, capsys):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), f"{page}: {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
+            assert {k.arg for k in node.keywords} <= set(NAMES), page
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
+            assert node.attr in TrainState.__dataclass_fields__, page
+    if "no-run" not in info:
+        monkeypatch.chdir(tmp_path)
+        exec(compile(tree, page, "exec"), {"__name__": "snippet"})
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "json")], ids=named)
+def test_json_of_the_pages_is_json_and_its_rows_fit_a_format(page):
+    for _, text in blocks(page, "json"):
+        for line in text.splitlines():
+            row = json.loads(line)
+            if "event" not in row:
+                assert detect_format(row)
+
+
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_the_example_rows_fit_their_format(name):
+    rows = [json.loads(line) for line in (ROOT / f"examples/{name}.jsonl").read_text().splitlines()]
+    assert 8 <= len(rows) <= 16
+    assert {detect_format(row) for row in rows} == {{"chat": "chat", "completion": "prompt_completion"}[name]}
+
+
+# ---- links and names
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), f"{named(page)}: {target}"
+        assert not anchor or anchor in anchors(found), f"{named(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_file_of_ours_that_a_page_names_exists(page):
+    rooted = re.compile(r"(finetune|tests|docs|examples|runs|dev|benchmarks|\.ci)/[\w./]*")
+    script = re.compile(r"(train|generate|score|export|expand|backend_manager|quantization_wrapper)\.py")
+    for span in code_spans(prose(page)):
+        for word in span.split():
+            if rooted.fullmatch(word) or script.fullmatch(word):
+                assert (ROOT / word).exists(), f"{named(page)}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_flag_a_page_names_is_one_of_ours(page):
+    for line in prose(page).splitlines():
+        cells = re.split(r"(?<!\\)\|", line)
+        if page.name == "migration.md" and line.startswith("|"):
+            line = cells[2]  # the first column is the other program's
+        for span in code_spans(line):
+            for flag in re.findall(r"(?<![\w-])--[A-Za-z][\w-]*", span):
+                ours = "--" + flag[2:].replace("-", "_")
+                assert ours in KNOWN_FLAGS or flag in FOREIGN_FLAGS, f"{named(page)}: {flag}"
+
+
+# ---- tables
+
+
+def test_the_page_of_flags_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("make_flags", ROOT / "docs/make_flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs/flags.md").read_text() == module.page(), "run python docs/make_flags.py"
+
+
+def test_flags_are_fields_are_rows_of_the_page():
+    on_page = set(re.findall(r"`--(\w+)`", (ROOT / "docs/flags.md").read_text()))
+    on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help"}
+    assert on_page == on_parser == set(NAMES)
+    assert set(FIELDS) == set(TrainConfig.__dataclass_fields__) == set(NAMES.values())
+
+
+def test_every_exit_code_is_documented():
+    codes = {c.exit_code for c in vars(errors).values() if isinstance(c, type) and hasattr(c, "exit_code")}
+    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/getting_started.md").read_text(), re.M)
+    assert {int(c) for row in rows for c in row.split(",")} == codes | {0, 1, 130, 143}
+
+
+def test_defaults_on_the_migration_page_are_the_defaults():
+    text = (ROOT / "docs/migration.md").read_text()
+    table = text[text.index("Defaults that differ:") : text.index("From Python")]
+    rows = re.findall(r"^\| `--(\w+)` \| [^|]* \| ([^|]+) \|", table, re.M)
+    assert len(rows) > 15
+    for name, on_page in rows:
+        default = DEFAULTS[name]
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        assert on_page.startswith("unset") if default is None else on_page == f"`{shown}`", f"{name}: {on_page}"
+
+
+def test_every_module_has_its_place_on_the_architecture_page():
+    page = (ROOT / "docs/architecture.md").read_text()
+    for file in [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]:
+        if file.name != "__init__.py":
+            assert f"`{named(file)}`" in page or f"`{file.name}`" in page, named(file)

@@ -1,0 +1,174 @@
+"""What a user can fix is one line on stderr and the exit code of the README's table, before the model loads."""
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+import export
+import generate
+import score
+import train
+from finetune.checkpoint.store import Lock, steps_of, verify_checkpoint
+from finetune.errors import NonFiniteError, PlanError
+from finetune.metrics import read_events
+from tests.support import ranks, tiny
+from tests.support.commands import ROOT, by_hand, command, finish, words
+from tests.support.rows import json_lines
+
+ROW = {"prompt": "a", "completion": "b"}
+FULL = json_lines(*[ROW] * 8)
+BAD_DATA = {
+    "empty": (b"", "has no rows"),
+    "newlines": (b"\n\n\n", "has no rows"),
+    "broken row": (FULL + b'{"prompt": "a", \n', "bad.jsonl:9: "),
+    "list": (FULL + b"[1]\n", "bad.jsonl:9: "),
+    "missing field": (FULL + json_lines({"prompt": "a"}), "bad.jsonl:9: field 'completion' is missing"),
+    "wrong type": (FULL + json_lines({"prompt": "a", "completion": 5}), "bad.jsonl:9: field 'completion' is int"),
+    "null": (FULL + json_lines({"prompt": None, "completion": "b"}), "bad.jsonl:9: field 'prompt' is"),
+    "duplicate key": (FULL + b'{"prompt": "a", "prompt": "b", "completion": "c"}\n', "bad.jsonl:9: "),
+    "NUL": (FULL + b'{"prompt": "a\x00", "completion": "c"}\n', "bad.jsonl:9"),
+    "long line": (FULL + b'{"prompt": "' + b"a" * (17 * 2**20) + b'"}\n', "bad.jsonl:9: "),
+    "not UTF-8": (FULL + '{"prompt": "ä", "completion": "c"}\n'.encode("latin-1"), "bad.jsonl:9:"),
+    "no target": (json_lines(*[{"prompt": "a", "completion": ""}] * 8), "none of its 8 rows has an answer"),
+    "too few rows": (json_lines(ROW, ROW), "2 rows are fewer than the 4 of one step"),
+    "no format": (json_lines(*[{"foo": "a"}] * 8), "columns foo match no format"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_rows_are_one_line_and_the_run_that_was_there_is_not_lost(flags, tmp_path, case, capsys):
+    content, message = BAD_DATA[case]
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    kept = tmp_path / "out" / "run_plan.json"
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    with pytest.raises(PlanError) as error:
+        train.main(words(flags, dataset=tmp_path / "bad.jsonl", overwrite="true"))
+    assert message in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
+    assert "trainable parameters" not in capsys.readouterr().out
+    assert kept.read_text() == "{}"
+
+
+def test_bad_input_leaves_no_output_folder_behind(flags, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("")
+    with pytest.raises(PlanError):
+        train.main(words(flags, dataset=tmp_path / "bad.jsonl"))
+    assert not (tmp_path / "out").exists()
+
+
+BAD_FLAGS = {
+    "missing model": ({"model_name": "no/such/model"}, "--model_name no/such/model: "),
+    "missing data": ({"dataset": "nowhere.jsonl"}, "--dataset nowhere.jsonl: "),
+    "folder without data": ({"dataset": str(ROOT / "docs")}, "--dataset "),
+    "context": ({"context_length": 100_000}, "--context_length 100000: is over this model's limit of 256"),
+    "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
+    "pair": (
+        {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"},
+        "--n_bits 3: quanto has 2/4/8 bits",
+    ),
+    "bits": ({"train_type": "qlora", "n_bits": 7}, "--n_bits 7: nf4 has 4 bits"),
+    "groups": (
+        {"train_type": "qlora", "n_bits": 3},
+        "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj",
+    ),
+    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no adaptable layer of this model"),
+    "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),
+    "resume": ({"resume": "nowhere"}, "--resume nowhere: no such folder"),
+    "validation": ({"validation_dataset": "nowhere.jsonl"}, "--validation_dataset nowhere.jsonl: "),
+    "wandb": ({"log_to": "wandb"}, "--log_to wandb: wandb is not installed"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags_are_one_line_that_names_the_flag(flags, case, monkeypatch):
+    changes, message = BAD_FLAGS[case]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PlanError) as error:
+        train.main(words(flags, **changes))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_token_ids_beyond_the_embedding_name_the_row(flags, make_tokenizer, tmp_path):
+    folder = tmp_path / "model"
+    make_tokenizer(folder, bos=False)
+    tiny.build("llama", vocab_size=128).save_pretrained(folder)
+    with pytest.raises(
+        PlanError, match=r"rows.jsonl:1: token id \d+ is out of range for the model's 128 embedding rows"
+    ):
+        train.main(words(flags, model_name=folder))
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "message"),
+    [
+        (generate, "--checkpoint nowhere --prompt x".split(), "--checkpoint nowhere"),
+        (generate, "--checkpoint x".split(), "--prompt: none given"),
+        (generate, "--checkpoint x --prompt a --top-p 7".split(), "--top_p 7.0: must be 0 to 1"),
+        (score, f"--checkpoint nowhere --dataset {ROOT}/examples/orders_test.jsonl".split(), "--checkpoint nowhere"),
+        (export, "--checkpoint nowhere --output_dir x".split(), "--checkpoint nowhere: has no adapter_config.json"),
+    ],
+)
+def test_the_small_scripts_say_what_is_missing(script, argv, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PlanError) as error:
+        script.main(argv)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_bad_command_leaves_one_line_on_stderr_and_code_2():
+    out = finish(command("--lora_rnk 4"))
+    assert out.returncode == 2 and out.stdout == ""
+    assert out.stderr == "error: --lora_rnk: unknown flag. Nearest: --lora_rank. See --help.\n"
+    for script in ("generate.py", "score.py", "export.py"):
+        out = finish(command("--nope", script=script))
+        assert out.returncode == 2 and len(out.stderr.splitlines()) == 1
+
+
+def test_a_second_process_in_one_folder_exits_75_and_names_the_first(flags, tmp_path):
+    lock = Lock(tmp_path / "out")
+    out = finish(command(flags))
+    lock.release()
+    assert out.returncode == 75 and f"in use by pid {os.getpid()}" in out.stderr and len(out.stderr.splitlines()) == 1
+
+
+def test_a_diverging_run_exits_65(flags):
+    out = finish(command(flags, "--lr 1e30"))
+    assert out.returncode == 65 and out.stderr.startswith("error: step ") and len(out.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_path):
+    code, out, err = finish(command(base, "--batch_size 99 --world_size 2", output_dir=tmp_path / "out"))
+    assert code == 2 and err.count("error:") == 1 and "24 rows are fewer than the 198 of one step" in err
+    processes = by_hand(base, tmp_path / "out", "--lora_target_modules nope")
+    try:
+        said = [p.communicate(timeout=120) for p in processes]
+    finally:
+        [ranks.kill_session(p) for p in processes]
+    assert [p.returncode for p in processes] == [2, 2], said
+    assert "".join(err for _, err in said).count("error: --lora_target_modules nope") == 1
+
+
+def test_an_infinite_learning_rate_stops_with_65_names_step_and_rows_and_saves_nothing_bad(run, tmp_path):
+    with pytest.raises(NonFiniteError, match=r"step \d+: .*rows .*rows.jsonl:\d+.*checkpoint") as error:
+        run(lr=1e30, save_every=1)
+    assert error.value.exit_code == 65
+    end = read_events(tmp_path / "out", "end")[-1]
+    assert (end["status"], end["exit_code"]) == ("failed", 65)
+    for folder in steps_of(tmp_path / "out"):
+        saved = verify_checkpoint(folder)
+        for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+            assert all(np.isfinite(a).all() for a in saved.tensors(name).values())
+
+
+def test_a_closed_pipe_is_not_a_success(flags):
+    argv = command(flags)
+    read, write = os.pipe()
+    os.close(read)
+    assert subprocess.run(argv, stdout=write, stderr=subprocess.DEVNULL, cwd=ROOT).returncode == 141
+    os.close(write)
+    with open("/dev/full", "w") as full:
+        out = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert out.returncode == 74 and out.stderr.startswith("error: ")

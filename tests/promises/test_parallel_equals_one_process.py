@@ -1,0 +1,41 @@
+"""Several ranks train as one process does: every layout and kind of training, and the degrees of the command line."""
+
+import pytest
+
+from tests.support import cases, ranks
+from tests.support.commands import command, finish
+from tests.support.runs import assert_same_run
+
+
+def check(found: list):
+    """All figures are within tolerance, and every rank holds its rows of every tensor."""
+    for i, figures in enumerate(found[0]):
+        cases.check(figures, cases.LAYOUTS[figures["layout"]])
+        assert all(rank[i]["bytes"] for rank in found), figures
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_as_one_process_does(size, tmp_path):
+    layouts = [name for name, dims in cases.LAYOUTS.items() if dims.world_size == size]
+    wanted = [(name, kind, "llama") for name in layouts for kind in cases.MATRIX if (name, kind) in cases.FAST]
+    check(ranks.run(size, cases.matrix, tmp_path, wanted=wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_the_full_matrix(layout, tmp_path):
+    wanted = [(layout, kind, "llama") for kind in cases.MATRIX]
+    wanted += [(layout, "nf4", architecture) for architecture in ("qwen3", "gemma3", "mixtral")]
+    check(ranks.run(cases.LAYOUTS[layout].world_size, cases.matrix, tmp_path, wanted=wanted))
+
+
+DEGREES = ("tp_degree", "cp_degree", "pp_degree")
+
+
+@pytest.mark.parametrize("flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES])
+def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tmp_path, flag):
+    argv = command(base, f"--batch_size 4 --world_size 2 --{flag} 2", output_dir=tmp_path / "out")
+    code, out, err = finish(argv)
+    assert code == 0 and f"ranks: 2 ({flag} 2)" in out, err
+    assert "Warning" not in err
+    assert_same_run(tmp_path / "out", alone)

@@ -1,0 +1,169 @@
+"""Kills at random moments and signals: the next start resumes, and no step differs."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from finetune.checkpoint.store import newest_checkpoint, steps_of
+from finetune.metrics import read_events
+from tests.support import ranks
+from tests.support.commands import ROOT, TORCHRUN, command, finish, rank_processes, wait_for_steps, words
+from tests.support.rows import json_lines
+from tests.support.runs import WHOLE_STATE, count_steps, losses, same_files, steps
+from train import fine_tune
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
+    argv = command(base, "--num_epochs 400 --world_size 2 --batch_size 2", output_dir=tmp_path / "out")
+    process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_steps(tmp_path / "out", 5, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == code and "continue with --resume" in out, err
+    saved, events = newest_checkpoint(tmp_path / "out")[0], read_events(tmp_path / "out")
+    assert len(steps_of(tmp_path / "out")) == 1
+    assert saved.step == events[-1]["step"] and events[-1]["exit_code"] == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 20])
+def test_kills_at_random_moments_under_restarts_change_no_loss(base, tmp_path, kills):
+    """kill -9 of a random rank under torchrun --max-restarts: the losses of an undisturbed run, bitwise."""
+    rng = random.Random(kills)
+    flags = "--batch_size 2 --lora_dropout 0.1 --max_steps 150 --save_every 1"
+    whole = words(base, flags, output_dir=tmp_path / "whole")
+    code, _, err = finish([*TORCHRUN, ROOT / "train.py", *whole], timeout_s=300)
+    assert code == 0, err
+    killed = words(base, flags, "--resume auto", output_dir=tmp_path / "out")
+    argv = [*TORCHRUN, f"--max-restarts={kills}", ROOT / "train.py", *killed]
+    process = ranks.start(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done, seen = 0, 0
+    try:
+        while process.poll() is None and done < kills:
+            found, events = rank_processes(process.pid), losses(tmp_path / "out") if done else [0]
+            if len(found) < 2 or len(events) == seen or not (tmp_path / "out" / "metrics.jsonl").exists():
+                time.sleep(0.05)  # on its way to its next steps
+                continue
+            time.sleep(rng.uniform(0, 0.5))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(found), signal.SIGKILL)
+                done, seen = done + 1, len(losses(tmp_path / "out"))
+                time.sleep(1.0)
+        _, err = process.communicate(timeout=600)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == 0 and done >= kills / 2, err[-2000:]
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uninterrupted, tmp_path, number, code):
+    folder = tmp_path / "out"
+
+    def send():
+        while not (folder / "metrics.jsonl").exists() or len(read_complete(folder)) < 3:
+            time.sleep(0.0005)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    state = run()
+    thread.join()
+    assert state.status == "stopped" and state.exit_code == code and 3 <= state.step < 12
+    assert [p.name for p in steps_of(folder)] == [f"step-{state.step}"]
+    end = read_events(folder, "end")[-1]
+    assert (end["status"], end["exit_code"]) == ("stopped", code)
+    fine_tune(resume="auto", output_dir=str(folder))
+    assert steps(folder) == steps(uninterrupted)
+
+
+def read_complete(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and '"event": "step"' in line]
+
+
+@pytest.fixture(scope="module")
+def long_run(tiny_model, tmp_path_factory):
+    """Flags of a run of 150 steps with dropout that saves each, and the run itself, undisturbed."""
+    folder = tmp_path_factory.mktemp("long")
+    rows = [{"prompt": f"{i} and {i}? ", "completion": f"{2 * i}"} for i in range(40)]
+    (folder / "rows.jsonl").write_bytes(json_lines(*rows))
+    flags = dict(
+        model_name=tiny_model,
+        dataset=folder / "rows.jsonl",
+        backend="cpu",
+        train_type="lora",
+        lora_rank=4,
+        batch_size=4,
+        max_steps=150,
+        save_every=1,
+        lora_dropout=0.1,
+        lr="1e-3",
+        resume="auto",
+    )
+    assert finish(command(flags, output_dir=folder / "whole")).returncode == 0
+    return flags, folder / "whole"
+
+
+def kill_until_done(flags, folder, whole, kills, seed):
+    """Starts the same command over and over, killed at random moments; (failed restarts, differing steps, kills)."""
+    rng, failed, done = random.Random(seed), 0, 0
+    wall = read_events(whole, "end")[-1]["wall_s"]
+    while True:
+        argv = command(flags, output_dir=folder)
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done < kills:
+            # A start is mostly imports: wait for its first step, then kill anywhere in steps and saves.
+            deadline, steps = time.time() + 60, count_steps(folder)
+            while process.poll() is None and count_steps(folder) == steps and time.time() < deadline:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, wall / kills / 2))
+            process.kill()
+        output = process.communicate()[0]
+        if process.returncode == 0:
+            break
+        if process.returncode != -signal.SIGKILL:
+            failed += 1
+            print(output)
+            assert failed < 3, output
+        done += 1
+    differ = [
+        a["step"]
+        for a, b in zip(read_events(folder, "step"), read_events(whole, "step"), strict=True)
+        if (a["step"], a["loss"], a["grad_norm"]) != (b["step"], b["loss"], b["grad_norm"])
+    ]
+    return failed, differ, done
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tmp_path, kills):
+    flags, whole = long_run
+    failed, differ, done = kill_until_done(flags, tmp_path / "out", whole, kills, seed=kills)
+    assert (failed, differ) == (0, []) and done >= kills / 2
+    last = "checkpoints/step-150"
+    same_files(tmp_path / "out" / last, whole / last, WHOLE_STATE)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_once_and_its_code_is_the_exit_code(long_run, tmp_path, number, code):
+    argv = command(long_run[0], "--save_every 0", output_dir=tmp_path / "out")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    while count_steps(tmp_path / "out") < 3:
+        time.sleep(0.002)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code and "continue with --resume" in output
+    assert len(steps_of(tmp_path / "out")) == 1
+    saved = newest_checkpoint(tmp_path / "out")[0]
+    assert saved.step == count_steps(tmp_path / "out")

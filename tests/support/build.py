@@ -1,0 +1,26 @@
+"""Engines as tests and benchmarks build them: from a model in memory, or from a folder."""
+
+import train
+from finetune.torch_engine.engine import TorchEngine
+from finetune.torch_engine.parallel.parallelize import parallelize
+from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+
+
+def torch_engine(
+    model,
+    settings,
+    device=None,
+    pad_id: int = 0,
+    base_config: dict | None = None,
+    ranks: ProcessGroups = SINGLE_PROCESS,
+    share=None,
+    **options,
+) -> TorchEngine:
+    """The engine of a loaded model, distributed over `ranks`; `share`: its local shards."""
+    groups = ranks if device is None or not ranks.single_process else ProcessGroups(device=device)
+    return TorchEngine(parallelize(model, settings, groups, share, pad_id=pad_id, **options), settings, base_config)
+
+
+def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None):
+    """The model of a folder as train.load_model loads it; `say` is called with each notice."""
+    return train.load_model(folder, settings, ProcessGroups(device=device), share, batches, saved, say)

@@ -1,0 +1,31 @@
+"""Rows rendered, and templates that misbehave."""
+
+import copy
+
+from finetune.data.chat_template import special_texts
+from finetune.data.formats import render
+
+
+def targets(documents):
+    return [[span.text for span in document.spans if span.is_target and span.text] for document in documents]
+
+
+def text(document):
+    return "".join(span.text for span in document.spans)
+
+
+def rendered(row, fmt, tokenizer):
+    return render(row, "rows.jsonl:1", fmt, tokenizer, special_texts(tokenizer))
+
+
+def with_template(tokenizer, template):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+FORGETFUL = (  # like templates that drop earlier thinking: all but the last answer lose their first word
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('|')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)

@@ -1,0 +1,117 @@
+"""A Hugging Face hub on 127.0.0.1 over local folders: enough of its API for listings, snapshots and single files."""
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+@contextlib.contextmanager
+def serve(models=None, datasets=None, token=None) -> Iterator[str]:
+    """The endpoint's URL for HF_ENDPOINT. `models`, `datasets`: {repo id: folder}. With `token`, 401 without it."""
+    repos = {("models", k): Path(v) for k, v in (models or {}).items()}
+    repos |= {("datasets", k): Path(v) for k, v in (datasets or {}).items()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.repos, server.token, server.log = repos, token, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def commit_of(folder: Path) -> str:
+    """A 40-digit name for what the folder holds now, as a hub's commit is."""
+    digest = hashlib.sha1()
+    for name, path in files_of(folder).items():
+        digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    return {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def blob_of(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+    def answer(self, body=None):
+        if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            return self.fail(401, "GatedRepo")
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        api = parts[0] == "api"
+        parts = parts[1:] if api else parts
+        kind = parts[0] if parts[0] in ("models", "datasets") else "models"
+        parts = parts[1:] if parts[0] in ("models", "datasets") else parts
+        for length in (2, 1):  # a repo id is name or org/name
+            folder = self.server.repos.get((kind, "/".join(parts[:length])))
+            if folder:
+                return self.repo(folder, "/".join(parts[:length]), parts[length:], api, body)
+        self.fail(404, "RepoNotFound")
+
+    def repo(self, folder, repo_id, rest, api, body):
+        commit, files = commit_of(folder), files_of(folder)
+        if len(rest) >= 2 and rest[1] not in ("main", commit):
+            return self.fail(404, "RevisionNotFound")
+        listing = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": blob_of(p)} for n, p in files.items()]
+        if api and (not rest or rest[0] == "revision"):
+            siblings = [{"rfilename": n} for n in files]
+            return self.send({"id": repo_id, "sha": commit, "private": False, "tags": [], "siblings": siblings})
+        if api and rest[0] == "tree":
+            under = "/".join(rest[2:])
+            return self.send([f for f in listing if f["path"].startswith(under)])
+        if api and rest[0] == "paths-info":
+            return self.send([f for f in listing if f["path"] in body["paths"]])
+        if not api and len(rest) >= 3 and rest[0] == "resolve":
+            name = "/".join(rest[2:])
+            if name in files:
+                return self.file(files[name], commit)
+        self.fail(404, "EntryNotFound", {"X-Repo-Commit": commit})
+
+    def file(self, path, commit):
+        content, headers = path.read_bytes(), {"ETag": f'"{blob_of(path)}"', "X-Repo-Commit": commit}
+        wanted = self.headers.get("Range", "")
+        if not wanted.startswith("bytes="):
+            return self.send(content, 200, headers)
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        first, last = int(first), min(int(last or len(content)), len(content) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        self.send(content[first : last + 1], 206, headers)
+
+    def fail(self, status, code, headers=None):
+        self.send({"error": code}, status, {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
+
+    def send(self, content, status=200, headers=None):
+        self.server.log.append((self.command, self.path, status))
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

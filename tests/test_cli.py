@@ -1,0 +1,204 @@
+"""Command lines and config files: parsed, or refused in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from finetune.cli import parse_overrides, parse_value, read_config
+from finetune.config import FIELDS, TrainConfig
+from finetune.errors import PlanError
+from tests.support.commands import ROOT, command, finish, refused
+from train import build_parser, fine_tune
+
+
+def test_a_flag_that_is_none_is_an_error_in_python_too():
+    with pytest.raises(PlanError, match="lora_rnk"):
+        fine_tune(lora_rnk=3)
+    with pytest.raises(PlanError, match="not an integer"):
+        fine_tune(lora_rank="four")
+
+
+def test_help_shows_every_flag_with_its_default():
+    text = finish(command("--help")).stdout
+    for name, field in FIELDS.items():
+        assert f"--{name}" in text
+        if field.default not in (None, False, True):
+            shown = f"(default: {field.default})" in text.replace("\n", " ").replace("  ", " ")
+            assert shown or str(field.default) in text
+
+
+def parse(*argv):
+    return parse_overrides(list(argv), build_parser())
+
+
+def test_only_what_the_user_set_is_requested():
+    assert parse("--lr", "1e-3") == {"lr": 1e-3}
+
+
+@pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if f.type is bool])
+def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
+    if flag == "dry_run":
+        assert parse("--dry-run")["dry_run"] is True
+    dashed = flag.replace("_", "-")
+    assert parse(f"--{flag}")[flag] is True
+    for word, value in (("true", True), ("1", True), ("yes", True), ("False", False), ("0", False), ("no", False)):
+        assert parse(f"--{dashed}", word)[flag] is value
+        assert parse(f"--{flag}={word}")[flag] is value
+
+
+def test_checkpointing_is_bare_valued_or_auto():
+    assert parse("--use_gradient_checkpointing")["use_gradient_checkpointing"] == "true"
+    assert parse("--use-gradient-checkpointing", "no")["use_gradient_checkpointing"] == "false"
+    assert parse("--use_gradient_checkpointing", "auto")["use_gradient_checkpointing"] == "auto"
+
+
+def test_every_field_parses_its_default_and_all_its_choices():
+    for name, field in FIELDS.items():
+        values = list(field.metadata["choices"] or ()) or ([field.default] if field.default is not None else [])
+        for value in values:
+            assert parse(f"--{name}={value}")[name] == parse_value(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
+        (["--data"], "--data: unknown flag"),
+        (["--train_type", "qlra"], "--train_type qlra: not one of full, lora, qlora"),
+        (["--lr", "fast"], "--lr fast: not a number"),
+        (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
+        (["--batch_size", "2.5"], "--batch_size 2.5: not an integer"),
+        (["--lr", "nan"], "--lr nan: must be > 0"),
+        (["--lr", "-1"], "--lr -1: must be > 0"),
+        (["--use_dora", "maybe"], "--use_dora maybe: not a boolean"),
+        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already set to 32"),
+        (["extra"], "extra: not a flag"),
+        (["--lr"], "Argument --lr"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
+    with pytest.raises(PlanError) as error:
+        parse(*argv)
+    assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+def test_aliases_of_the_older_scripts_set_the_same_flag():
+    assert parse("--hqq_group_size", "64", "--group_size", "64") == {"group_size": 64}
+    assert parse("--world_size", "-1") == {"world_size": -1}
+
+
+def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 2e-4\nuse-dora: yes\nbatch_size: 4\n")
+    assert parse("--config", str(file), "--batch_size", "2") == {
+        "lr": 2e-4,
+        "use_dora": True,
+        "batch_size": 2,
+        "config": str(file),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lora_rnk: 4\n", "unknown key 'lora_rnk'. Nearest: lora_rank"),
+        ("batch_size: many\n", "batch_size many: not an integer"),
+        ("batch_size: [1]\n", "not an integer"),
+        ("dataset: 5\n", "dataset: is int 5, must be a string"),
+        ("lr: 1\nlr: 2\n", "key 'lr' is given twice"),
+        ("- a\n", "contains list"),
+        ("a: [\n", "Fix the YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "Fix the YAML"),
+    ],
+)
+def test_a_wrong_yaml_file_is_one_line_that_names_file_and_key(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(PlanError) as error:
+        read_config(str(file))
+    assert str(file) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_defaults_are_valid_values_of_their_own_flags():
+    for name, field in FIELDS.items():
+        if field.default is not None:
+            assert parse_value(name, str(field.default)) == field.default
+    assert TrainConfig().train_type == "qlora"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "fact"),
+    [
+        ("lr", "inf", " inf: not finite."),
+        ("lr", "1e999", " 1e999: not finite."),
+        ("seed", 2**63, f" {2**63}: must be below 2**63"),
+        ("batch_size", 10**99, f" {10**79}...: must be below 2**63"),
+        ("batch_size", "9" * 5000, f" {'9' * 80}...: not an integer."),
+        ("dataset_samples", 0, " 0: leaves no rows. Use -1"),
+        ("score_samples", 0, " 0: leaves no rows. Use -1"),
+        ("world_size", 0, " 0: leaves no ranks. Use -1"),
+        ("dp_shards", 0, " 0: leaves no ranks. Use -1"),
+        ("model_name", "", " '': is empty. Give a name"),
+        ("dataset", "", " '': is empty. Give a name"),
+        ("output_dir", " ", " ' ': is empty. Give a name"),
+        *(
+            (flag, "a" * 300, f" {'a' * 80}...: a path component has 300 bytes, the maximum is 255.")
+            for flag in (
+                "model_name",
+                "dataset",
+                "output_dir",
+                "resume",
+                "validation_dataset",
+                "score_dataset",
+                "config",
+            )
+        ),
+        ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a path component has 306 bytes"),
+    ],
+)
+def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
+    assert refused(flags, **{flag: value}).startswith(f"--{flag}{fact}")
+
+
+def test_the_largest_seed_is_taken():
+    assert parse_value("seed", str(2**63 - 1)) == 2**63 - 1
+
+
+@pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a/" * 2500])
+def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
+    assert refused(flags, **{flag: name}).startswith(f"--{flag} {name}: not a valid path (")
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("batch_size: .inf", ": batch_size inf: not an integer."),
+        ("batch_size: .nan", ": batch_size nan: not an integer."),
+        ("batch_size: 1.0e+300", ": batch_size 1e+300: must be below 2**63"),
+        ("lr: .inf", ": lr inf: not finite."),
+        ("lr: 1" + "0" * 400, f": lr 1{'0' * 79}...: not a number."),
+        ("dataset: ''", ": dataset '': is empty."),
+        ("dataset: 2026-13-45", ": cannot be parsed as YAML (month must be in 1..12)."),
+        ("dataset: " + "[" * 5000, ": cannot be parsed as YAML (nested too deeply)."),
+    ],
+)
+def test_a_value_in_a_config_file_names_file_and_key(flags, tmp_path, text, fact):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert refused(flags, config=file).startswith(f"{file}{fact}")
+
+
+def test_json_nested_too_deep_is_one_line(flags, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("[" * 100_000)
+    assert refused(flags, config=file) == f"{file}: cannot be parsed as JSON (nested too deeply). Fix the JSON."
+
+
+def test_help_is_answered_before_numpy_or_a_framework_is_imported():
+    argv = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "finetune.config" in imported and "--model_name" in done.stdout
+    assert not {"torch", "mlx", "transformers", "numpy"} & imported

@@ -1,0 +1,18 @@
+"""What a run prints around its steps."""
+
+from finetune.metrics import read_events
+from train import fine_tune
+
+
+def test_verbose_prints_the_machine_and_the_closing_lines_say_how_to_ask(run, capsys, rows_file):
+    run(max_steps=1, verbose=True, log_every_n_steps=5, score_dataset=str(rows_file), score_samples=2)
+    said = capsys.readouterr().out
+    assert "Selected backend: cpu" in said and "exact match of 2" in said
+    assert "try it: python generate.py --checkpoint" in said and "--raw --prompt 'What is 0 plus 0? '" in said
+
+
+def test_a_resumed_run_shows_what_was_before_and_its_own_speed(plain_run, tmp_path, rows_file):
+    plain_run(max_steps=2, validation_dataset=str(rows_file))
+    state = fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
+    first = read_events(tmp_path / "out", "eval")[0]["loss"]
+    assert state.scores["before"]["loss"] == first != state.scores["after"]["loss"]

@@ -1,0 +1,118 @@
+"""Adapters added, attached, merged."""
+
+import dataclasses
+import json
+
+import peft
+import pytest
+import torch
+
+import export
+from finetune.errors import PlanError
+from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
+from finetune.torch_engine.lora.layers import layers
+from finetune.torch_engine.lora.targets import target_names
+from finetune.torch_engine.save import write_model_folder
+from finetune.torch_engine.weights import load_dense
+from tests.support import tiny
+from tests.support.adapters import IDS, KINDS, SETTINGS, adapted, write
+from tests.support.runs import steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_merged_is_the_adapter(architecture, kind):
+    model, _ = adapted(architecture, **KINDS[kind])
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        merge_adapters(model)
+        assert not layers(model)
+        torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_is_attached_to_the_same_logits(kind, tmp_path):
+    model, settings = adapted("llama", **KINDS[kind])
+    write(model, settings, tmp_path / "a")
+    other = tiny.build()
+    attach_adapter(other, tmp_path / "a")
+    with torch.no_grad():
+        assert torch.equal(other(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_an_adapter_that_peft_made_is_attached_too(tmp_path):
+    theirs = peft.get_peft_model(tiny.build(), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    theirs.save_pretrained(tmp_path)
+    other = tiny.build()
+    attach_adapter(other, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(other(input_ids=IDS).logits, theirs.eval()(input_ids=IDS).logits)
+
+
+def test_an_adapter_this_version_does_not_read_is_refused(tmp_path):
+    model, settings = adapted()
+    write(model, settings, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"q_proj": 2}}))
+    with pytest.raises(PlanError, match="rank_pattern"):
+        attach_adapter(tiny.build(), tmp_path / "a")
+
+
+def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_nothing():
+    one, _ = adapted(targets="q_proj")
+    every, _ = adapted(targets="all")
+    name = "model.layers.1.self_attn.q_proj"
+    assert torch.equal(layers(one)[name].lora_A, layers(every)[name].lora_A)
+    for init in ("default", "gaussian"):
+        model = tiny.build().requires_grad_(False)
+        before = model(input_ids=IDS).logits
+        settings = dataclasses.replace(SETTINGS, init_lora_weights=init)
+        add_adapters(model, target_names(model, "all"), settings)
+        assert torch.equal(model(input_ids=IDS).logits, before)
+
+
+@pytest.mark.parametrize("side", ["embed_tokens", "lm_head"])
+def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, tmp_path):
+    """As PEFT's does. Merging unties: the model then holds two tables."""
+    model, _ = adapted("llama_tied", side)
+    twin = tiny.build("llama_tied")
+    layer = model.get_input_embeddings() if side == "embed_tokens" else model.get_output_embeddings()
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+        table = torch.nn.Parameter(layer.merged_weight())
+        twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.clone())
+        (twin.get_input_embeddings() if side == "embed_tokens" else twin.lm_head).weight = table
+        torch.testing.assert_close(twin(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+        merge_adapters(model)
+        torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+        assert model.lm_head.weight is not model.get_input_embeddings().weight
+        write_model_folder(model, tmp_path, torch.float32)
+        again = load_dense(tmp_path, torch.float32)
+        assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_an_adapter_of_pefts_with_the_embedding_saved_beside_it_is_attached(tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False)
+    theirs = peft.get_peft_model(tiny.build(), config).eval()
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    other = tiny.build(seed=1)
+    state = {k: v for k, v in tiny.build().state_dict().items() if "embed" not in k and "head" not in k}
+    other.load_state_dict(state, strict=False)
+    attach_adapter(other, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(other(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
+
+
+def test_embeddings_and_head_train_from_the_command_line_and_merge(run, tmp_path, capsys):
+    run(
+        lora_target_modules="embed_tokens,lm_head,q_proj",
+        max_steps=4,
+        use_dora=True,
+        lora_dropout=0.0,
+        loraplus_lr_ratio=4.0,
+    )
+    losses = [s["loss"] for s in steps(tmp_path / "out")]
+    assert losses[-1] < losses[0]
+    export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
+    off = float(capsys.readouterr().out.rpartition("logits within ")[2].split()[0])
+    assert off < 1e-5

@@ -1,0 +1,65 @@
+"""Proofs on the loaded model: that it is causal, and that packed documents do not see each other."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from finetune.errors import PlanError
+from finetune.torch_engine.checks import check_causal, check_padding_free, no_autocast
+from tests.support import tiny
+from tests.support.engines import batches, engine
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_causal_model_passes_its_proof_in_every_type(architecture, dtype):
+    check_causal(tiny.build(architecture).to(dtype), no_autocast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "qwen3_moe"])
+def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, dtype):
+    model = tiny.build(architecture).to(dtype)
+
+    def open_mask(module, args, kwargs):
+        length = kwargs["input_ids"].shape[1]
+        return args, kwargs | {"attention_mask": torch.zeros(1, 1, length, length, dtype=dtype)}
+
+    model.register_forward_pre_hook(open_mask, with_kwargs=True)
+    with pytest.raises(PlanError, match="lets a token see those after it"):
+        check_causal(model, no_autocast)
+
+
+@pytest.mark.parametrize("architecture", tiny.PADDED)
+def test_a_model_whose_attention_cannot_be_bounded_gets_padded_rows_and_the_reason(architecture):
+    built = engine(architecture)
+    assert built.layout == "padded"
+    result = built.train_step(batches("padded"), 1e-2)
+    assert np.isfinite(result.nll)
+    with pytest.raises(PlanError, match="--batch_layout padding_free: a packed document"):
+        engine(architecture, layout="padding_free")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_autocast"])
+def test_an_encoder_is_not_a_causal_model(plain_run, make_tokenizer, tmp_path, precision):
+    folder = tmp_path / "bert"
+    tokenizer = make_tokenizer(folder, bos=False)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(PlanError, match="lets a token see those after it"):
+        plain_run(model_name=str(folder), max_steps=1, precision=precision)
+
+
+def test_a_window_that_only_the_models_own_mask_knows_is_seen():
+    config = transformers.PhimoeConfig(
+        **{**tiny.COMMON, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16, "hidden_size": 32}
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    proof = check_padding_free(model, no_autocast, context_length=64)
+    assert not proof.holds and "other logits than separate ones" in proof.reason

@@ -1,0 +1,178 @@
+"""The engine of tiny models: steps, precisions, memory, state."""
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.data.collate import microbatches
+from finetune.errors import NonFiniteError, OutOfMemoryError
+from finetune.torch_engine.generate import dense_weights
+from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.lora.layers import layers
+from tests.support import tiny
+from tests.support.build import torch_engine
+from tests.support.commands import ROOT
+from tests.support.engine_access import loss_scale, optimizer, set_loss_scale, trainable_params
+from tests.support.engines import CPU, assert_same, batches, engine, gradients
+from tests.support.planned import engine_of, settings_of
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(train_type, layout):
+    built = engine(train_type=train_type, layout=layout)
+    whole = gradients(built, batches(layout))
+    for batch_size, tokens in ((1, 10**6), (2, 10**6), (8, 60), (8, 1)):
+        assert_same(gradients(built, batches(layout, batch_size, tokens)), whole)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+def test_checkpointing_changes_no_gradient(train_type, reentrant):
+    plain = engine(train_type=train_type)
+    recomputing = engine(train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant)
+    plain.model.train(), recomputing.model.train()
+    saved = {}
+    for built in (plain, recomputing):
+        count = 0
+
+        def pack(tensor):
+            nonlocal count
+            count += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            built.forward.nll(batches()[0])
+        saved[built] = count
+    assert saved[recomputing] < 0.5 * saved[plain]
+    assert_same(gradients(recomputing, batches()), gradients(plain, batches()), 1e-6)
+
+
+def test_dropout_resumes_identically_only_with_the_rng_state():
+    first = engine(lora_dropout=0.2)
+    first.train_step(batches(), 1e-2)
+    state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
+    wanted = first.train_step(batches(), 1e-2).nll
+    for keep, same in ((True, True), (False, False)):
+        second = engine(lora_dropout=0.2)
+        rng = state[3] if keep else second.rng_state()
+        second.load_state(*state[:3], rng)
+        assert (second.train_step(batches(), 1e-2).nll == wanted) is same
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"])
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type):
+    exact = engine(train_type=train_type)
+    model = tiny.build()
+    model.to(WEIGHT_DTYPES[precision])
+    built = engine(train_type=train_type, model=model)
+    built = torch_engine(built.model, dataclasses.replace(built.settings, precision=precision), CPU)
+    built.verify("auto")
+    assert built.layout == "padding_free"
+    assert all(p.dtype == torch.float32 for p in trainable_params(built).values())
+    frozen = {p.dtype for p in built.model.parameters() if not p.requires_grad and p.is_floating_point()}
+    assert frozen == {WEIGHT_DTYPES[precision]}
+    one, two = (e.train_step(batches(), 1e-2) for e in (exact, built))
+    # bf16 keeps 8 bits of a number, fp16 11: a mean over some 70 targets is within 1 % of the exact one.
+    assert two.nll == pytest.approx(one.nll, rel=1e-2) and not two.skipped
+    assert all(p.grad is None for p in trainable_params(built).values())
+    assert built.train_step(batches(), 1e-2).nll < two.nll
+
+
+def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
+    model = tiny.build().to(torch.float16)
+    built = engine(model=model)
+    built = torch_engine(built.model, dataclasses.replace(built.settings, precision="fp16"), CPU)
+    built.verify("auto")
+    set_loss_scale(built, 2.0**40)
+    before = built.trainable_state()
+    result = built.train_step(batches(), 1e-2)
+    assert result.skipped and loss_scale(built) == 2.0**39
+    for name, array in before.items():
+        np.testing.assert_array_equal(array, built.trainable_state()[name])
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
+    built = engine()
+    with torch.no_grad():
+        next(iter(trainable_params(built).values())).fill_(float("nan"))
+    before = built.trainable_state()
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        built.train_step(batches(), 1e-2)
+    for name, array in before.items():
+        np.testing.assert_array_equal(array, built.trainable_state()[name])
+
+
+def test_running_out_of_memory_names_what_to_lower():
+    built = engine()
+    built.model.model.register_forward_pre_hook(
+        lambda *ignored: torch.empty(2**50) and None
+    )  # 4 PiB: torch cannot allocate it
+    with pytest.raises(OutOfMemoryError, match="--microbatch_tokens .*--use_gradient_checkpointing .*--low_memory"):
+        built.train_step(batches(), 1e-2)
+
+
+def test_clipping_scales_the_full_gradient_and_reports_its_norm_before():
+    free, clipped = engine(apply_gradient_clipping=False), engine(grad_norm=1e-3)
+    one, two = free.train_step(batches(), 1e-2), clipped.train_step(batches(), 1e-2)
+    assert one.grad_norm == two.grad_norm > 1e-3
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_frozen_weights_are_the_same_bits_after_training(train_type):
+    built = engine(train_type=train_type)
+    before = tiny.base_tensors_digest(built.model)
+    for _ in range(3):
+        built.train_step(batches(), 1e-1)
+    built.generate([[3, 4, 5]], 4, {127})
+    assert tiny.base_tensors_digest(built.model) == before
+
+
+def test_dense_weights_are_kept_only_inside():
+    built = engine(train_type="qlora")
+    layer = next(iter(layers(built.model).values()))
+    x = torch.randn(3, layer.in_features)
+    apart = layer(x)
+    with dense_weights(built.model):
+        assert layer.merged is not None
+        torch.testing.assert_close(layer(x), apart, rtol=1e-5, atol=1e-6)
+    assert layer.merged is None and layer.base.cached is None
+    built.model.to(torch.bfloat16)  # 16 bits would round the adapter away
+    with dense_weights(built.model):
+        assert layer.merged is None and layer.base.cached is not None
+    assert layer.base.cached is None
+
+
+def test_a_tried_step_leaves_no_trace(tmp_path):
+    """Weights, moments and random state are as before, and so are losses of later steps, dropout included."""
+    losses = []
+    for tried in (False, True):
+        engine, layout = engine_of("llama", settings_of("lora", lora_dropout=0.2), tmp_path)
+        rows = tiny.dataset()
+        if tried:
+            before = {n: p.clone() for n, p in trainable_params(engine).items()}
+            state = engine.rng_state()["host"].copy()
+            engine.try_step(microbatches(rows, range(8), layout, 8, 4096, 0)[0], several=True)
+            assert all(torch.equal(p, before[n]) for n, p in trainable_params(engine).items())
+            assert not optimizer(engine).state and (engine.rng_state()["host"] == state).all()
+            assert all(p.grad is None for p in trainable_params(engine).values())
+        steps = [microbatches(rows, range(i, i + 4), layout, 4, 4096, 0) for i in (0, 4, 2)]
+        losses.append([engine.train_step(b, 1e-3).nll for b in steps])
+    assert losses[0] == losses[1]
+
+
+def test_threads_of_the_environment_are_respected():
+    code = (
+        "import train, torch; from finetune.torch_engine.engine import settle_threads\n"
+        "settle_threads(); print(torch.get_num_threads())"
+    )
+    for number in ("1", "2"):
+        env = {**os.environ, "OMP_NUM_THREADS": number}
+        assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True).strip() == number

@@ -1,0 +1,31 @@
+"""Greedy generation against the argmax of plain forwards."""
+
+import torch
+import transformers
+
+from finetune.torch_engine import attention
+from tests.support.engines import ROWS, engine
+
+
+def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length():
+    built = engine(train_type="qlora")
+    prompts = [ROWS.document(i)[0].tolist() for i in (0, 2, 5)]
+    together = built.generate(prompts, 8, eos_ids={127})
+    plain = engine(train_type="qlora", layout="padded")
+    for prompt, new in zip(prompts, together, strict=True):
+        ids = list(prompt)
+        for token in new:
+            logits = plain.model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert logits.argmax() == token
+            ids.append(token)
+    assert built.layout == "padding_free" and built.model.config._attn_implementation == attention.NAME
+    stopped = built.generate(prompts, 8, eos_ids={127}, stop_row=lambda row, ids: row == 1 and len(ids) >= 2)
+    assert stopped[0] == together[0] and stopped[1] == together[1][:2]
+
+
+def test_a_folders_own_generation_settings_do_not_change_greedy():
+    built = engine()
+    plain = built.generate([[3, 4, 5]], 6, {127})
+    own = transformers.GenerationConfig(suppress_tokens=[plain[0][0]], no_repeat_ngram_size=1)
+    built.model.generation_config = own
+    assert built.generate([[3, 4, 5]], 6, {127}) == plain and built.model.generation_config is own
