@@ -22,7 +22,7 @@ ARROWS = {
     **dict.fromkeys(SHARED, (SHARED | BOTTOM, {"numpy"})),
     "torch_engine": (
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
-        {"numpy", "torch", "transformers", "accelerate", "safetensors", "gguf", "tqdm"},
+        {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
     "quantizers": ({"quantizers"}, {"torch", "triton"}),
     "quantization_wrapper": ({"backend_manager"}, set()),

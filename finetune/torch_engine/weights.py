@@ -4,6 +4,7 @@ transformers' conversion mapping determines which tensors in the files form whic
 are in memory unquantized at any time.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,7 +19,6 @@ from pathlib import Path
 import torch
 import tqdm
 import transformers
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 
@@ -78,7 +78,29 @@ class WeightFiles:
         return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
 
 
-_building = threading.Lock()  # init_empty_weights replaces nn.Module's own method while it is open
+_building = threading.Lock()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta():
+    """Context in which this thread builds modules with parameters on meta; buffers are real, so computed ones survive.
+
+    torch has no hook for it, so nn.Module's own method is replaced meanwhile. accelerate's init_empty_weights does so for
+    every thread, and modules that others build while weights stream in would have none.
+    """
+    with _building:
+        register, builder = nn.Module.register_parameter, threading.get_ident()
+
+        def register_on_meta(module, name, parameter):
+            if parameter is not None and threading.get_ident() == builder:
+                parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            register(module, name, parameter)
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
 
 
 def empty_model(folder, dtype: torch.dtype):
@@ -115,8 +137,7 @@ def _built(folder, dtype, **options):
     for name in ("quantization_config", "quantization"):
         if hasattr(config, name):
             delattr(config, name)
-    # Buffers are real, so that computed ones survive.
-    with _building, init_empty_weights(include_buffers=False):
+    with _parameters_on_meta():
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
