@@ -83,10 +83,12 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def _parameters_on_meta():
-    """Context in which this thread builds modules with parameters on meta; buffers are real, so computed ones survive.
+    """Context in which this thread builds modules with parameters on meta.
 
-    torch has no hook for it, so nn.Module's own method is replaced meanwhile. accelerate's init_empty_weights does so for
-    every thread, and modules that others build while weights stream in would have none.
+    Buffers are real, so computed ones survive.
+
+    torch has no hook for it, so nn.Module's own method is replaced meanwhile. accelerate's init_empty_weights does so
+    for every thread, and modules that others build while weights stream in would have none.
     """
     with _building:
         register, builder = nn.Module.register_parameter, threading.get_ident()

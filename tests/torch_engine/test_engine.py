@@ -170,8 +170,8 @@ def test_a_tried_step_leaves_no_trace(tmp_path):
 
 def test_threads_of_the_environment_are_respected():
     code = (
-        "import train, torch; from finetune.torch_engine.engine import settle_threads\n"
-        "settle_threads(); print(torch.get_num_threads())"
+        "import train, torch; from finetune.torch_engine.device import set_num_threads\n"
+        "set_num_threads(); print(torch.get_num_threads())"
     )
     for number in ("1", "2"):
         env = {**os.environ, "OMP_NUM_THREADS": number}
