@@ -8,10 +8,10 @@ from tests.support.runs import assert_same_run
 
 
 def check(found: list):
-    """All figures are within tolerance, and every rank holds its rows of every tensor."""
+    """All figures are within tolerance, and every rank holds its rows of every tensor, or all ranks refuse the case."""
     for i, figures in enumerate(found[0]):
         cases.check(figures, cases.LAYOUTS[figures["layout"]])
-        assert all(rank[i]["bytes"] for rank in found), figures
+        assert all("refused" in rank[i] if "refused" in figures else rank[i]["bytes"] for rank in found), figures
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
