@@ -129,7 +129,7 @@ CAPABILITIES = {
         "Intel GPUs through torch",
     ),
 }
-# Guide S1's tables: precisions and quantizers documented for each backend.
+# The documented tables: precisions and quantizers documented for each backend.
 PRECISION_MAP = {
     str(b): list(CAPABILITIES[b].precisions) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)
 }

@@ -2,7 +2,7 @@
 
 pip install -r requirements-test.txt python benchmarks/memory_table.py              40 cells, about ten minutes on two
 cores; --write puts them in docs/memory.md python benchmarks/memory_table.py --fit        the cells that the constants
-of finetune/memory.py were fitted to
+of finetune/estimate/memory.py were fitted to
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """

@@ -78,7 +78,7 @@ def parse_value(name: str, value, where: str | None = None):
 
 
 def accepts_booleans(field) -> bool:
-    """True if the flag may stand without a value, which then means true."""
+    """True if the flag may be given without a value, which then means true."""
     return field.type is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
 
 

@@ -58,7 +58,7 @@ class Metrics:
     """The log of one run, as a context: the `end` event is written however the run ends, with its exit code.
 
     Prints from the beginning; `open` must be called before the first event. `quiet`: neither writes nor prints; rank 0
-    does. `watchdog`: ends this process if another rank is lost, and is told to write the `end` event before.
+    does. `watchdog`: ends this process if another rank is lost, and writes the `end` event first.
     """
 
     def __init__(self, plan, quiet: bool = False, watchdog=None):

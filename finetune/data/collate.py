@@ -16,8 +16,8 @@ def microbatches(
 ) -> list[Batch]:
     """Microbatches of a step: `rows` in groups of batch_size, each group split at `microbatch_tokens` tokens per batch.
 
-    flat: documents packed end to end in one row, padding-free. padded: one document per row, grouped by length. A
-    document longer than microbatch_tokens gets a microbatch of its own.
+    padding_free: documents packed end to end in one row, padding-free. padded: one document per row, grouped by length.
+    A document longer than microbatch_tokens gets a microbatch of its own.
     """
     cut, make = {
         "padding_free": (_pack, _flat),

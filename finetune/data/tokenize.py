@@ -1,9 +1,4 @@
-"""Tokenization, sampling order, and collation into the numpy batches of a step.
-
-A dataset is three flat arrays: a row is a slice, and nothing is copied until a batch is collated. The order is a pure
-function of (seed, epoch), so a checkpoint keeps only a cursor of two numbers. Labels are already shifted; both layouts
-hold the same (input id, label) pairs.
-"""
+"""Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
 import hashlib
 import re

@@ -140,7 +140,7 @@ def check_model(dims: ParallelDims, shape) -> None:
 def check_settings(dims: ParallelDims, values: dict) -> None:
     """Raises PlanError if a degree contradicts a setting."""
     for axis, name, wrong, why in (
-        ("cp", "batch_layout", "padded", "splits only flat (padding-free) sequences"),
+        ("cp", "batch_layout", "padded", "splits only padding-free rows"),
         ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
         ("tp", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
         ("pp", "use_activation_cpu_offload", True, "keeps the activations of several microbatches on the device"),

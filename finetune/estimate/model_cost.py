@@ -88,27 +88,27 @@ class ModelCost:
         return self.shape.num_kv_heads * self.shape.head_dim
 
 
-def named(wish: str, name: str) -> bool:
-    """True if `wish`, a list of names or suffixes or a regex on full names, matches this layer."""
-    if re.fullmatch(r"[\w.,\s]+", wish):
-        return any(f".{name}".endswith(f".{end.strip()}") for end in wish.split(",") if end.strip())
+def named(targets: str, name: str) -> bool:
+    """True if `targets`, a list of names or suffixes or a regex on full names, matches this layer."""
+    if re.fullmatch(r"[\w.,\s]+", targets):
+        return any(f".{name}".endswith(f".{end.strip()}") for end in targets.split(",") if end.strip())
     try:
-        return bool(re.fullmatch(wish, name))
+        return bool(re.fullmatch(targets, name))
     except re.error:  # reported once the model is loaded
         return False
 
 
 def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
     """Linears that get an adapter, including embeddings and head if named; all linears in full training."""
-    wish = settings.lora_target_modules
-    if settings.train_type == "full" or wish == "all":
+    targets = settings.lora_target_modules
+    if settings.train_type == "full" or targets == "all":
         return list(shape.linears)
-    if wish == "default":
+    if targets == "default":
         leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
         chosen = next((t for t in DEFAULT_TARGETS if leaves & set(t)), ())
         return [item for item in shape.linears if item[0].rpartition(".")[2] in chosen]
     outer = [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
-    return [item for item in (*shape.linears, *outer) if named(wish, item[0])]
+    return [item for item in (*shape.linears, *outer) if named(targets, item[0])]
 
 
 def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
@@ -117,5 +117,5 @@ def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     if m.full or m.shape.new_layers or s.use_dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
-    wish = s.lora_target_modules
-    return [matrix for matrix, name in zip(matrices, names, strict=True) if wish == "all" or named(wish, name)]
+    targets = s.lora_target_modules
+    return [matrix for matrix, name in zip(matrices, names, strict=True) if targets == "all" or named(targets, name)]

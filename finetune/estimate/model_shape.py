@@ -1,6 +1,7 @@
 """A model's dimensions without its weights: from config.json, and exact tensor shapes if there are safetensors headers.
 
-`linears` equals torch_engine/adapters.linear_names of the loaded model: every linear except head, routers and experts.
+`linears` equals torch_engine/lora/targets.linear_names of the loaded model: every linear except head, routers and
+experts.
 """
 
 import math
@@ -239,7 +240,8 @@ def _computed(known: dict, text: dict) -> dict:
 
 
 def shape_of_files(files) -> ModelShape:
-    """The shape of a checked model folder (hf_files.ModelFiles): from its safetensors headers, else from its config.
+    """The shape of a checked model folder (model_files.files.ModelFiles): from its safetensors headers, else from its
+    config.
 
     Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """

@@ -1,7 +1,7 @@
 """LLaMA-Pro block expansion of a model folder (Wu et al. 2024, section 3.2): which layers are copied, and the copying.
 
 Tensors are streamed from safetensors to safetensors as bytes, 16 MiB at a time, without a framework.
-finetune/torch_engine/blocks.py finds which tensors of a copied layer must be zero.
+finetune/torch_engine/llama_pro.py finds which tensors of a copied layer must be zero.
 """
 
 import json

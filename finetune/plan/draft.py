@@ -21,9 +21,9 @@ class Facts:
 
     `probe(method, bits)`: one quantizer's probe result, None if it was not run; by default what
     `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see
-    model_files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank if a
-    launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise. `environment`:
-    environment variables, in which `accelerate launch` leaves its config file's requests.
+    model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
+    if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
+    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests.
     """
 
     backend: Backend

@@ -385,6 +385,6 @@ RULES = (
     quantization,
     steps,
     model_limits,
-    resolve_memory,  # checkpointing, batch size, cache of dequantized weights, compile
+    resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
     saving,
 )

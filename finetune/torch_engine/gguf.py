@@ -1,4 +1,7 @@
-"""Converts a GGUF file to a Hugging Face folder; hf_files runs it as a child process to free the dense copy."""
+"""Converts a GGUF file to a Hugging Face folder.
+
+Model_files/demo_model.py runs it as a child process to free the dense copy.
+"""
 
 import fcntl
 import functools

@@ -1,8 +1,8 @@
 """Measured memory of a run per item: tensors counted through torch, and the peak of the process for the rest.
 
-Items are named as in finetune/memory.py. `workspace` is the total beyond the counted items: logits, temporaries,
-library buffers; negative if gradients and activations never coexisted. `allocator` is the growth of the process after
-the largest microbatch had run once with optimizer state present.
+Items are named as in finetune/estimate/memory.py. `workspace` is the total beyond the counted items: logits,
+temporaries, library buffers; negative if gradients and activations never coexisted. `allocator` is the growth of the
+process after the largest microbatch had run once with optimizer state present.
 """
 
 import contextlib

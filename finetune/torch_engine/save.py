@@ -39,7 +39,7 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
 
 
 def write_model_folder(model, folder, dtype: torch.dtype) -> None:
-    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when whole."""
+    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when complete."""
     state = model.state_dict()
     saving = StreamedSave.of(model, {n: tuple(t.shape) for n, t in state.items()}, dtype)
     saving.write(folder, lambda name: state[name].detach().cpu())
@@ -61,7 +61,7 @@ class StreamedSave:
 
     @classmethod
     def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
-        """`shapes`: of the model's whole state."""
+        """`shapes`: of the model's full state."""
         state = {}
         for name, shape in shapes.items():
             own = model.get_parameter_or_buffer(name).dtype
@@ -83,7 +83,7 @@ class StreamedSave:
     def write(self, folder: Path, read) -> None:
         """Writes the folder's files beside their places, then puts them there.
 
-        `read(name)`: a whole tensor of the model's state, asked for once each, in the order of `turns`.
+        `read(name)`: a full tensor of the model's state, asked for once each, in the order of `turns`.
         """
         with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
             beside = Path(beside)

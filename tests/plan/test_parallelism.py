@@ -22,7 +22,7 @@ from tests.support.plans import plan_of
         (dict(pp_degree=3, world_size=3), "does not divide num_hidden_layers 2. Use one of 1, 2."),
         (
             dict(cp_degree=2, world_size=2, batch_layout="padded"),
-            "contradicts --cp_degree 2, which splits only flat (padding-free) sequences",
+            "contradicts --cp_degree 2, which splits only padding-free rows",
         ),
         (dict(tp_degree=2, world_size=3), "--tp_degree 2: the product of the degrees is 2, but the world size is 3"),
     ],

@@ -1,4 +1,4 @@
-"""Adapter target modules and initialization, and their names, shapes and config in PEFT's format on disk."""
+"""Adds adapters to a model, merges them, and attaches saved ones."""
 
 import re
 
@@ -19,7 +19,7 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
 
-    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see change_base).
+    `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see init.residual_init).
     `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())

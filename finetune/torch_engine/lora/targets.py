@@ -36,16 +36,16 @@ def outer_names(model) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)]
 
 
-def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
+def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     """Names of the layers that get an adapter.
 
-    `wish`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by their
-    parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
+    `targets`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by
+    their parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
     names, three_d = linear_names(model), experts.parameter_names(model)
-    if wish == "all":
+    if targets == "all":
         return names if use_dora else names + three_d
-    if wish == "default":
+    if targets == "default":
         for leaves in DEFAULT_TARGETS:
             found = [n for n in names if n.rpartition(".")[2] in leaves]
             if found:
@@ -54,20 +54,20 @@ def target_names(model, wish: str, use_dora: bool = False) -> list[str]:
             "--lora_target_modules default: the query and value projections of this model are unknown. Use all."
         )
     names = names + three_d + outer_names(model)
-    if re.fullmatch(r"[\w.,\s]+", wish):
-        endings = [e.strip() for e in wish.split(",") if e.strip()]
+    if re.fullmatch(r"[\w.,\s]+", targets):
+        endings = [e.strip() for e in targets.split(",") if e.strip()]
         if not endings:
-            raise PlanError(f"--lora_target_modules {wish!r}: names nothing. Name layers, or use all.")
+            raise PlanError(f"--lora_target_modules {targets!r}: names nothing. Name layers, or use all.")
         chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
         missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
     else:
         try:
-            chosen = [n for n in names if re.fullmatch(wish, n)]
+            chosen = [n for n in names if re.fullmatch(targets, n)]
         except re.error as error:
             raise PlanError(
-                f"--lora_target_modules {wish}: not a valid regex ({error}). Give names, or a regex."
+                f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
             ) from None
-        missing = [] if chosen else [wish]
+        missing = [] if chosen else [targets]
     if missing:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(
