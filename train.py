@@ -277,9 +277,9 @@ def fine_tune(**flags) -> TrainState:
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env)
-    if done:
-        return done
-    return spawn_ranks(Path(__file__), plan) if plan.dims.world_size > 1 else run(plan)
+    if done or plan.dims.world_size == 1:
+        return done or run(plan)
+    return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 
 
 def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:

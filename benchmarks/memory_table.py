@@ -188,7 +188,7 @@ def row(cell: tuple, result: dict) -> list[str]:
 
 
 def rest(stats: dict) -> int:
-    """What is no counted item: logits, temporaries, libraries, what the allocator keeps."""
+    """Bytes of no counted item: logits, temporaries, libraries, the allocator's reserve."""
     return stats["total"] - sum(stats["items"].get(n, 0) for n in COUNTED)
 
 

@@ -4,7 +4,7 @@ python benchmarks/parallel_speed.py                    2 ranks: ours (DDP, FSDP2
 accelerate's DDP python benchmarks/parallel_speed.py --ranks 4          the growth to 4 python
 benchmarks/parallel_speed.py --paper            steps on 8 GPUs and 16 hosts from the bytes that ranks send
 
-The work: LoRA on a Llama of 6 layers x 512 in fp32, 16 rows of 128 tokens a step, one compute thread a rank. Each
+The work: LoRA on a Llama of 6 layers x 512 in fp32, 16 rows of 128 tokens per step, one compute thread per rank. Each
 method has its own processes, which take turns step by step, so that what else runs on the machine falls on all alike.
 speed: the median over rounds of one process's seconds over the method's, with the least and the most; n rounds.
 accelerate's is the loop that its own examples write: prepare a peft model and AdamW, mean loss of the padded batch,

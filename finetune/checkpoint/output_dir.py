@@ -305,13 +305,13 @@ class OutputDir:
                 written = write_parts(beside, engine.rank, {self.weights_file: weights, MOMENTS: moments})
             except (StorageError, NonFiniteError, PlanError) as error:
                 failed = [error.exit_code, str(error)]
-        told = engine.all_gather_object([written, failed])
-        for rank, (_, failed) in enumerate(told):
+        by_rank = engine.all_gather_object([written, failed])
+        for rank, (_, failed) in enumerate(by_rank):
             if failed:
                 self._drop_step(beside)
                 code, text = failed
                 raise ERRORS_BY_CODE[code](text if rank == 0 else f"rank {rank}: {text}")
-        return beside, {file: entry for files, _ in told for file, entry in files.items()}
+        return beside, {file: entry for files, _ in by_rank for file, entry in files.items()}
 
     def _begin_step(self, step: int) -> Path:
         return begin_checkpoint(self.root, step)

@@ -14,7 +14,7 @@ from finetune.model_files.hub import endpoint, hub_cache, offline
 
 
 def check_local(dataset: str | None, flag: str) -> None:
-    """Raises PlanError if `dataset` is no existing path, dataset alias or Hub name. Makes no network request."""
+    """Raises PlanError unless `dataset` is a path, a dataset alias or a Hub name. Makes no network request."""
     known = (None, "dummy", *DATASET_ALIASES)
     if dataset in known or local_path(dataset, f"{flag} {dataset}").exists():
         return

@@ -18,7 +18,6 @@ from pathlib import Path
 from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import RankLostError
-from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
@@ -28,17 +27,16 @@ ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 # ---- starting ranks
 
 
-def spawn_ranks(program: Path, plan: RunPlan) -> TrainState:
-    """Runs the plan's ranks as processes of `program` and waits for them; the state rank 0 ended with."""
+def spawn_ranks(program: Path, world_size: int, plan: str) -> dict:
+    """Runs the ranks of a serialized plan as processes of `program` and waits for them; rank 0's final state."""
     stop = StopSignal()
     sys.stdout.flush()
     try:
-        result = run_ranks(program, plan.dims.world_size, plan.serialize(), stop.forwarding)
+        return run_ranks(program, world_size, plan, stop.forwarding)
     except RuntimeError as error:
         if stop.received is None or isinstance(error, errors.EXPECTED):
             raise
-        return TrainState(status="stopped", exit_code=128 + stop.received)  # a second signal: exited at once
-    return TrainState(**result)
+        return {"status": "stopped", "exit_code": 128 + stop.received}  # a second signal: exited at once
 
 
 def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
@@ -108,11 +106,11 @@ def _failure(folder: Path, codes: list):
 
     The root cause takes precedence over RankLostError.
     """
-    told = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
-    told.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
+    failures = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
+    failures.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
-    if told and told[0]["code"] != RankLostError.exit_code:
-        return ERRORS_BY_CODE[told[0]["code"]](told[0]["text"])
+    if failures and failures[0]["code"] != RankLostError.exit_code:
+        return ERRORS_BY_CODE[failures[0]["code"]](failures[0]["text"])
     broken = [rank for rank, code in enumerate(codes) if code is not None and code > 0 and code not in ERRORS_BY_CODE]
     if broken and not (folder / "result.json").exists():
         rank = broken[0]
@@ -122,8 +120,8 @@ def _failure(folder: Path, codes: list):
         return RankLostError(
             f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were stopped. Start it again."
         )
-    if told:
-        return RankLostError(told[0]["text"])
+    if failures:
+        return RankLostError(failures[0]["text"])
     assert (folder / "result.json").exists(), codes
     return None
 
