@@ -40,14 +40,14 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
     """
     e = environment
     if "RANK" in e or int(e.get("WORLD_SIZE") or 1) > 1:
-        world = _of_variables(e, host, port)
+        env = _of_variables(e, host, port)
     elif int(e.get("SLURM_STEP_NUM_TASKS") or e.get("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in e:
-        world = _of_slurm(e, host, port)
+        env = _of_slurm(e, host, port)
     else:
         return None
-    if not 0 <= world.rank < world.size:
-        raise PlanError(f"RANK={world.rank}: WORLD_SIZE is {world.size}. Number the ranks from 0.")
-    return world
+    if not 0 <= env.rank < env.size:
+        raise PlanError(f"RANK={env.rank}: WORLD_SIZE is {env.size}. Number the ranks from 0.")
+    return env
 
 
 def _of_variables(e, host, port) -> RankEnv:
@@ -97,16 +97,16 @@ def _number(e, name, default=None) -> int:
 # ---- the network between hosts
 
 
-def network_interface(world: RankEnv, store, timeout_s: float) -> str | None:
+def network_interface(env: RankEnv, store, timeout_s: float) -> str | None:
     """Network interface through which this rank reaches the other hosts; None if not found. Collective.
 
     `store`: a torch Store (set, wait, get). A host's own name may resolve to a loopback address
     (Debian's 127.0.1.1), so the first host uses the route to another rank instead.
     """
-    mine = _address_towards(os.environ.get("MASTER_ADDR", world.host))
-    store.set(f"address-{world.rank}", mine)
+    mine = _address_towards(os.environ.get("MASTER_ADDR", env.host))
+    store.set(f"address-{env.rank}", mine)
     if mine.startswith("127."):
-        keys = [f"address-{rank}" for rank in range(world.size)]
+        keys = [f"address-{rank}" for rank in range(env.size)]
         store.wait(keys, timedelta(seconds=timeout_s))
         others = (store.get(key).decode() for key in keys)
         far = next((address for address in others if not address.startswith("127.")), None)

@@ -1,7 +1,6 @@
-"""The ranks of one job: launcher detection, spawning local ranks, and a watchdog for ranks that die or hang.
+"""Spawns the ranks of a job as local processes, hands each the plan through a temporary folder, and waits for them.
 
-Under a launcher (torchrun, accelerate, SLURM, or RANK and WORLD_SIZE set by hand) this process already is a rank.
-Otherwise it spawns the ranks, hands each the final plan through a temporary folder, and waits. No framework here.
+Under a launcher (torchrun, accelerate, SLURM) a process already is a rank and spawns nothing. No framework here.
 """
 
 import contextlib
@@ -39,20 +38,20 @@ def spawn_ranks(program: Path, world_size: int, plan: str) -> dict:
         return {"status": "stopped", "exit_code": 128 + stop.received}  # a second signal: exited at once
 
 
-def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
-    """Spawns `number` local ranks of `program` with the plan `wire`, waits, and returns the result of rank 0.
+def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
+    """Spawns `world_size` ranks of `program` with the serialized `plan`, waits, and returns the result of rank 0.
 
     Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call.
-    `listening`: a context manager that forwards signals to its argument (launch.Stop.forwarding).
+    `forwarding`: a context manager that forwards signals to its argument (process.StopSignal.forwarding).
     """
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(wire)
+        (folder / "plan.json").write_text(plan)
         children, codes = [], []
         try:
-            with listening(lambda number: [_send(child, number) for child in children]):
-                for rank in range(number):
-                    children.append(_start(program, folder, rank, number))
+            with forwarding(lambda signal_number: [_send(child, signal_number) for child in children]):
+                for rank in range(world_size):
+                    children.append(_start(program, folder, rank, world_size))
                 codes = _wait(children)
         finally:
             for child in children:
@@ -64,12 +63,12 @@ def run_ranks(program: Path, number: int, wire: str, listening) -> dict:
         return json.loads((folder / "result.json").read_text())
 
 
-def _start(program: Path, folder: Path, rank: int, number: int):
+def _start(program: Path, folder: Path, rank: int, world_size: int):
     environment = os.environ | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(number),
+        "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         FOLDER: str(folder),
@@ -126,28 +125,28 @@ def _failure(folder: Path, codes: list):
     return None
 
 
-def write_failure(world: RankEnv, code: int, text: str) -> None:
+def write_failure(env: RankEnv, code: int, text: str) -> None:
     """Writes this rank's failure for the process that spawned it."""
-    content = {"rank": world.rank, "code": code, "text": text, "time": time.time()}
-    _write(world.folder / f"failed-{world.rank}.json", json.dumps(content))
+    content = {"rank": env.rank, "code": code, "text": text, "time": time.time()}
+    _write(env.folder / f"failed-{env.rank}.json", json.dumps(content))
 
 
-def write_result(world: RankEnv, result: dict) -> None:
-    _write(world.folder / "result.json", json.dumps(result))
+def write_result(env: RankEnv, result: dict) -> None:
+    _write(env.folder / "result.json", json.dumps(result))
 
 
-def write_port(world: RankEnv, port: int) -> None:
-    _write(world.folder / "port", str(port))
+def write_port(env: RankEnv, port: int) -> None:
+    _write(env.folder / "port", str(port))
 
 
-def wait_for_port(world: RankEnv, timeout_s: float = 300.0) -> RankEnv:
-    """`world` with the rendezvous port that rank 0 opened."""
-    file, end = world.folder / "port", time.monotonic() + timeout_s
+def wait_for_port(env: RankEnv, timeout_s: float = 300.0) -> RankEnv:
+    """`env` with the rendezvous port that rank 0 opened."""
+    file, end = env.folder / "port", time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > end:
-            raise RankLostError(f"rank 0 of {world.size} did not open a port within {timeout_s:.0f} s. Start it again.")
+            raise RankLostError(f"rank 0 of {env.size} did not open a port within {timeout_s:.0f} s. Start it again.")
         time.sleep(0.02)
-    return replace(world, port=int(file.read_text()))
+    return replace(env, port=int(file.read_text()))
 
 
 def _write(path: Path, text: str) -> None:

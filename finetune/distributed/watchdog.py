@@ -25,16 +25,16 @@ class Watchdog(threading.Thread):
 
     A closed connection means a dead rank; no heartbeat for `timeout_s` means a hung process or a lost host. This rank
     then dumps the stacks of its threads into `stacks` and exits with code 69, even from inside a blocked collective.
-    `speak(text)` logs the line that names the lost rank, on one rank only; `on_exit(code)` runs before each exit.
-    `peer_is_gone(error)`: True for the exception of a collective that failed because its peer is gone.
+    `log_error(text)` logs the line that names the lost rank, on one rank only; `on_exit(code)` runs before each exit.
+    `is_peer_failure(error)`: True for the exception of a collective that failed because its peer is gone.
     """
 
     def __init__(
-        self, world: RankEnv, timeout_s: float, stacks: Path, speak, peer_is_gone, listener=None, address=None
+        self, env: RankEnv, timeout_s: float, stacks: Path, log_error, is_peer_failure, listener=None, address=None
     ):
         super().__init__(daemon=True, name="watch")
-        self.peer_is_gone = peer_is_gone
-        self.world, self.timeout_s, self.stacks, self.speak = world, timeout_s, stacks, speak
+        self.is_peer_failure = is_peer_failure
+        self.env, self.timeout_s, self.stacks, self.log_error = env, timeout_s, stacks, log_error
         self.listener, self.closing = listener, threading.Event()
         self.lock, self.on_exit = threading.Lock(), lambda code: None
         self.peers, self.heard, self.buffers, self.done = {}, {}, {}, set()
@@ -43,7 +43,7 @@ class Watchdog(threading.Thread):
             self.selector.register(listener, selectors.EVENT_READ)
         else:
             peer = socket.create_connection(address, timeout=timeout_s)
-            peer.sendall(f"hello {world.rank}\n".encode())
+            peer.sendall(f"hello {env.rank}\n".encode())
             self._add(0, peer)
 
     @staticmethod
@@ -71,11 +71,11 @@ class Watchdog(threading.Thread):
             for rank, when in list(self.heard.items()):
                 if now - when > self.timeout_s and rank not in self.done:
                     self._lost(
-                        f"rank {rank} of {self.world.size} sent no heartbeat for {now - when:.0f} s "
+                        f"rank {rank} of {self.env.size} sent no heartbeat for {now - when:.0f} s "
                         f"(--rank_timeout {self.timeout_s:g}); the "
                         f"stacks of the others are in {self.stacks}. Start it again."
                     )
-            if self.world.folder is not None and os.getppid() != parent:
+            if self.env.folder is not None and os.getppid() != parent:
                 os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
 
     def _read(self, connection) -> None:
@@ -96,7 +96,7 @@ class Watchdog(threading.Thread):
         if not new:
             self.selector.unregister(connection)
             if rank not in self.done and not self.closing.is_set():
-                self._lost(f"rank {rank} of {self.world.size} died; the others were stopped. Start it again.")
+                self._lost(f"rank {rank} of {self.env.size} died; the others were stopped. Start it again.")
             return
         self.heard[rank] = time.monotonic()
         *lines, self.buffers[rank] = (self.buffers[rank] + new).split(b"\n")
@@ -106,7 +106,7 @@ class Watchdog(threading.Thread):
                 self.done.add(rank)
             elif word == "end":  # a rank failed or was lost, and it is already reported
                 code, _, text = rest.partition(" ")
-                self._leave(int(code), text, speaks=False)
+                self._leave(int(code), text, logs=False)
             elif word == "failed":
                 self._failed(rank, rest)
 
@@ -115,26 +115,24 @@ class Watchdog(threading.Thread):
         code, _, text = rest.partition(" ")
         self.done.add(rank)
         if not self.closing.wait(3.0):
-            self._leave(int(code), f"rank {rank}: {json.loads(text)}", speaks=True)
+            self._leave(int(code), f"rank {rank}: {json.loads(text)}", logs=True)
 
     def _lost(self, text: str) -> None:
         self._leave(
-            RankLostError.exit_code,
-            text,
-            speaks=self.world.rank == 0 or text.startswith("rank 0 ") and self.world.rank == 1,
+            RankLostError.exit_code, text, logs=self.env.rank == 0 or text.startswith("rank 0 ") and self.env.rank == 1
         )
 
-    def _leave(self, code: int, text: str, speaks: bool) -> None:
+    def _leave(self, code: int, text: str, logs: bool) -> None:
         """Exits immediately: the main thread may be blocked in a collective with a rank that will never answer."""
         with self.lock:
             if self.closing.is_set():
                 return
             if code == RankLostError.exit_code:
                 self._dump_stacks()
-            if self.world.folder is not None:
-                write_failure(self.world, code, text)
-            elif speaks:
-                self.speak(text)
+            if self.env.folder is not None:
+                write_failure(self.env, code, text)
+            elif logs:
+                self.log_error(text)
             for rank in self.peers:
                 self._tell(rank, f"end {code} {text}")
             try:
@@ -145,7 +143,7 @@ class Watchdog(threading.Thread):
     def _dump_stacks(self) -> None:
         with contextlib.suppress(OSError):
             self.stacks.mkdir(parents=True, exist_ok=True)
-            with open(self.stacks / f"rank-{self.world.rank}.txt", "w") as file:
+            with open(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
 
     def _tell(self, rank: int, line: str) -> None:
@@ -159,7 +157,7 @@ class Watchdog(threading.Thread):
 
         Waits first: the watchdog ends this process within moments, naming the lost rank, unless all ranks are alive.
         """
-        gone = self.peer_is_gone(error)
+        gone = self.is_peer_failure(error)
         self.closing.wait(GRACE_S / 2 if gone else 0)
         return gone
 
@@ -167,7 +165,7 @@ class Watchdog(threading.Thread):
         """Announces a failure of this rank, so that the other ranks exit too. Call it before exiting."""
         with self.lock:
             self.closing.set()
-            word = f"end {code} {text}" if self.world.rank == 0 else f"failed {code} {json.dumps(text)}"
+            word = f"end {code} {text}" if self.env.rank == 0 else f"failed {code} {json.dumps(text)}"
             for rank in self.peers:
                 self._tell(rank, word)
 
