@@ -335,11 +335,12 @@ def run_all(cells: dict[str, Cell], show) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--record", metavar="FILE", type=Path)
-    action.add_argument("--compare", metavar="FILE", type=Path)
+    parser.add_argument("--record", metavar="FILE", type=Path, help="write what came out")
+    parser.add_argument("--compare", metavar="FILE", type=Path, help="compare with a record; both may be given")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cells whose name contains it")
     args = parser.parse_args()
+    if not (args.record or args.compare):
+        parser.error("give --record FILE, --compare FILE, or both")
     cells, here, began = {n: c for n, c in matrix().items() if args.only in n}, machine(), time.perf_counter()
     known = json.loads(args.compare.read_text()) if args.compare else None
     if known and known["machine"] != here:
@@ -363,13 +364,13 @@ def main() -> int:
     gone = [n for n in known["cells"] if args.only in n and n not in cells] if known else []
     for name in gone:
         print(f"{name:36} is in the record and no longer a cell")
-    if known is None:
+    if args.record:
         args.record.write_text(json.dumps({"machine": here, "cells": results}, indent=1, sort_keys=True))
-    file = args.compare or args.record
     good, seconds = len(cells) - len(set(bad)), time.perf_counter() - began
     word = "bitwise equal" if known else "recorded"
     print(f"{good} of {len(cells)} cells are {word}, {seconds:.0f} s")
-    print(f"sha256 of {file}: {hashlib.sha256(file.read_bytes()).hexdigest()}")
+    for file in filter(None, (args.compare, args.record)):
+        print(f"sha256 of {file}: {hashlib.sha256(file.read_bytes()).hexdigest()}")
     return 1 if bad or gone else 0
 
 
