@@ -266,10 +266,10 @@ def fine_tune(**flags) -> TrainState:
     if unknown:
         raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
     overrides = with_config({NAMES[k]: parse_value(NAMES[k], v) for k, v in flags.items() if v is not None})
-    if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
-        return run_doctor(overrides)
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
     env = rank_env(os.environ, *address)
+    if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
+        return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 

@@ -83,7 +83,8 @@ def accepts_booleans(field) -> bool:
 
 
 def _parse_number(field, value, where: str):
-    kind, meta, example = field.type, field.metadata, field.default
+    kind, meta = field.type, field.metadata
+    example = "1e-4" if field.default is None and kind is float else 1 if field.default is None else field.default
     if isinstance(value, bool):
         raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
     try:
@@ -94,6 +95,8 @@ def _parse_number(field, value, where: str):
     low, above = meta["minimum"], meta["above"]
     if number != number or (low is not None and number < low) or (above is not None and number <= above):
         raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
+    if meta["maximum"] is not None and number > meta["maximum"]:
+        raise PlanError(f"{where} {value}: must be <= {meta['maximum']}.")
     if meta["nonzero"] and number == 0:
         no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
         raise PlanError(f"{where} 0: leaves no {no}.")

@@ -50,6 +50,7 @@ FACTS = {
     "value_aliases": {},  # {older word: the choice it means}
     "aliases": (),  # other spellings of the flag
     "minimum": None,  # >=
+    "maximum": None,  # <=
     "above": None,  # >
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
@@ -294,7 +295,9 @@ class TrainConfig:
         600.0, "machine", "seconds without a heartbeat before a rank counts as lost", above=0.0, resumable=True
     )
     master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous", resumable=True)
-    master_port: int = flag(12355, "machine", "port of rank 0 for the rendezvous", minimum=1, resumable=True)
+    master_port: int = flag(
+        12355, "machine", "port of rank 0 for the rendezvous", minimum=1, maximum=65535, resumable=True
+    )
     mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
     # output
     output_dir: str = flag(

@@ -88,11 +88,14 @@ class Metrics:
 
     def open(self, output_dir: Path, state, offset: int | None = None) -> None:
         """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
-        self.state, self.file = state, output_dir / "metrics.jsonl"
+        self.file = output_dir / "metrics.jsonl"
+        if not self.quiet:
+            self._open_file(offset)
+        self.state = state
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
-        if self.quiet:
-            return
+
+    def _open_file(self, offset: int | None) -> None:
         self.tracker = wandb_run(self.plan)
         if self.file.exists():
             with open(self.file, "r+b") as file:

@@ -103,7 +103,9 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         rows = [("", "before", "after"), ("loss", f"{r.before['loss']:.4f}", f"{r.after['loss']:.4f}")]
         if "exact_match" in r.after:
             name = f"exact match of {len(data.score_examples)}"
-            rows.append((name, f"{r.before['exact_match']:.1%}", f"{r.after['exact_match']:.1%}"))
+            # A resumed run may score what the run before it did not.
+            before = f"{r.before['exact_match']:.1%}" if "exact_match" in r.before else "-"
+            rows.append((name, before, f"{r.after['exact_match']:.1%}"))
         lines += [table(rows), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]

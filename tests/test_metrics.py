@@ -1,5 +1,7 @@
 """metrics.jsonl: events, and a log truncated or resumed."""
 
+import pytest
+
 from finetune.metrics import Metrics, read_events
 from finetune.plan.run_plan import TrainState
 from tests.support.commands import command, finish
@@ -45,3 +47,9 @@ def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
     log.open(tmp_path, TrainState())
     log.event("step", step=1, grad_norm=float("inf"))
     assert read_events(tmp_path)[0]["grad_norm"] is None
+
+
+def test_a_failure_while_the_log_is_opened_is_the_one_that_is_raised(tmp_path):
+    with pytest.raises(NotADirectoryError), Metrics(plan_of(log_to="stdout")) as log:
+        (tmp_path / "file").touch()
+        log.open(tmp_path / "file", TrainState())

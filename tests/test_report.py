@@ -16,3 +16,10 @@ def test_a_resumed_run_shows_what_was_before_and_its_own_speed(plain_run, tmp_pa
     state = fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
     first = read_events(tmp_path / "out", "eval")[0]["loss"]
     assert state.scores["before"]["loss"] == first != state.scores["after"]["loss"]
+
+
+def test_a_resumed_run_may_score_what_the_run_before_did_not(plain_run, tmp_path, rows_file, capsys):
+    plain_run(max_steps=1, validation_split=0.2)
+    plain_run(max_steps=2, validation_split=0.2, resume="auto", score_dataset=str(rows_file), score_samples=2)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exact match of"))
+    assert row.split()[-2] == "-"

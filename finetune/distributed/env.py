@@ -39,14 +39,20 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
     `host`, `port`: the rendezvous address of rank 0 if MASTER_ADDR and MASTER_PORT are unset.
     """
     e = environment
-    if "RANK" in e or int(e.get("WORLD_SIZE") or 1) > 1:
+    slurm_tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in e else "SLURM_NTASKS"
+    if "RANK" in e or _number(e, "WORLD_SIZE", 1) > 1:
         env = _of_variables(e, host, port)
-    elif int(e.get("SLURM_STEP_NUM_TASKS") or e.get("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in e:
-        env = _of_slurm(e, host, port)
+    elif "SLURM_PROCID" in e and _number(e, slurm_tasks, 1) > 1:
+        env = _of_slurm(e, slurm_tasks, host, port)
     else:
         return None
     if not 0 <= env.rank < env.size:
         raise PlanError(f"RANK={env.rank}: WORLD_SIZE is {env.size}. Number the ranks from 0.")
+    if not 0 <= env.local_rank < env.local_size <= env.size:
+        raise PlanError(
+            f"LOCAL_RANK={env.local_rank}: LOCAL_WORLD_SIZE is {env.local_size} and WORLD_SIZE {env.size}. "
+            "Number the ranks of a host from 0."
+        )
     return env
 
 
@@ -60,7 +66,7 @@ def _of_variables(e, host, port) -> RankEnv:
     return RankEnv(
         rank,
         size,
-        _number(e, "LOCAL_RANK", rank % local_size),
+        _number(e, "LOCAL_RANK", rank % max(1, local_size)),
         local_size,
         e.get("MASTER_ADDR", host),
         _number(e, "MASTER_PORT", port),
@@ -68,11 +74,13 @@ def _of_variables(e, host, port) -> RankEnv:
     )
 
 
-def _of_slurm(e, host, port) -> RankEnv:
-    rank = _number(e, "SLURM_PROCID")
-    size = _number(e, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in e else "SLURM_NTASKS")
+def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:
+    rank, size = _number(e, "SLURM_PROCID"), _number(e, num_tasks)
     tasks = e.get("SLURM_STEP_TASKS_PER_NODE") or e.get("SLURM_TASKS_PER_NODE") or str(size)
-    local_size = int(re.match(r"\d+", tasks)[0])
+    on_first_node = re.match(r"[1-9]\d*", tasks)
+    if on_first_node is None:
+        raise PlanError(f"SLURM_TASKS_PER_NODE={tasks}: not a number of tasks. Start the ranks with srun.")
+    local_size = int(on_first_node[0])
     nodes = e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST") or host
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes.split(",")[0] if "[" not in nodes else nodes.split("]")[0] + "]")
     first = "localhost" if local_size == size else first
@@ -88,10 +96,11 @@ def _of_slurm(e, host, port) -> RankEnv:
 
 
 def _number(e, name, default=None) -> int:
+    """A variable as an integer; `default` if it is unset or empty."""
     try:
-        return int(e[name]) if name in e else default
+        return int(e[name]) if e.get(name) else default
     except ValueError:
-        raise PlanError(f"{name}={e[name]}: not a number.") from None
+        raise PlanError(f"{name}={e[name]}: not a number. Set it to an integer, or unset it.") from None
 
 
 # ---- the network between hosts

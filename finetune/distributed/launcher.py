@@ -101,7 +101,7 @@ def _send(child, number: int, group: bool = False) -> None:
 
 
 def _failure(folder: Path, codes: list):
-    """The exception that caused_by_peer how the ranks failed, or None.
+    """The exception that explains how the ranks failed, or None.
 
     The root cause takes precedence over RankLostError.
     """
@@ -117,7 +117,7 @@ def _failure(folder: Path, codes: list):
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         return RankLostError(
-            f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were stopped. Start it again."
+            f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were stopped. Rerun with --resume auto."
         )
     if failures:
         return RankLostError(failures[0]["text"])
@@ -144,7 +144,9 @@ def wait_for_port(env: RankEnv, timeout_s: float = 300.0) -> RankEnv:
     file, end = env.folder / "port", time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > end:
-            raise RankLostError(f"rank 0 of {env.size} did not open a port within {timeout_s:.0f} s. Start it again.")
+            raise RankLostError(
+                f"rank 0 of {env.size} did not open a port within {timeout_s:.0f} s. Rerun with --resume auto."
+            )
         time.sleep(0.02)
     return replace(env, port=int(file.read_text()))
 

@@ -73,7 +73,7 @@ class Watchdog(threading.Thread):
                     self._lost(
                         f"rank {rank} of {self.env.size} sent no heartbeat for {now - when:.0f} s "
                         f"(--rank_timeout {self.timeout_s:g}); the "
-                        f"stacks of the others are in {self.stacks}. Start it again."
+                        f"stacks of the others are in {self.stacks}. Rerun with --resume auto."
                     )
             if self.env.folder is not None and os.getppid() != parent:
                 os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
@@ -96,7 +96,7 @@ class Watchdog(threading.Thread):
         if not new:
             self.selector.unregister(connection)
             if rank not in self.done and not self.closing.is_set():
-                self._lost(f"rank {rank} of {self.env.size} died; the others were stopped. Start it again.")
+                self._lost(f"rank {rank} of {self.env.size} died; the others were stopped. Rerun with --resume auto.")
             return
         self.heard[rank] = time.monotonic()
         *lines, self.buffers[rank] = (self.buffers[rank] + new).split(b"\n")

@@ -13,6 +13,7 @@ def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
 
     Raises PlanError.
     """
+    named_by = "--backend " if name else "FSDP_BACKEND="
     name = name or os.environ.get("FSDP_BACKEND") or None
     try:
         manager = BackendManager(name, verbose=False)
@@ -20,12 +21,12 @@ def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
             rest = [b for b in manager.available if CAPABILITIES[b].engine in ENGINES]
             return BackendManager(rest[0], verbose=False), manager.backend
     except ValueError as error:
-        raise PlanError(f"--backend {name}: {error}") from None
+        raise PlanError(f"{named_by}{name}: {error}") from None
     return manager, None
 
 
 def check_environment(overrides: dict) -> None:
-    """Raises PlanError for what no setting can mend: environment variables, a missing package."""
+    """Raises PlanError for what no setting can fix: environment variables, a missing package."""
     problem = environment_error()
     if problem:
         raise PlanError(problem)

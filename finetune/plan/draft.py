@@ -54,9 +54,9 @@ class Draft:
         self.requested = {k: v for k, v in requested.items() if v is not None}
         self.demo, inherited = demo_defaults(self.requested), dict(facts.inherited or {})
         self.inherited_rows_per_step = inherited.pop("rows_per_step", None)
-        # "auto" said aloud inherits like a setting left open.
-        said_auto = {k: v for k, v in inherited.items() if self.requested.get(k) == "auto"}
-        self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **said_auto}
+        # An explicit "auto" inherits like a setting left open.
+        explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) == "auto"}
+        self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto}
         self.adjustments, self.notices = [], []
         self.dims, self.local_world_size, self.distribution = ParallelDims(), 1, "ptd"
 

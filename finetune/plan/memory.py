@@ -46,7 +46,8 @@ def resolve_dequant_cache(draft: Draft, auto_cache: bool) -> None:
 
 
 def resolve_activation_offload(draft: Draft) -> None:
-    if draft.values["use_activation_cpu_offload"] and draft.backend in (Backend.CPU, Backend.MPS):
+    host_memory = draft.backend in (Backend.CPU, Backend.MPS) and not draft.assumes_accelerator
+    if draft.values["use_activation_cpu_offload"] and host_memory:
         reason = f"activations on {draft.backend} already are in host memory"
         draft.adjust("use_activation_cpu_offload", False, reason)
 
@@ -54,7 +55,7 @@ def resolve_activation_offload(draft: Draft) -> None:
 def resolve_flash_attention(draft: Draft) -> None:
     if not draft.values["use_flash_attention"]:
         return
-    if draft.capabilities.supports_flash_attention:
+    if draft.capabilities.supports_flash_attention or draft.assumes_accelerator:
         draft.notices.append("flash attention: torch's own kernels, which it takes for bf16 and fp16")
         return
     default = f"no flash attention kernels on {draft.backend}"

@@ -58,7 +58,7 @@ def rows_per_rank(draft: Draft) -> None:
         draft.adjust("batch_size", saved_rows // batches, reason)
     rows = DEMO_SETTINGS["batch_size"]
     if "batch_size" in draft.demo and not draft.given("batch_size") and rows % data_ranks == 0:
-        draft.adjust("batch_size", rows // data_ranks, f"the demo's {rows} rows per step over {data_ranks} ranks")
+        draft.adjust("batch_size", rows // data_ranks, f"the demo's {rows} rows per batch over {data_ranks} ranks")
 
 
 def single_process(draft: Draft) -> None:
@@ -106,7 +106,10 @@ def sharded_weights(draft: Draft) -> None:
             "on another world size. Use adamw, with --use_cpu_offload true if moments do not fit, or "
             "--sharding_strategy ddp."
         )
-    if values["cache_dequantized"] == "true":
+    if draft.requested.get("cache_dequantized", "auto") == "auto":  # a single process may have settled on true
+        if values["cache_dequantized"] == "true":
+            draft.adjust("cache_dequantized", "false", "sharded weights are all-gathered packed")
+    elif values["cache_dequantized"] == "true":
         raise PlanError(
             "--cache_dequantized true: keeps every weight dense and unsharded on every rank, which sharding avoids. "
             "Omit it, or use --sharding_strategy ddp."
@@ -141,13 +144,6 @@ def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
     check_accelerate(draft, method, name)
     accelerate_degrees(draft, method, world_size)
     draft.distribution = method
-    mixed_precision = accelerate_config.mixed_precision(environment)
-    if mixed_precision and not values["precision"].startswith(mixed_precision):
-        draft.notices.append(
-            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision "
-            f"{values['precision']} "
-            "decides"
-        )
 
 
 def check_accelerate(draft: Draft, method: str, name: str) -> None:
@@ -208,6 +204,13 @@ def accelerate_limits(draft: Draft) -> None:
     if draft.distribution == "ptd":
         return
     values, name = draft.values, accelerate_config.NAMES[draft.distribution]
+    mixed_precision = accelerate_config.mixed_precision(draft.facts.environment)
+    if mixed_precision and not values["precision"].startswith(mixed_precision):
+        draft.notices.append(
+            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision "
+            f"{values['precision']} "
+            "decides"
+        )
     if values["reentrant_checkpointing"]:
         raise PlanError(f"--reentrant_checkpointing true: accelerate's {name} waits for each gradient once. Use false.")
     if not draft.distribution.startswith("zero"):

@@ -53,7 +53,9 @@ def deprecated_aliases(draft: Draft) -> None:
                 raise PlanError(f"--train_type {word}: needs --{name}, the folder of the expanded model.")
         elif name != "train_type" and draft.given(name) and values[name] != value:
             given = format_value(values[name])
-            raise PlanError(f"--train_type {word}: means --{name} {format_value(value)}, but {given} is given.")
+            raise PlanError(
+                f"--train_type {word}: means --{name} {format_value(value)}, but {given} is given. Omit it."
+            )
         else:
             draft.adjust(name, value, f"--train_type {word} means this")
     optimizer = values["optimizer"]
@@ -105,7 +107,9 @@ def contradictions(draft: Draft) -> None:
     if values["cosine_min_lr_ratio"] > 1:
         raise PlanError(f"--cosine_min_lr_ratio {values['cosine_min_lr_ratio']}: must be at most 1.")
     if values["reentrant_checkpointing"] and values["use_gradient_checkpointing"] == "false":
-        raise PlanError("--reentrant_checkpointing true: contradicts --use_gradient_checkpointing false.")
+        raise PlanError(
+            "--reentrant_checkpointing true: contradicts --use_gradient_checkpointing false. Omit one of them."
+        )
     if values["assume_memory"]:
         parse_size(values["assume_memory"])
     for name in ("assume_memory", "assume_world_size"):
@@ -203,7 +207,7 @@ def precision(draft: Draft) -> None:
     why = capabilities.reasons.get("bf16", "")
     if word == "auto":
         draft.adjust("precision", *_auto_precision(draft, why))
-    elif word.startswith("bf16") and not capabilities.supports_bfloat16:
+    elif word.startswith("bf16") and not (capabilities.supports_bfloat16 or draft.assumes_accelerator):
         if draft.backend is Backend.CPU:
             fact = why or "this processor may lack bf16 products"
             draft.notices.append(f"precision {word}: {fact}; fp32 is faster")
@@ -338,7 +342,7 @@ def model_limits(draft: Draft) -> None:
     limit, length = shape.context_limit, values["context_length"]
     if limit and length > limit:
         if draft.given("context_length"):
-            raise PlanError(f"--context_length {length}: is over this model's limit of {limit}. Use at most {limit}.")
+            raise PlanError(f"--context_length {length}: exceeds this model's limit of {limit}. Use at most {limit}.")
         draft.adjust("context_length", limit, "this model's limit")
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))
@@ -362,7 +366,7 @@ def saving(draft: Draft) -> None:
     if not values["save_model"] and (values["save_every"] or values["resume"]):
         name = "save_every" if values["save_every"] else "resume"
         raise PlanError(
-            f"--save_model false: contradicts --{name} {values[name]}, which needs the files it would not write."
+            f"--save_model false: contradicts --{name} {values[name]}, which writes checkpoints. Omit one of them."
         )
 
 

@@ -13,8 +13,9 @@ from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
 from finetune.torch_engine import attention, loss
 from finetune.torch_engine.forward import ModelForward, base_model, no_autocast
-from finetune.torch_engine.load import weights_dtype
+from finetune.torch_engine.load import out_of_memory, weights_dtype
 from finetune.torch_engine.parallel import context
+from finetune.torch_engine.parallel.process_groups import is_peer_failure
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,16 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
 # ---- of a model
 
 
+def _reraise_if_not_the_models(error: Exception) -> None:
+    """Lets exhausted memory and lost ranks through: they say nothing about the model."""
+    if out_of_memory(error) or is_peer_failure(error):
+        raise error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:150]
+
+
 @torch.no_grad()
 def check_causal(model, autocast) -> None:
     """Raises PlanError if the loaded model does not run, or if a token sees later ones.
@@ -147,10 +158,10 @@ def check_causal(model, autocast) -> None:
                 for i in (ids, other_end, other_start)
             )
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        first = str(error).splitlines()[0][:150]
+        _reraise_if_not_the_models(error)
         raise PlanError(
-            f"--model_name: {name} does not run with these adapters and dtypes ({first}). "
-            "Use --train_type full, or another model."
+            f"--model_name: {name} does not run with these adapters and dtypes ({_first_line(error)}). "
+            "Use another --train_type, or another model."
         ) from error
     if torch.equal(own, leaked):
         return
@@ -186,12 +197,12 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
             model.set_attn_implementation(attention.NAME)
             packed, changed = (_packed_logits(model, [first, two]) for first in (one, other))
     except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        return Check(False, f"this model does not support packed documents: {str(error).splitlines()[0][:120]}")
+        _reraise_if_not_the_models(error)
+        return Check(False, f"this model does not support packed documents: {_first_line(error)}")
     size = alone.abs().max().item()
     leak = (packed[first_length:] - changed[first_length:]).abs().max().item() / size
     off = (packed - alone).abs().max().item() / size
-    dtype = torch.get_autocast_dtype(packed.device.type) if autocast is not no_autocast else weights_dtype(model)
-    exact = dtype == torch.float32
+    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
     allowed = 1e-4 if exact else 5e-2
     if leak > (1e-5 if exact else 1e-2):
         return Check(False, f"a packed document sees the one before it (logits move by {leak:.1e})")

@@ -73,7 +73,13 @@ class EngineState:
             for key, count in of_rank.items():
                 name, _, moment = key.rpartition(".")
                 counts.setdefault(f"{self.checkpoint_key(name)}.{moment}", count)
-        return {"counts": counts, "scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps}
+        degrees = list(self.groups.dims.mesh_shape)
+        return {
+            "counts": counts,
+            "scale": self.scaler.scale,
+            "clean_steps": self.scaler.clean_steps,
+            "degrees": degrees,
+        }
 
     def writes_shards(self) -> bool:
         """True if each rank can save its own shards: base weights train, sharded in ways that have a place in the full
@@ -145,15 +151,17 @@ class EngineState:
 
         Raises PlanError if they do not match.
 
-        Random state of another world size fits no rank: each is then seeded from rank 0's state and its own rank, and
-        `reseeded` is set.
+        Random state of another world size or other degrees fits no rank: each is then seeded from rank 0's state and
+        its own rank, and `reseeded` is set.
         """
         self.load_trainable(trainable)
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         self.parallel.load_moments(names, optimizer, values["counts"])
         self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
-        if saved_ranks == self.groups.dims.world_size:
+        degrees = list(self.groups.dims.mesh_shape)
+        # Earlier checkpoints do not record their degrees.
+        if saved_ranks == self.groups.dims.world_size and values.get("degrees", degrees) == degrees:
             prefix = f"rank{self.groups.rank}." if self.groups.rank else ""
             local = self.local_rng_state()
             self.set_rng_state({name: rng[prefix + name] for name in local if prefix + name in rng})
@@ -167,11 +175,15 @@ class EngineState:
             trainable = from_disk(self.model, self.place.trainable, trainable, self.settings)
         if set(names) != set(trainable):
             odd = sorted(set(names) ^ set(trainable))[0]
-            raise PlanError(f"--resume: the checkpoint and this run train different tensors, such as {odd}.")
+            raise PlanError(
+                f"--resume: the checkpoint and this run train different tensors, such as {odd}. Omit what changes them."
+            )
         for key, name in names.items():
             full, shape = trainable[key], self.place.full_shape(name)
             if shape != tuple(full.shape):
-                raise PlanError(f"--resume: {key} is {tuple(full.shape)} on disk, {shape} here.")
+                raise PlanError(
+                    f"--resume: {key} is {tuple(full.shape)} on disk, {shape} here. Resume with the saved settings."
+                )
             self.parallel.copy_weight(name, full)
 
     def set_rng_state(self, rng) -> None:

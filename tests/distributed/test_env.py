@@ -32,9 +32,27 @@ def test_every_launcher_gives_a_process_its_rank():
     }
     found = rank_env(slurm)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.host) == (3, 4, 1, 2, "node03")
-    for environment in ({"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}):
-        with pytest.raises(PlanError):
-            rank_env(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "abc"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "5", "LOCAL_RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "9"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "x"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "x"},
+    ],
+    ids=lambda environment: " ".join(f"{k}={v}" for k, v in environment.items()),
+)
+def test_an_environment_that_is_not_a_rank_is_one_line(environment):
+    with pytest.raises(PlanError) as error:
+        rank_env(environment)
+    assert "\n" not in str(error.value) and "=" in str(error.value)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_rank_killed_on_one_host_ends_the_other(hosts, base, tmp_path, victim)
         assert time.monotonic() - began < 30
     finally:
         end_hosts(process)
-    line = f"error: rank {victim} of 2 died; the others were stopped. Start it again."
+    line = f"error: rank {victim} of 2 died; the others were stopped. Rerun with --resume auto."
     said = errors_in(tmp_path / f"h{2 - victim}.log")
     assert said == [line] and not errors_in(tmp_path / f"h{1 + victim}.log")
     assert process.returncode == (137 if victim == 0 else 69)  # the first host's code

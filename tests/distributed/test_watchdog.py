@@ -27,7 +27,7 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_resumes(
         _, err = process.communicate(timeout=40)
         assert time.monotonic() - began < 30
         assert process.returncode == 69
-        said = f"error: rank {victim} of 2 was killed by SIGKILL; the others were stopped. Start it again."
+        said = f"error: rank {victim} of 2 was killed by SIGKILL; the others were stopped. Rerun with --resume auto."
         assert err.strip() == said
         assert len(mine) == 3 and not any(Path(f"/proc/{pid}").exists() for pid in mine)
     finally:
@@ -67,7 +67,7 @@ def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, vi
     finally:
         [ranks.kill_session(p) for p in processes]
     assert other.returncode == 69, err
-    assert err.strip() == f"error: rank {victim} of 2 died; the others were stopped. Start it again."
+    assert err.strip() == f"error: rank {victim} of 2 died; the others were stopped. Rerun with --resume auto."
 
 
 @pytest.mark.slow

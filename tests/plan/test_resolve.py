@@ -165,7 +165,7 @@ def test_flash_attention_without_kernels_says_what_is_used_instead():
 
 def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_when_not():
     shape = ModelShape.from_config({"model_type": "llama", "max_position_embeddings": 256})
-    with pytest.raises(PlanError, match="--context_length 1000: is over this model's limit of 256"):
+    with pytest.raises(PlanError, match="--context_length 1000: exceeds this model's limit of 256"):
         plan_of(shape=shape, context_length=1000)
     assert plan_of(shape=shape).settings.context_length == 256
 

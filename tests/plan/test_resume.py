@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from backend_manager import Backend
 from finetune.errors import PlanError
-from finetune.plan.resume import check_resumed, merge_saved
-from tests.support.plans import plan_of
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved
+from tests.support.plans import capabilities, plan_of
 from tests.support.runs import copy_up_to
 from train import fine_tune
 
@@ -15,7 +18,7 @@ def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path,
     folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
     with pytest.raises(PlanError, match="--lr: 0.005 -> 0.1"):
         fine_tune(resume=str(folder), lr=0.1)
-    with pytest.raises(PlanError, match="8|rows a step"):
+    with pytest.raises(PlanError, match="4 -> 8 rows per step"):
         fine_tune(resume=str(folder), batch_size=4)
     other = tmp_path / "other.jsonl"
     other.write_text(rows_file.read_text().replace("plus", "and"))
@@ -64,3 +67,13 @@ def test_a_resumed_run_keeps_the_precision_it_settled(plain_run, tmp_path, asked
     file.write_text(json.dumps(plan))
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=3).step == 3
     assert json.loads(file.read_text())["settled"]["precision"] == other
+
+
+def test_dense_copies_that_a_single_process_settled_on_are_dropped_over_shards():
+    old = saved(cache_dequantized="auto")
+    old["settled"]["cache_dequantized"] = "true"
+    facts = Facts(Backend.CPU, capabilities(), inherited=inherited_from_checkpoint(old, "cpu"))
+    plan = resolve_plan({**merge_saved({}, old), "world_size": 2}, facts)
+    assert plan.settings.cache_dequantized == "false" and plan.dims.shards == 2
+    with pytest.raises(PlanError, match="--cache_dequantized true"):
+        resolve_plan({**merge_saved({"cache_dequantized": "true"}, old), "world_size": 2}, facts)

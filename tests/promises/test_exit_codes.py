@@ -62,7 +62,7 @@ BAD_FLAGS = {
     "missing model": ({"model_name": "no/such/model"}, "--model_name no/such/model: "),
     "missing data": ({"dataset": "nowhere.jsonl"}, "--dataset nowhere.jsonl: "),
     "folder without data": ({"dataset": str(ROOT / "docs")}, "--dataset "),
-    "context": ({"context_length": 100_000}, "--context_length 100000: is over this model's limit of 256"),
+    "context": ({"context_length": 100_000}, "--context_length 100000: exceeds this model's limit of 256"),
     "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
     "pair": (
         {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"},

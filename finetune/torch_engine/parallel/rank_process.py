@@ -73,4 +73,6 @@ def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
     except RuntimeError as error:
         if not watchdog.caused_by_peer(error):
             raise
-        raise RankLostError(f"a rank does not answer ({str(error).splitlines()[0]}). Start it again.") from error
+        raise RankLostError(
+            f"a rank stopped responding ({str(error).splitlines()[0]}). Rerun with --resume auto."
+        ) from error
