@@ -99,7 +99,7 @@ class Engine(Protocol):
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
 
-        OutOfMemoryError.
+        Raises OutOfMemoryError.
         """
 
     # ---- step

@@ -59,7 +59,7 @@ def exact_match(
 ) -> tuple[float, list[str]]:
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
 
-    `examples` are data.tokenize.generation_examples'. White space around an answer is ignored. A row ends as soon as
+    `examples` are data.tokenize.generation_examples'. Whitespace around an answer is ignored. A row ends as soon as
     its text can no longer become the expected one, which changes no score. `stop_ids` end an answer; `stopping()`: give
     up.
     """

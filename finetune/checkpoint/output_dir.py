@@ -145,8 +145,7 @@ class OutputDir:
             self.close()
             raise PlanError(
                 f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true "
-                "to "
-                "replace it."
+                "to replace it."
             )
 
     def __enter__(self):

@@ -9,7 +9,7 @@ ENGINES = ("torch",)
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
-    """(manager of the backend, one that detection preferred but no engine of this version runs or None).
+    """(manager, the backend that detection preferred but no engine here runs, or None).
 
     Raises PlanError.
     """

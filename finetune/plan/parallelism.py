@@ -176,8 +176,7 @@ def check_accelerate(draft: Draft, method: str, name: str) -> None:
     if unsupported:
         raise PlanError(
             f"{flag}: its config file sets {unsupported[0]} {unsupported[1]}, which is not supported here. Remove it, "
-            "or "
-            "use --parallel_backend ptd."
+            "or use --parallel_backend ptd."
         )
 
 
@@ -207,9 +206,8 @@ def accelerate_limits(draft: Draft) -> None:
     mixed_precision = accelerate_config.mixed_precision(draft.facts.environment)
     if mixed_precision and not values["precision"].startswith(mixed_precision):
         draft.notices.append(
-            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: --precision "
-            f"{values['precision']} "
-            "decides"
+            f"mixed_precision {mixed_precision} of accelerate's config file is ignored: "
+            f"--precision {values['precision']} decides"
         )
     if values["reentrant_checkpointing"]:
         raise PlanError(f"--reentrant_checkpointing true: accelerate's {name} waits for each gradient once. Use false.")

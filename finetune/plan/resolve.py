@@ -202,7 +202,7 @@ def machine(draft: Draft) -> None:
 
 
 def precision(draft: Draft) -> None:
-    """auto, and words that this device cannot compute in."""
+    """auto, and precisions this device does not support."""
     values, word, capabilities = draft.values, draft.values["precision"], draft.capabilities
     why = capabilities.reasons.get("bf16", "")
     if word == "auto":

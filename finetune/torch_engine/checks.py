@@ -1,6 +1,6 @@
-"""Checks on the loaded model: causal; packed documents see only themselves.
+"""Checks on the loaded model: it is causal, and packed documents see only themselves.
 
-Our chunked head and a distributed model give its logits.
+The chunked head and a distributed model reproduce its logits.
 """
 
 from dataclasses import dataclass

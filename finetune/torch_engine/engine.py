@@ -195,10 +195,9 @@ class TorchEngine:
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
                 f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
-                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "
-                "on "
-                f"--use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory (now "
-                f"{s.low_memory})."
+                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or "
+                f"turn on --use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory "
+                f"(now {s.low_memory})."
             ) from error
 
     # ---- collectives

@@ -92,7 +92,7 @@ class ModelForward:
     def nll(self, batch: Batch) -> torch.Tensor:
         """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline.
 
-        Of ranks that share the batch, this one's part.
+        If ranks share the batch, this rank's share.
         """
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)

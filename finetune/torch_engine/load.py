@@ -40,9 +40,7 @@ AUTOCAST_DTYPES = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What becomes of a model's layers, by name: blocks that expand.py added; linears and experts that qlora quantizes.
-
-    What gets an adapter.
+    """A model's layers by name: new blocks, linears and experts that qlora quantizes, layers that get an adapter.
 
     `quantize_last`: adapters start from unquantized weights, or from what flows through them, so the base is quantized
     only after it was loaded in full.

@@ -1,6 +1,6 @@
 """Rank-local shards while the model is still on meta: each rank reads and keeps only its rows.
 
-Fully_shard takes them from here.
+`fully_shard` takes them from here.
 
 Parameters stay on meta in their full shapes. `rows` alone decides which rows of a tensor are kept.
 """

@@ -194,10 +194,7 @@ class EngineState:
             torch.get_device_module(device).set_rng_state(state)
 
     def seed(self, seed: int) -> None:
-        """Each rank draws its own dropout, those of one tensor-parallel group the same.
-
-        Rank 0 as a single process would.
-        """
+        """Seeds this rank's dropout: the same within a tensor-parallel group; on rank 0, as in a single process."""
         groups, dims = self.groups, self.groups.dims
         at = dims.coordinates(groups.rank)
         index = (at["pp"] * dims.data_ranks + groups.data_rank) * dims.cp + at["cp"]

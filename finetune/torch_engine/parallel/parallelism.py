@@ -159,10 +159,8 @@ class Local:
         return optim.state(self.optimizer, self.local_params)
 
     def load_moments(self, names: dict, tensors: dict, counts: dict) -> None:
-        place, here = (
-            self.placement,
-            {key: name for key, name in names.items() if self.local_params.get(name) is not None},
-        )
+        place = self.placement
+        here = {key: name for key, name in names.items() if self.local_params.get(name) is not None}
         elsewhere = set(names) - set(here)
 
         def of_this_rank(values: dict) -> dict:

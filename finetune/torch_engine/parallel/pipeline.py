@@ -126,7 +126,7 @@ class Stage:
         return next(p.device for p in self.model.parameters() if not p.is_meta)
 
     def _post(self, tensor, rank: int, group: str):
-        """Sends without waiting; the tensor is kept until it is sent."""
+        """Sends without waiting; the tensor is kept until the end of the step."""
         tensor = tensor.detach().contiguous()
         self.sent.append((dist.isend(tensor, rank, group=self.groups.process_groups[group]), tensor))
 
@@ -200,12 +200,10 @@ class Stage:
 
 
 def stages_of(model, count: int) -> dict[str, tuple]:
-    """{parameter: stages that hold it}: equal runs of layers.
+    """{parameter: stages that hold it}: equal runs of layers in the config's module order.
 
-    What precedes them on the first, what follows on the last.
-
-    By the config's own order of modules. A tied embedding and head is held by both ends. PlanError if the config has no
-    pipeline plan, or `count` does not divide the layers.
+    What precedes the layers is on the first stage, what follows on the last; a tied embedding and head is on both.
+    PlanError if the config has no pipeline plan, or `count` does not divide the layers.
     """
     config, flag = model.config.get_text_config(), f"--pp_degree {count}"
     plan = getattr(config, "base_model_pp_plan", None)

@@ -1,6 +1,6 @@
 """Where each trainable parameter is: its pipeline stage, its tensor-parallel slice, its FSDP rows.
 
-Gathering and slicing by that.
+Gathers and slices parameters accordingly.
 """
 
 import torch
