@@ -37,7 +37,9 @@ def main(argv=None) -> int:
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
-        raise PlanError(f"--checkpoint {checkpoint}: has no adapter_config.json, so there is nothing to merge.")
+        raise PlanError(
+            f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
+        )
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
     files = inference.base_of(args.checkpoint)

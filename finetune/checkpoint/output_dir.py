@@ -63,9 +63,7 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PlanError(
-            f"--resume {resume}: {root} has no run_plan.json, so it is not a run of this tool. Give an output_dir."
-        ) from None
+        raise PlanError(f"--resume {resume}: {root} has no run_plan.json. Give the output_dir of a run.") from None
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointDamagedError(f"{file}: cannot be read ({error})") from None
     return SavedRun(root, _checked_plan(saved, file), step_folder)
@@ -186,7 +184,7 @@ class OutputDir:
             state.total_steps, state.status = total_steps, "running"
         dropped = self.begin(state.step if plan.resume_from else None)
         if dropped:
-            say(f"  dropped {', '.join(dropped)}: this run goes on from step {state.step}")
+            say(f"  dropped {', '.join(dropped)}: this run continues from step {state.step}")
         for line in self.check_shared_filesystem(engine):
             say(f"  note: {line}")
         self.save_plan(plan)
@@ -352,7 +350,7 @@ class OutputDir:
             if self.identity.get(what) != value:
                 raise PlanError(
                     f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
-                    "Restore it."
+                    f"Give the {what} of that run, or a new --output_dir."
                 )
         read = saved.tensors if self.plan.has_adapter else saved.slices
         engine.load_state(

@@ -116,7 +116,7 @@ def contradictions(draft: Draft) -> None:
         if values[name] and not values["dry_run"]:
             raise PlanError(f"--{name} {values[name]}: plans for another machine. Add --dry_run.")
     if values["loading_workers"] == 0:
-        raise PlanError("--loading_workers 0: reads nothing. Give 1 or more, or -1.")
+        raise PlanError("--loading_workers 0: must be at least 1, or -1: chosen for this machine.")
     if not any(part.strip() for part in values["lora_target_modules"].split(",")):
         raise PlanError(
             f"--lora_target_modules {values['lora_target_modules']!r}: names nothing. Name layers, or use all."
@@ -198,7 +198,7 @@ def machine(draft: Draft) -> None:
     reasons = draft.capabilities.reasons
     draft.notices += [f"{name}: {why}" for name, why in reasons.items() if name in ("probes", "capability")]
     if draft.on_cpu:
-        draft.notices.append("training on a CPU: performance is limited; --backend auto takes a GPU if there is one")
+        draft.notices.append("training on a CPU is slow; --backend auto uses a GPU where there is one")
 
 
 def precision(draft: Draft) -> None:
@@ -209,7 +209,7 @@ def precision(draft: Draft) -> None:
         draft.adjust("precision", *_auto_precision(draft, why))
     elif word.startswith("bf16") and not (capabilities.supports_bfloat16 or draft.assumes_accelerator):
         if draft.backend is Backend.CPU:
-            fact = why or "this processor may lack bf16 products"
+            fact = why or "this processor may lack bf16 matmuls"
             draft.notices.append(f"precision {word}: {fact}; fp32 is faster")
         else:
             label = "MPS" if draft.backend is Backend.MPS else str(draft.backend)
@@ -223,9 +223,9 @@ def precision(draft: Draft) -> None:
 def _auto_precision(draft: Draft, why: str) -> tuple[str, str]:
     speed = draft.capabilities.bfloat16_speed
     if draft.assumes_accelerator:
-        return "bf16", "--assume_memory: a device with bf16 products is assumed"
+        return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
     if draft.capabilities.supports_bfloat16:
-        return "bf16", f"bf16 products: {f'{speed:.2f} x the speed of fp32, measured' if speed else 'documented'}"
+        return "bf16", f"bf16 matmuls: {f'{speed:.2f} x the speed of fp32, measured' if speed else 'documented'}"
     if draft.backend is Backend.CPU:
         return "fp32", why or "the documented choice for a CPU"
     return "fp16", why or "no bf16 here"

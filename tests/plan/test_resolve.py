@@ -111,7 +111,7 @@ REFUSED = [
     (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits has nf4"),
     (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
     (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. Use one of affine, fp4, nf4"),
-    (dict(loading_workers=0), "--loading_workers 0: reads nothing"),
+    (dict(loading_workers=0), "--loading_workers 0: must be at least 1"),
     (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
     (dict(group_size=60), "--group_size 60: nf4 has powers of two from 16 to 4096"),
     (dict(quantization_backend="mlx", group_size=16), "--group_size 16: mlx has powers of two from 32 to 128"),
