@@ -55,7 +55,7 @@ def test_every_precision_word_settles(word):
 
 def test_cpu_warns_once_of_speed_and_once_of_quantization():
     notices = plan_of().notices
-    assert sum("performance" in n for n in notices) == 1
+    assert sum("training on a CPU is slow" in n for n in notices) == 1
     assert sum("quantization on a CPU" in n for n in notices) == 1
 
 
