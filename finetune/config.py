@@ -75,9 +75,7 @@ class TrainConfig:
     """Requested value of every flag; None leaves the choice to the plan, which records its reason."""
 
     # model
-    model_name: str = flag(
-        None, "model", "Hub ID or local folder; default: the demo model", metavar="ID|DIR", nonempty=True
-    )
+    model_name: str = flag(None, "model", "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True)
     revision: str = flag(None, "model", "branch, tag or commit of a Hub model")
     train_type: str = flag(
         "qlora",
