@@ -191,17 +191,17 @@ def unsupported(
     """The error for a combination that no machine supports, listing the supported values; else None."""
     have = "; ".join(f"{name} at {'/'.join(map(str, sorted(m.bits)))} bits" for name, m in METHODS.items())
     if backend not in METHODS:
-        return f"--quantization_backend {backend}: available are {have}. Use one of these."
+        return f"--quantization_backend {backend}: unknown. Available: {have}."
     method = METHODS[backend]
     if bits not in method.bits:
-        return f"--n_bits {bits}: {backend} has {'/'.join(map(str, sorted(method.bits)))} bits. Available are {have}."
+        return f"--n_bits {bits}: {backend} supports {'/'.join(map(str, sorted(method.bits)))} bits. Available: {have}."
     books = method.quant_types[bits]
     if quant_type is not None and quant_type not in books:
-        rest = f"has {', '.join(books)}. Use one of these" if books else "has no choice. Omit the flag"
+        rest = f"supports {', '.join(books)}" if books else "has no choice of quant_type. Omit the flag"
         return f"--quant_type {quant_type}: {backend} at {bits} bits {rest}."
     if group_size not in method.group_sizes and not per_channel(backend, bits):
         low, high = method.group_sizes[0], method.group_sizes[-1]
-        return f"--group_size {group_size}: {backend} has powers of two from {low} to {high}. Use 64."
+        return f"--group_size {group_size}: {backend} supports powers of two from {low} to {high}. Use 64."
     if double_quant and bits not in method.double_quant:
         those = " and ".join(name for name, m in METHODS.items() if m.double_quant)
         return (

@@ -148,7 +148,7 @@ def test_widths_are_supported_where_a_method_has_them_and_passes():
     manager = BackendManager("cpu", verbose=False)
     assert all(manager.supports_quantization(bits) for bits in (16, 8, 4))
     assert not manager.supports_quantization(7)
-    with pytest.raises(ValueError, match="hqq has 2/3/4/8 bits"):
+    with pytest.raises(ValueError, match="hqq supports 2/3/4/8 bits"):
         manager.probe_quantization("hqq", 5)
 
 

@@ -59,7 +59,7 @@ def test_configs_say_what_a_method_has():
     assert QuantizationConfig(method="bnb_nf4", block_size=128).group_size == 128
     with pytest.raises(ValueError, match="bits 5: hqq has 4, 8, 3, 2"):
         QuantizationConfig(method=QuantizationMethod.HQQ, bits=5)
-    with pytest.raises(ValueError, match="group_size 24: mlx has powers of two from 32 to 128"):
+    with pytest.raises(ValueError, match="group_size 24: mlx supports powers of two from 32 to 128"):
         QuantizationConfig(method="mlx_int4", group_size=24)
     with pytest.raises(ValueError, match="double_quant true: not supported by hqq at 4 bits"):
         QuantizationConfig(method="hqq", double_quant=True)

@@ -66,9 +66,9 @@ BAD_FLAGS = {
     "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
     "pair": (
         {"train_type": "qlora", "quantization_backend": "quanto", "n_bits": "3"},
-        "--n_bits 3: quanto has 2/4/8 bits",
+        "--n_bits 3: quanto supports 2/4/8 bits",
     ),
-    "bits": ({"train_type": "qlora", "n_bits": 7}, "--n_bits 7: nf4 has 4 bits"),
+    "bits": ({"train_type": "qlora", "n_bits": 7}, "--n_bits 7: nf4 supports 4 bits"),
     "groups": (
         {"train_type": "qlora", "n_bits": 3},
         "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj",
