@@ -61,6 +61,13 @@ class BackendCapabilities:
     reasons: dict = field(default_factory=dict)
 
 
+def auto_precision(backend: Backend, supports_bfloat16: bool) -> str:
+    """What --precision auto means: bf16 if it is fast here, else fp32 on a CPU and fp16 on a GPU."""
+    if supports_bfloat16:
+        return "bf16"
+    return "fp32" if backend is Backend.CPU else "fp16"
+
+
 # The documented baseline of each backend, before any probe.
 CAPABILITIES = {
     Backend.CUDA: BackendCapabilities(
@@ -398,9 +405,8 @@ class BackendManager:
         """Compute dtype (torch): bf16 if preferred and fast here, else fp16 on GPUs and fp32 on a CPU."""
         import torch
 
-        if prefer_bfloat16 and self.capabilities.supports_bfloat16:
-            return torch.bfloat16
-        return torch.float32 if self.backend is Backend.CPU else torch.float16
+        word = auto_precision(self.backend, prefer_bfloat16 and self.capabilities.supports_bfloat16)
+        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[word]
 
     def get_distributed_backend(self) -> str | None:
         return CAPABILITIES[self.backend].distributed_backend

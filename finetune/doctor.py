@@ -3,7 +3,7 @@
 import json
 
 import quantization_wrapper
-from backend_manager import CAPABILITIES, GIB, BackendManager
+from backend_manager import CAPABILITIES, GIB, BackendManager, auto_precision
 
 OOM_ADVICE = {
     "cuda": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
@@ -90,7 +90,7 @@ def recommend(manager: BackendManager) -> list[str]:
         f"MLX? {answer('mlx')}",
         f"so: --backend {backend}, {memory:.0f} GiB",
     ]
-    precision = "bf16" if caps.supports_bfloat16 else "fp32" if backend == "cpu" else "fp16"
+    precision = auto_precision(manager.backend, caps.supports_bfloat16)
     train_type = "lora" if memory > LARGE_GIB and backend != "cpu" else "qlora"
     why = {
         "lora": f"more than {LARGE_GIB} GiB: the base need not be quantized; --dry_run shows whether your model fits",

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend
+from backend_manager import Backend, auto_precision
 from finetune.config import DEFAULTS, DEPRECATED_OPTIMIZERS, DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
@@ -224,11 +224,13 @@ def _auto_precision(draft: Draft, why: str) -> tuple[str, str]:
     speed = draft.capabilities.bfloat16_speed
     if draft.assumes_accelerator:
         return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
-    if draft.capabilities.supports_bfloat16:
-        return "bf16", f"bf16 matmuls: {f'{speed:.2f} x the speed of fp32, measured' if speed else 'documented'}"
-    if draft.backend is Backend.CPU:
-        return "fp32", why or "the documented choice for a CPU"
-    return "fp16", why or "no bf16 here"
+    reasons = {
+        "bf16": f"bf16 matmuls: {f'{speed:.2f} x the speed of fp32, measured' if speed else 'documented'}",
+        "fp32": why or "the documented choice for a CPU",
+        "fp16": why or "no bf16 here",
+    }
+    word = auto_precision(draft.backend, draft.capabilities.supports_bfloat16)
+    return word, reasons[word]
 
 
 def quantization(draft: Draft) -> None:
