@@ -47,9 +47,8 @@ class StepResult:
     num_targets: int
     num_tokens: int
     grad_norm: float
-    skipped: bool = (
-        False  # fp16 only: the scaled gradient overflowed; the loss scale was lowered, weights are unchanged
-    )
+    # fp16 only: the scaled gradient overflowed; the loss scale was lowered, weights are unchanged.
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,8 @@ class Engine(Protocol):
     # ---- state
 
     reseeded: bool  # True if a checkpoint of another world size was loaded, so that dropout differs
-    writes_shards: (
-        bool  # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it
-    )
+    # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
+    writes_shards: bool
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(weight shards, optimizer state shards) that this rank writes."""
