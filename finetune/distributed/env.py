@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -106,8 +107,8 @@ def _number(e, name, default=None) -> int:
 # ---- the network between hosts
 
 
-def network_interface(env: RankEnv, store, timeout_s: float) -> str | None:
-    """Network interface through which this rank reaches the other hosts; None if not found. Collective.
+def network_address(env: RankEnv, store, timeout_s: float) -> str:
+    """This host's IPv4 address on the network to the other hosts. Collective.
 
     `store`: a torch Store (set, wait, get). A host's own name may resolve to a loopback address
     (Debian's 127.0.1.1), so the first host uses the route to another rank instead.
@@ -120,7 +121,54 @@ def network_interface(env: RankEnv, store, timeout_s: float) -> str | None:
         others = (store.get(key).decode() for key in keys)
         far = next((address for address in others if not address.startswith("127.")), None)
         mine = _address_towards(far) if far else mine
-    return _interface_with(mine)
+    return mine
+
+
+def rendezvous_address(env: RankEnv, patience_s: float = 30.0) -> str:
+    """IPv4 address at which rank 0 is reached: loopback if all ranks are local. Raises PlanError.
+
+    A name that does not resolve yet is tried again for `patience_s`: clusters start hosts before their names exist.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            address = socket.getaddrinfo(env.host, env.port, socket.AF_INET)[0][4][0]
+            break
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end:
+                raise PlanError(
+                    f"MASTER_ADDR={env.host}: cannot be resolved ({getattr(error, 'strerror', None) or error}). "
+                    "Set it to the host or IPv4 address of rank 0."
+                ) from None
+            time.sleep(0.5)
+    if env.size > env.local_size:
+        return address
+    if not _is_of_this_host(address):
+        raise PlanError(
+            f"MASTER_ADDR={env.host}: is another host, but all {env.size} ranks are said to be on this one. "
+            "Set LOCAL_WORLD_SIZE to the number of ranks per host."
+        )
+    return "127.0.0.1"
+
+
+def listen_for_ranks(env: RankEnv) -> socket.socket:
+    """Rank 0's listening socket on MASTER_PORT, on loopback if all ranks are local. Raises PlanError."""
+    address = rendezvous_address(env)
+    if env.size > env.local_size and (address.startswith("127.") or not _is_of_this_host(address)):
+        address = ""  # the other hosts reach this one by an address that it cannot tell: listen on all of its own
+    try:
+        return socket.create_server((address, env.port), backlog=max(128, env.size))
+    except OSError as error:
+        raise PlanError(f"MASTER_PORT={env.port}: {error.strerror or error}. Set another port on all ranks.") from None
+
+
+def _is_of_this_host(address: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _address_towards(host: str) -> str:
@@ -133,7 +181,8 @@ def _address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _interface_with(address: str) -> str | None:
+def interface_with(address: str) -> str | None:
+    """Name of the network interface with an IPv4 address; None if there is none, or off Linux."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl

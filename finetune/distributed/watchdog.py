@@ -1,23 +1,44 @@
-"""The watchdog: a thread per rank that notices a rank that died or fell silent, and ends this one."""
+"""The watchdog: a thread per rank that notices a rank that died or fell silent, and ends this one.
+
+Rank 0 listens. Anybody who reaches its port may connect, so nothing is believed before a peer has proved the token
+that it read from the job's store, buffers are bounded, and no call waits for a stranger.
+"""
 
 import contextlib
 import faulthandler
+import hmac
 import json
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.distributed.env import RankEnv
-from finetune.distributed.launcher import GRACE_S, write_failure
+from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
 
 BEAT_S = 0.5
+HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
+MAX_HELLO_BYTES, MAX_LINE_BYTES, MAX_TEXT_CHARS = 256, 16384, 2000
+MAX_STRANGERS = 64  # connections without a proved token, beside one per rank
+WELCOME = b"welcome\n"
 
 
-# ---- watchdog
+@dataclass(eq=False)
+class Connection:
+    """A connection to this rank. `rank` is None until it has proved the token; `buffer`: its incomplete line."""
+
+    socket: socket.socket
+    rank: int | None = None
+    buffer: bytes = b""
+    heard: float = 0.0
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
 
 
 class Watchdog(threading.Thread):
@@ -27,38 +48,85 @@ class Watchdog(threading.Thread):
     then dumps the stacks of its threads into `stacks` and exits with code 69, even from inside a blocked collective.
     `log_error(text)` logs the line that names the lost rank, on one rank only; `on_exit(code)` runs before each exit.
     `is_peer_failure(error)`: True for the exception of a collective that failed because its peer is gone.
+    `token`: the job's secret. Rank 0 passes its `listener`, the others the `address` of it; RankLostError if rank 0
+    does not answer there within `timeout_s`.
     """
 
     def __init__(
-        self, env: RankEnv, timeout_s: float, stacks: Path, log_error, is_peer_failure, listener=None, address=None
+        self,
+        env: RankEnv,
+        timeout_s: float,
+        stacks: Path,
+        log_error,
+        is_peer_failure,
+        token,
+        listener=None,
+        address=None,
     ):
         super().__init__(daemon=True, name="watch")
-        self.is_peer_failure = is_peer_failure
+        self.is_peer_failure, self.token = is_peer_failure, token
         self.env, self.timeout_s, self.stacks, self.log_error = env, timeout_s, stacks, log_error
         self.listener, self.closing = listener, threading.Event()
         self.lock, self.on_exit = threading.Lock(), lambda code: None
-        self.peers, self.heard, self.buffers, self.done = {}, {}, {}, set()
+        self.peers: dict[int, Connection] = {}
+        self.strangers: list[Connection] = []
+        self.done = set()
         self.selector = selectors.DefaultSelector()
         if listener is not None:
             self.selector.register(listener, selectors.EVENT_READ)
+            self.awaited = dict.fromkeys(range(1, env.size), time.monotonic())  # heard from, or waited for since
         else:
-            peer = socket.create_connection(address, timeout=timeout_s)
-            peer.sendall(f"hello {env.rank}\n".encode())
-            self._add(0, peer)
+            peer = self._join(address)
+            self.awaited = {0: time.monotonic()}
+            self._add(0, Connection(peer))
 
     @staticmethod
-    def listen(host: str = "") -> socket.socket:
-        """Opens the listening socket of rank 0 on a free port."""
-        listener = socket.create_server((host, 0))
+    def listen(host: str) -> socket.socket:
+        """Opens the listening socket of rank 0 on a free port of the interface with the address `host`."""
+        listener = socket.create_server((host, 0), backlog=MAX_STRANGERS)
         listener.setblocking(False)
         return listener
 
-    def _add(self, rank: int, peer) -> None:
-        peer.settimeout(5.0)
-        self.peers[rank], self.heard[rank], self.buffers[rank] = peer, time.monotonic(), b""
-        self.selector.register(peer, selectors.EVENT_READ)
+    def _join(self, address: tuple) -> socket.socket:
+        """A connection to rank 0 that it has accepted as this rank's."""
+        end = time.monotonic() + self.timeout_s
+        while True:
+            with contextlib.suppress(OSError):
+                peer = socket.create_connection(address, timeout=max(1.0, min(HELLO_S, self.timeout_s)))
+                peer.sendall(f"hello {self.env.rank} {self.token}\n".encode())
+                answer = b""
+                while len(answer) < len(WELCOME) and (byte := peer.recv(1)):
+                    answer += byte
+                if answer == WELCOME:
+                    return peer
+                peer.close()
+            if time.monotonic() > end:
+                raise RankLostError(
+                    f"rank 0 of {self.env.size} does not answer at {address[0]}:{address[1]}. Rerun with --resume auto."
+                )
+            time.sleep(0.1)
+
+    def _add(self, rank: int, connection: Connection) -> None:
+        connection.socket.settimeout(5.0)
+        connection.rank, connection.buffer = rank, b""
+        self.peers[rank], self.awaited[rank] = connection, time.monotonic()
+        if connection.fileno() not in self.selector.get_map():
+            self.selector.register(connection, selectors.EVENT_READ)
 
     def run(self):
+        try:
+            self._watch()
+        finally:
+            if not self.closing.is_set():  # without this thread nobody would notice a lost rank
+                fault = sys.exc_info()[1]
+                self._leave(
+                    RankLostError.exit_code,
+                    f"the watchdog of rank {self.env.rank} of {self.env.size} failed ({type(fault).__name__}: "
+                    f"{fault}). Rerun with --resume auto.",
+                    logs=True,
+                )
+
+    def _watch(self) -> None:
         last, parent = 0.0, os.getppid()
         while not self.closing.is_set():
             if time.monotonic() - last >= BEAT_S:
@@ -66,9 +134,16 @@ class Watchdog(threading.Thread):
                 for rank in list(self.peers):
                     self._tell(rank, "beat")
             for key, _ in self.selector.select(BEAT_S / 2):
-                self._read(key.fileobj)
+                if key.fileobj is self.listener:
+                    self._accept()
+                elif key.fileobj.rank is None:
+                    self._read_hello(key.fileobj)
+                else:
+                    self._read(key.fileobj)
             now = time.monotonic()
-            for rank, when in list(self.heard.items()):
+            for connection in [c for c in self.strangers if now - c.heard > HELLO_S]:
+                self._drop(connection)
+            for rank, when in list(self.awaited.items()):
                 if now - when > self.timeout_s and rank not in self.done:
                     self._lost(
                         f"rank {rank} of {self.env.size} sent no heartbeat for {now - when:.0f} s "
@@ -78,44 +153,90 @@ class Watchdog(threading.Thread):
             if self.env.folder is not None and os.getppid() != parent:
                 os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
 
-    def _read(self, connection) -> None:
-        if connection is self.listener:
-            peer, _ = connection.accept()
-            peer.settimeout(5.0)
-            line = b""
-            while not line.endswith(b"\n"):
-                line += peer.recv(1) or b"\n"
-            if line.startswith(b"hello "):
-                self._add(int(line.split()[1]), peer)
-            return
-        rank = next(r for r, p in self.peers.items() if p is connection)
+    # ---- connections to rank 0
+
+    def _accept(self) -> None:
+        """Takes one waiting connection; beyond MAX_STRANGERS, at the cost of the one that has waited longest."""
         try:
-            new = connection.recv(65536)
+            peer, _ = self.listener.accept()
+        except BlockingIOError:
+            return  # it went away again
+        except OSError:  # no descriptor left: those of strangers time out
+            self.closing.wait(0.05)
+            return
+        peer.setblocking(False)
+        if len(self.strangers) >= MAX_STRANGERS + self.env.size:
+            self._drop(self.strangers[0])
+        connection = Connection(peer, heard=time.monotonic())
+        self.strangers.append(connection)
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _read_hello(self, connection: Connection) -> None:
+        try:
+            new = connection.socket.recv(MAX_HELLO_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
             new = b""
-        if not new:
+        connection.buffer += new
+        line, newline, _ = connection.buffer.partition(b"\n")
+        if newline:
+            rank = self._proved_rank(line)
+            if rank is not None:
+                self.strangers.remove(connection)
+                self._add(rank, connection)
+                with contextlib.suppress(OSError):
+                    connection.socket.sendall(WELCOME)
+                return
+        if newline or not new or len(connection.buffer) >= MAX_HELLO_BYTES:
+            self._drop(connection)
+
+    def _proved_rank(self, line: bytes) -> int | None:
+        """The rank of a hello with the job's token; None for any other line, and for a rank that is connected."""
+        word, _, rest = line.partition(b" ")
+        rank, _, token = rest.partition(b" ")
+        if word != b"hello" or not hmac.compare_digest(token, self.token.encode()):
+            return None
+        number = int(rank) if rank.isdigit() else 0
+        return number if 0 < number < self.env.size and number not in self.peers else None
+
+    def _drop(self, connection: Connection) -> None:
+        self.strangers.remove(connection)
+        self.selector.unregister(connection)
+        connection.socket.close()
+
+    # ---- what the ranks say
+
+    def _read(self, connection: Connection) -> None:
+        rank = connection.rank
+        try:
+            new = connection.socket.recv(65536)
+        except OSError:
+            new = b""
+        *lines, connection.buffer = (connection.buffer + new).split(b"\n")
+        if not new or len(connection.buffer) > MAX_LINE_BYTES:
             self.selector.unregister(connection)
             if rank not in self.done and not self.closing.is_set():
                 self._lost(f"rank {rank} of {self.env.size} died; the others were stopped. Rerun with --resume auto.")
             return
-        self.heard[rank] = time.monotonic()
-        *lines, self.buffers[rank] = (self.buffers[rank] + new).split(b"\n")
+        self.awaited[rank] = time.monotonic()
         for line in lines:
-            word, _, rest = line.decode().partition(" ")
+            word, _, rest = line.decode(errors="replace").partition(" ")
             if word == "bye":
                 self.done.add(rank)
-            elif word == "end":  # a rank failed or was lost, and it is already reported
-                code, _, text = rest.partition(" ")
-                self._leave(int(code), text, logs=False)
-            elif word == "failed":
-                self._failed(rank, rest)
+            elif word in ("end", "failed"):
+                code, text = json.loads(rest)
+                assert code in ERRORS_BY_CODE, (rank, line)
+                if word == "end":  # a rank failed or was lost, and it is already reported
+                    self._leave(code, text, logs=False)
+                else:
+                    self._failed(rank, code, text)
 
-    def _failed(self, rank: int, rest: str) -> None:
+    def _failed(self, rank: int, code: int, text: str) -> None:
         """Handles another rank's failure. If all ranks failed alike, rank 0 reports its own error within moments."""
-        code, _, text = rest.partition(" ")
         self.done.add(rank)
         if not self.closing.wait(3.0):
-            self._leave(int(code), f"rank {rank}: {json.loads(text)}", logs=True)
+            self._leave(code, f"rank {rank}: {text}", logs=True)
 
     def _lost(self, text: str) -> None:
         self._leave(
@@ -127,15 +248,15 @@ class Watchdog(threading.Thread):
         with self.lock:
             if self.closing.is_set():
                 return
-            if code == RankLostError.exit_code:
-                self._dump_stacks()
-            if self.env.folder is not None:
-                write_failure(self.env, code, text)
-            elif logs:
-                self.log_error(text)
-            for rank in self.peers:
-                self._tell(rank, f"end {code} {text}")
             try:
+                if code == RankLostError.exit_code:
+                    self._dump_stacks()
+                if self.env.folder is not None:
+                    write_failure(self.env, code, text)
+                elif logs:
+                    self.log_error(text)
+                for rank in self.peers:
+                    self._tell(rank, _message("end", code, text))
                 self.on_exit(code)
             finally:
                 os._exit(code)
@@ -148,7 +269,7 @@ class Watchdog(threading.Thread):
 
     def _tell(self, rank: int, line: str) -> None:
         with contextlib.suppress(OSError):
-            self.peers[rank].sendall(f"{line}\n".encode())
+            self.peers[rank].socket.sendall(f"{line}\n".encode())
 
     # ---- called by the main thread
 
@@ -165,9 +286,9 @@ class Watchdog(threading.Thread):
         """Announces a failure of this rank, so that the other ranks exit too. Call it before exiting."""
         with self.lock:
             self.closing.set()
-            word = f"end {code} {text}" if self.env.rank == 0 else f"failed {code} {json.dumps(text)}"
+            message = _message("failed" if self.env.rank else "end", code, text)
             for rank in self.peers:
-                self._tell(rank, word)
+                self._tell(rank, message)
 
     def close(self) -> None:
         """Says goodbye to the peers. Call it when all ranks have finished."""
@@ -175,3 +296,8 @@ class Watchdog(threading.Thread):
             self.closing.set()
             for rank in self.peers:
                 self._tell(rank, "bye")
+
+
+def _message(word: str, code: int, text: str) -> str:
+    """A failure as one line, shorter than MAX_LINE_BYTES."""
+    return f"{word} {json.dumps([code, text[:MAX_TEXT_CHARS]])}"

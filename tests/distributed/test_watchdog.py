@@ -1,7 +1,9 @@
 """Ranks that die or stop responding: the others end with one line that names them."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +12,17 @@ import pytest
 
 from finetune.distributed.launcher import GRACE_S
 from tests.support import ranks
-from tests.support.commands import LONG, by_hand, command, finish, free_port, rank_processes, wait_for_steps
+from tests.support.commands import (
+    LONG,
+    PYTHON,
+    ROOT,
+    by_hand,
+    command,
+    finish,
+    free_port,
+    rank_processes,
+    wait_for_steps,
+)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
@@ -87,3 +99,104 @@ def test_after_a_kill_the_same_port_is_free_at_once(base, tmp_path, victim):
     finally:
         [ranks.kill_session(p) for p in again]
     assert [p.returncode for p in again] == [0, 0] and "resumed from" in said[0][0], said
+
+
+TOKEN = "job-token"
+STRANGERS = {
+    "says nothing": [],
+    "a line of garbage": [b"hello x\n"],
+    "a rank without the token": [b"hello 1\n"],
+    "a rank with a wrong token": [b"hello 1 " + b"0" * len(TOKEN) + b"\n"],
+    "a forged end": [b"hello 7\nend 0 \n"],
+    "the token with a rank that is connected": [f"hello 1 {TOKEN}\nend 0 \n".encode()],
+    "the token with a rank beyond the world size": [f'hello 7 {TOKEN}\nend [0, ""]\n'.encode()],
+    "the token with a rank that is no number": [f"hello -1 {TOKEN}\n".encode()],
+    "no newline": [b"x" * 65536] * 100,
+    "HTTP": [b"GET / HTTP/1.0\r\n\r\n"],
+    "bytes that are not UTF-8": [b"hello \xff\xfe\n"],
+}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """(process of two watchdogs with a heartbeat limit of 2 s, its port)."""
+    argv = [*PYTHON, "-m", "tests.support.two_watchdogs", TOKEN, "2"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = ranks.start(argv, {"PYTHONPATH": str(ROOT)}, cwd=tmp_path_factory.mktemp("watched"), **pipes)
+    yield process, json.loads(process.stdout.readline())
+    ranks.kill_session(process)
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_on_the_port_changes_nothing(watched, said):
+    process, port = watched
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        try:
+            for part in said:
+                stranger.sendall(part)
+        except OSError:
+            pass  # it was disconnected
+        time.sleep(0.05)
+        assert process.poll() is None, process.stderr.read()
+
+
+def test_many_silent_connections_neither_block_nor_pile_up(watched):
+    process, port = watched
+    before = len(os.listdir(f"/proc/{process.pid}/fd"))
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    time.sleep(3.0)  # longer than the heartbeat limit
+    assert process.poll() is None, process.stderr.read()
+    assert len(os.listdir(f"/proc/{process.pid}/fd")) <= before + 70
+    for stranger in strangers:
+        stranger.close()
+    _, err = process.communicate("\n", timeout=10)
+    assert process.returncode == 0 and not err
+
+
+def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path):
+    program = (
+        "import sys, time; from tests.support import two_watchdogs as t\n"
+        "t.Watchdog._read_hello = None\n"  # a TypeError in the thread of rank 0
+        "t.main('token', 5)"
+    )
+    argv = [*PYTHON, "-c", program]
+    process = ranks.start(
+        argv, {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, err = process.communicate(timeout=20)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == 69 and "the watchdog of rank 0 of 2 failed (TypeError:" in err, err
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc/net")
+def test_local_ranks_listen_on_loopback_only(base, tmp_path):
+    process = ranks.start(
+        command(base, LONG, "--world_size 2 --batch_size 2", output_dir=tmp_path / "out"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_steps(tmp_path / "out", 1, process)
+        found = listening_addresses(ranks.members(process.pid))
+    finally:
+        ranks.kill_session(process)
+    assert len(found) >= 2 and all(address.endswith("0100007F") for address in found), found
+
+
+def listening_addresses(pids) -> list[str]:
+    """Addresses in /proc's hexadecimal form on which these processes listen for TCP connections."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(file)
+            except OSError:
+                continue
+            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [f[1].split(":")[0] for f in lines if f[3] == "0A" and f[9] in inodes]

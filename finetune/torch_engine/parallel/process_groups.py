@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finetune.distributed.env import RankEnv, network_interface
+from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, network_address, rendezvous_address
 from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
 from finetune.distributed.parallel_dims import AXES, ParallelDims
 from finetune.distributed.watchdog import Watchdog
@@ -20,31 +21,52 @@ LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a m
 
 
 def create_store(env: RankEnv):
-    """The rendezvous TCPStore; rank 0 hosts it."""
+    """The rendezvous TCPStore; rank 0 hosts it, or torchrun. Raises PlanError, RankLostError.
+
+    It answers anybody who reaches its port, so it listens on loopback if all ranks are local, else on the address
+    that MASTER_ADDR names.
+    """
     if env.launcher == "spawned":
         if env.rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, env.size, True, LONGEST_WAIT, wait_for_workers=False)
+            store = _listening_store(env, Watchdog.listen("127.0.0.1"), wait_for_workers=False)
             write_port(env, store.port)
             return store
         env = wait_for_port(env)
         return dist.TCPStore("127.0.0.1", env.port, env.size, False, LONGEST_WAIT)
     os.environ.setdefault("MASTER_ADDR", env.host)
     os.environ.setdefault("MASTER_PORT", str(env.port))
-    store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=LONGEST_WAIT))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=LONGEST_WAIT))
+    elif env.rank == 0:
+        store = _listening_store(env, listen_for_ranks(env), wait_for_workers=True)
+    else:
+        store = dist.TCPStore(rendezvous_address(env), env.port, env.size, False, LONGEST_WAIT)
     # torchrun's store outlives a restart: what the ranks before it wrote must not be read again.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def _listening_store(env: RankEnv, listener, wait_for_workers: bool):
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if env.size == env.local_size else listener.getsockname()[0]
+    return dist.TCPStore(
+        host, port, env.size, True, LONGEST_WAIT, wait_for_workers=wait_for_workers, master_listen_fd=listener.detach()
+    )
+
+
 def start_watchdog(env: RankEnv, store, timeout_s: float, stacks, log_error) -> Watchdog:
-    """The started thread that notices a rank that is gone; see distributed/watchdog.py."""
+    """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
+
+    Raises RankLostError if rank 0 does not answer.
+    """
+    address = "127.0.0.1" if env.size == env.local_size else network_address(env, store, timeout_s)
+    common = env, timeout_s, stacks, log_error, is_peer_failure
     if env.rank == 0:
-        listener = Watchdog.listen()
-        host = "127.0.0.1" if env.size == env.local_size else os.environ["MASTER_ADDR"]
-        store.set("watch", json.dumps([host, listener.getsockname()[1]]))
-        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, listener=listener)
+        listener, token = Watchdog.listen(address), secrets.token_hex(32)
+        store.set("watch", json.dumps([address, listener.getsockname()[1], token]))
+        watchdog = Watchdog(*common, token, listener=listener)
     else:
-        address = tuple(json.loads(store.get("watch")))
-        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, address=address)
+        *address, token = json.loads(store.get("watch"))
+        watchdog = Watchdog(*common, token, address=tuple(address))
     watchdog.start()
     return watchdog
 
@@ -54,7 +76,7 @@ def init_process_group(env: RankEnv, store, device: torch.device, timeout_s: flo
     if env.size == env.local_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     else:
-        interface = network_interface(env, store, timeout_s)
+        interface = interface_with(network_address(env, store, timeout_s))
         if interface:  # gloo alone would take whatever the host's name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type in COMMUNICATION:

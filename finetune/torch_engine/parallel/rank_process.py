@@ -2,13 +2,17 @@
 others.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 from finetune import process
 from finetune.distributed.env import RankEnv
-from finetune.distributed.launcher import write_failure, write_result
+from finetune.distributed.launcher import GRACE_S, write_failure, write_result
 from finetune.errors import EXPECTED, RankLostError
 from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
@@ -29,17 +33,36 @@ def run_launched(run, announced_plan, env: RankEnv) -> TrainState:
     process.mute_nonzero_ranks(env.rank)
     store = create_store(env)
     if env.rank:
-        message = json.loads(store.get("plan"))
+        message = json.loads(_from_rank0(env, store))
         if "exit_code" in message:  # rank 0 has printed why
             return TrainState(status="ended", exit_code=message["exit_code"])
         return run_rank(run, env, store, RunPlan.deserialize(message["plan"]))
+    code = 1  # of an error that is not expected
     try:
         plan, done = announced_plan()
+        code = done.exit_code if done else None
     except EXPECTED as error:
-        store.set("plan", json.dumps({"exit_code": error.exit_code}))
+        code = error.exit_code
         raise
-    store.set("plan", json.dumps({"exit_code": done.exit_code} if done else {"plan": plan.serialize()}))
+    finally:
+        store.set("plan", json.dumps({"plan": plan.serialize()} if code is None else {"exit_code": code}))
+        if code is not None:  # the store ends with this process: not before each rank has read its answer
+            with contextlib.suppress(dist.DistError):
+                store.wait([f"read-{rank}" for rank in range(1, env.size)], timedelta(seconds=GRACE_S))
     return done or run_rank(run, env, store, plan)
+
+
+def _from_rank0(env: RankEnv, store) -> bytes:
+    """Rank 0's message with the plan. RankLostError if it ended before it sent one."""
+    try:
+        message = store.get("plan")
+        store.set(f"read-{env.rank}", "")
+    except dist.DistError as error:
+        raise RankLostError(
+            f"rank 0 of {env.size} ended before it sent the plan ({str(error).splitlines()[0]}). Rerun with "
+            "--resume auto."
+        ) from None
+    return message
 
 
 def run_spawned(run, env: RankEnv) -> int:
@@ -54,7 +77,12 @@ def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
     plan = replace(plan, files=find_model_of(asdict(s)))
-    watchdog = start_watchdog(env, store, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
+    try:
+        watchdog = start_watchdog(env, store, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
+    except RankLostError as error:
+        if env.folder:
+            write_failure(env, error.exit_code, str(error))
+        raise
     try:
         init_process_group(env, store, device_of(plan.backend, env.local_rank), s.rank_timeout)
         state = run(plan, env, watchdog)
