@@ -28,7 +28,8 @@ from pathlib import Path
 
 from backend_manager import CAPABILITIES
 from finetune import doctor, evaluation, report
-from finetune.checkpoint.output_dir import find_saved_run, finished_run, open_output_dir
+from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
+from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data.chat_template import ensure_chat_template
@@ -75,6 +76,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         environment=dict(os.environ),
     )
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
+    plan = replace(plan, notices=(*plan.notices, *(saved.notices if saved else ())))
     s = plan.settings
     if files is None:
         notice = f"{s.model_name} is not on this disk yet: limits that depend on it are not checked"
@@ -285,6 +287,7 @@ def fine_tune(**flags) -> TrainState:
 def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed; the run's end if there is nothing to train)."""
     plan = make_plan(overrides, env)
+    plan = plan if overrides.get("dry_run") else with_own_folder(plan)
     print("\n".join(report.plan_lines(plan)), flush=True)
     if not overrides.get("dry_run"):
         done = finished_run(plan)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from backend_manager import BackendManager, versions
-from finetune.checkpoint.store import storage
+from finetune.checkpoint.store import open_file, replace_bytes, storage
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
@@ -90,17 +90,35 @@ class Metrics:
         """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
         self.file = output_dir / "metrics.jsonl"
         if not self.quiet:
-            self._open_file(offset)
+            self._open_file(state, offset)
         self.state = state
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
-    def _open_file(self, offset: int | None) -> None:
+    def _open_file(self, state, offset: int | None) -> None:
         self.tracker = wandb_run(self.plan)
-        if self.file.exists():
-            with open(self.file, "r+b") as file:
-                file.truncate(0 if offset is None else min(offset, self.file.stat().st_size))
-        self.handle = open(self.file, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
+        with storage(self.file):
+            if offset is not None:
+                self._repair(state, offset)
+            mode = "w" if offset is None else "a"
+            self.handle = open_file(self.file, mode, encoding="utf-8")
+
+    def _repair(self, state, offset: int) -> None:
+        """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
+        data = b""
+        with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
+            data = file.read(offset)
+        lines, steps = [], set()
+        for line in data.splitlines(keepends=True):
+            event = _event_of(line)
+            if event is not None:
+                lines.append(line)
+                steps |= {event.get("step")} if event["event"] == "step" else set()
+        replace_bytes(self.file, b"".join(lines))
+        lost = [step for step in range(1, state.step + 1) if step not in steps]
+        if lost:
+            shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
+            self.say(f"  note: {self.file} no longer holds {shown}: it was deleted or damaged")
 
     def event(self, kind: str, **values) -> None:
         """Appends one JSON line and flushes it, so that a crash truncates at most the last."""
@@ -241,6 +259,15 @@ def wandb_run(plan):
         entity=s.entity,
         config=plan.to_json()["settled"],
     )
+
+
+def _event_of(line: bytes) -> dict | None:
+    """The event of a line of metrics.jsonl; None for a damaged line."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if line.endswith(b"\n") and isinstance(event, dict) and "event" in event else None
 
 
 def read_events(output_dir, kind: str | None = None) -> list[dict]:

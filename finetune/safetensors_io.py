@@ -20,8 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from finetune.errors import NonFiniteError
+from finetune.json_files import read_json
 
 INDEX = "parts.json"
+INDEX_SCHEMA = {
+    "files": {str: {"size": int, "sha256": str}},
+    "tensors": {str: {str: {"dtype": str, "shape": [int], "parts": [{"file": str, "offset": [int], "shape": [int]}]}}},
+}
 BYTES = {
     "F64": 8,
     "I64": 8,
@@ -249,7 +254,8 @@ class CheckpointTensors(Mapping):
 
 
 def read_index(folder: Path) -> dict:
-    return json.loads((folder / INDEX).read_text())
+    """Content of parts.json, see index_of. Raises JsonFileError."""
+    return read_json(folder / INDEX, INDEX_SCHEMA)
 
 
 def files_of(folder: Path, file: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from finetune.errors import PlanError
 from finetune.metrics import Metrics, read_events
 from finetune.plan.run_plan import TrainState
 from tests.support.commands import command, finish
@@ -50,6 +51,6 @@ def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
 
 
 def test_a_failure_while_the_log_is_opened_is_the_one_that_is_raised(tmp_path):
-    with pytest.raises(NotADirectoryError), Metrics(plan_of(log_to="stdout")) as log:
+    with pytest.raises(PlanError, match="is a file, or is inside one"), Metrics(plan_of(log_to="stdout")) as log:
         (tmp_path / "file").touch()
         log.open(tmp_path / "file", TrainState())

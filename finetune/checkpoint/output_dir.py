@@ -1,27 +1,35 @@
-"""A run's output_dir: its lock, the content of its checkpoints, and finding and resuming a saved run."""
+"""A run's output_dir while it trains: its lock, the content of its checkpoints, restoring and publishing."""
 
 import contextlib
+import itertools
 import json
 import os
-import re
 import shutil
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from finetune import cli, safetensors_io
+from finetune import safetensors_io
+from finetune.checkpoint.lock import Lock
+from finetune.checkpoint.saved_run import (
+    CHECKPOINT_STATE_SCHEMA,
+    NO_CHECKPOINT,
+    PLAN,
+    REQUIRED,
+    STATE,
+    plan_digest,
+    state_of,
+)
 from finetune.checkpoint.store import (
     WRITING,
-    Lock,
     VerifiedCheckpoint,
     begin_checkpoint,
     clean_leftovers,
     clear_run,
     commit_checkpoint,
-    drop_newer,
     holds_a_run,
+    keep_aside,
     newest_checkpoint,
-    newest_run,
     replace_tensors,
     replace_text,
     save_checkpoint,
@@ -29,89 +37,33 @@ from finetune.checkpoint.store import (
     verify_checkpoint,
     write_parts,
 )
-from finetune.config import FIELDS, RESIDUAL_INITS
+from finetune.config import RESIDUAL_INITS
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.model_shape import ModelShape
-from finetune.model_files.files import local_path
 from finetune.model_files.llama_pro import TRAINED
-from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
 
 
-def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
-    """The run that --resume names; None to start from scratch (unset, or auto and nothing saved). Raises PlanError."""
-    if resume is None:
-        return None
-    step_folder = None
-    if resume == "auto":
-        root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
-        if root is None or not (root / "run_plan.json").is_file():
-            return None
-    else:
-        root = local_path(resume, f"--resume {resume}")
-        if not root.exists():
-            raise PlanError(f"--resume {resume}: no such folder. Give an output_dir or one of its checkpoints/step-N.")
-        if not root.is_dir():
-            raise PlanError(f"--resume {resume}: is a file. Give an output_dir or one of its checkpoints/step-N.")
-        whole = root.resolve()
-        if re.fullmatch(r"step-\d+", whole.name) and whole.parent.name == "checkpoints":
-            root, step_folder = whole.parent.parent, whole
-    file = root / "run_plan.json"
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"--resume {resume}: {root} has no run_plan.json. Give the output_dir of a run.") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{file}: cannot be read ({error})") from None
-    return SavedRun(root, _checked_plan(saved, file), step_folder)
-
-
-def _checked_plan(saved, file: Path) -> dict:
-    """A saved plan with its requested and settled values converted to the flags' types. Raises PlanError."""
-    again = "Restore the file as the run wrote it, or start in another --output_dir."
-    if not isinstance(saved, dict):
-        raise PlanError(f"{file}: contains {type(saved).__name__}, must contain an object. {again}")
-    for key in ("requested", "settled"):
-        if not isinstance(saved.get(key), dict):
-            fact = f"is {type(saved[key]).__name__}, must be an object" if key in saved else "is missing"
-            raise PlanError(f"{file}: '{key}' {fact}. {again}")
-    settled = {
-        k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()
-    }
-    for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
-        if settled.get(key) is None:
-            raise PlanError(f"{file}: 'settled' has no {key}. {again}")
-    return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
-
-
-def finished_run(plan: RunPlan) -> TrainState | None:
-    """The final state of the run to be resumed, if it has nothing left to do."""
-    saved = plan.resume_from
-    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
-    complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
-    return done if complete else None
-
-
-def finished_state(root: Path) -> TrainState | None:
-    """State of a run that finished, else None."""
-    try:
-        values = json.loads((root / "train_state.json").read_text())
-    except (OSError, ValueError):
-        return None
-    state = _state(values)
-    return state if state.status == "finished" else None
-
-
-def _state(values: dict) -> TrainState:
-    return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})
-
-
 def weights_file(plan: RunPlan) -> str:
     """File name of the trainable weights in a checkpoint."""
     return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.has_adapter else FULL
+
+
+def with_own_folder(plan: RunPlan) -> RunPlan:
+    """The plan with its default output_dir created, under a name of its own if runs start in the same second."""
+    if plan.resume_from or "output_dir" in plan.requested:
+        return plan
+    first = Path(plan.settings.output_dir)
+    with storage(first):
+        first.parent.mkdir(exist_ok=True)
+        for i in itertools.count(1):
+            name = first if i == 1 else first.with_name(f"{first.name}-{i}")
+            with contextlib.suppress(FileExistsError):
+                name.mkdir()
+                return replace(plan, settings=replace(plan.settings, output_dir=str(name)))
 
 
 def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
@@ -132,19 +84,21 @@ class OutputDir:
     def __init__(self, plan: RunPlan):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.lock = Lock(self.root)
+        # The default folder was created for this run before its plan was printed.
+        self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         self.weights_file = weights_file(plan)
         self.run_id = plan.digest()[:16]
+        saved = plan.resume_from
+        self.continues = saved is not None and not saved.is_outside
         if not holds_a_run(self.root) and (self.root / "config.json").exists():
             self.close()
             raise PlanError(
                 f"--output_dir {self.root}: holds a model that was not written by this tool. Give another folder."
             )
-        if holds_a_run(self.root) and not plan.resume_from and not plan.settings.overwrite:
+        if holds_a_run(self.root) and not self.continues and not plan.settings.overwrite:
             self.close()
-            raise PlanError(
-                f"--output_dir {self.root}: holds another run. Use --resume auto to continue it, or --overwrite true "
-                "to replace it."
-            )
+            ways = "Use --resume auto to continue it, or --overwrite true to replace it"
+            raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
 
     def __enter__(self):
         return self
@@ -182,9 +136,8 @@ class OutputDir:
                     "one."
                 )
             state.total_steps, state.status = total_steps, "running"
-        dropped = self.begin(state.step if plan.resume_from else None)
-        if dropped:
-            say(f"  dropped {', '.join(dropped)}: this run continues from step {state.step}")
+        for old, new in self.begin(state.step):
+            say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
         for line in self.check_shared_filesystem(engine):
             say(f"  note: {line}")
         self.save_plan(plan)
@@ -203,24 +156,24 @@ class OutputDir:
             )
         return saved
 
-    def begin(self, resumed_step: int | None) -> list[str]:
-        """Claims the folder for this run, after every check has passed; returns the names of deleted checkpoints.
+    def begin(self, step: int) -> list[tuple[str, str]]:
+        """Claims the folder for this run, after every check has passed; returns the checkpoints kept aside.
 
-        Removes leftovers of crashes, the previous run with --overwrite, and checkpoints newer than `resumed_step`
-        (None: a new run).
+        Removes leftovers of crashes and, with --overwrite, the previous run; keeps checkpoints newer than `step` aside.
         """
         clean_leftovers(self.root)
-        if resumed_step is None and self.plan.settings.overwrite:
+        if not self.continues and self.plan.settings.overwrite:
             clear_run(self.root)
-        (self.root / "train_state.json").unlink(missing_ok=True)  # first: from now on the run is not complete
-        return [] if resumed_step is None else drop_newer(self.root, resumed_step)
+        (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
+        return keep_aside(self.root, step)
 
     def close(self) -> None:
-        """Releases the lock, and removes the folder if nothing was written to it."""
+        """Releases the lock, and removes the folder if it is new and nothing was written to it."""
         if not holds_a_run(self.root):
             (self.root / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it holds someone else's files
-                self.root.rmdir()
+            if self.is_own_folder:
+                with contextlib.suppress(OSError):  # it holds someone else's files
+                    self.root.rmdir()
         self.lock.release()
 
     def write_json(self, name: str, content: dict) -> None:
@@ -228,7 +181,8 @@ class OutputDir:
 
     def save_plan(self, plan: RunPlan) -> None:
         self.plan = plan
-        self.write_json("run_plan.json", plan.to_json())
+        content = plan.to_json()
+        self.write_json(PLAN, content | {"sha256": plan_digest(content)})
 
     def save_step(self, engine, state: TrainState, metrics_offset: int) -> Path:
         """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective."""
@@ -240,8 +194,8 @@ class OutputDir:
             moments, values = engine.optimizer_state()
             tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
         texts = {name: json.dumps(content, indent=1) for name, content in self.configs.items()}
-        texts["run_plan.json"] = json.dumps(self.plan.to_json(), indent=1)
-        texts["train_state.json"] = json.dumps(
+        texts[PLAN] = json.dumps(self.plan.to_json(), indent=1)
+        texts[STATE] = json.dumps(
             {**asdict(state), "engine": values, "metrics_bytes": metrics_offset, "identity": self.identity}, indent=1
         )
         keep_last = self.plan.settings.keep_last
@@ -323,10 +277,12 @@ class OutputDir:
         CheckpointDamagedError if none of them verifies.
         """
         if step_folder is not None:
-            return verify_checkpoint(step_folder), []
-        saved, skipped = newest_checkpoint(self.root)
+            return verify_checkpoint(step_folder, REQUIRED), []
+        saved, skipped = newest_checkpoint(self.root, REQUIRED)
         if saved is None and skipped:
             raise CheckpointDamagedError(f"{self.root}: no checkpoint verifies. {skipped[0]}")
+        if saved is None and self.plan.settings.resume != "auto":
+            raise PlanError(f"--resume {self.plan.settings.resume}: {NO_CHECKPOINT}")
         return saved, [f"skipped a damaged checkpoint: {line}" for line in skipped]
 
     def initial_adapter(self) -> dict | None:
@@ -345,7 +301,7 @@ class OutputDir:
 
         PlanError if base or data differ.
         """
-        content = saved.json("train_state.json")
+        content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
             if self.identity.get(what) != value:
                 raise PlanError(
@@ -356,7 +312,7 @@ class OutputDir:
         engine.load_state(
             read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors("rng.safetensors")
         )
-        return _state(content), content["metrics_bytes"]
+        return state_of(content), content["metrics_bytes"]
 
     def publish(self, engine, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically."""
@@ -375,7 +331,7 @@ class OutputDir:
         tokenizer.save_pretrained(self.root)
 
     def finish(self, state: TrainState) -> None:
-        self.write_json("train_state.json", asdict(replace(state, output_dir=str(self.root))))
+        self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))
 
 
 class NonMasterOutputDir(OutputDir):
@@ -388,7 +344,7 @@ class NonMasterOutputDir(OutputDir):
         self.root, self.plan = Path(plan.settings.output_dir), plan
         self.weights_file = weights_file(plan)
 
-    def begin(self, resumed_step: int | None) -> list[str]:
+    def begin(self, step: int) -> list[tuple[str, str]]:
         return []
 
     def close(self) -> None:

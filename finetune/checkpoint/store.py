@@ -6,8 +6,8 @@ deleted. Tensors are safetensors, everything else is JSON; no pickle anywhere. S
 
 import contextlib
 import errno
-import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -18,11 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from finetune import safetensors_io
-from finetune.errors import CheckpointDamagedError, NonFiniteError, OutputDirInUseError, PlanError, StorageError
+from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
+from finetune.json_files import JsonFileError, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITING = ".writing-"  # name prefix of an incomplete file
+ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
+MANIFEST_SCHEMA = {"format_version": int, "step": int, "run_id": str, "files": {str: {"size": int, "sha256": str}}}
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class VerifiedCheckpoint:
     step: int
     manifest: dict
 
-    def json(self, name: str) -> dict:
-        return json.loads((self.folder / name).read_text())
+    def json(self, name: str, schema) -> dict:
+        return verified_json(self.folder, self.manifest, name, schema)
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
         return {tensor: stored[...] for tensor, stored in self.slices(name).items()}
@@ -42,36 +45,6 @@ class VerifiedCheckpoint:
     def slices(self, name: str) -> safetensors_io.CheckpointTensors:
         """{tensor: lazy slice reader} of a file, or of its per-rank shards."""
         return safetensors_io.CheckpointTensors(self.folder, name)
-
-
-class Lock:
-    """Exclusive lock on an output_dir: an flock, which the kernel releases however the process ends."""
-
-    def __init__(self, output_dir: Path):
-        self.file = output_dir / ".lock"
-        with storage(output_dir):
-            output_dir.mkdir(parents=True, exist_ok=True)
-            self.handle = open(self.file, "a+")  # noqa: SIM115  open as long as the lock is held
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.handle.seek(0)
-            owner = self.handle.read().strip() or "another process"
-            self.handle.close()
-            raise OutputDirInUseError(
-                f"--output_dir {output_dir}: in use by {owner}. Wait for it, or give another folder."
-            ) from None
-        except OSError as error:
-            raise StorageError(
-                f"--output_dir {output_dir}: its file system does not support locks ({error.strerror})."
-            ) from error
-        self.handle.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.handle.write(f"pid {os.getpid()} on {os.uname().nodename}, started {started}")
-        self.handle.flush()
-
-    def release(self) -> None:
-        self.handle.close()
 
 
 @contextlib.contextmanager
@@ -83,13 +56,34 @@ def storage(path: Path):
         if isinstance(error, StorageError) or error.errno is None:
             raise
         where, free = path, "unknown"
-        while not where.exists() and where != where.parent:
+        while not os.path.exists(where) and where != where.parent:
             where = where.parent
         with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(where).free:,} bytes free"
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise PlanError(f"--output_dir {path}: is a file, or is inside one. Give a folder.") from error
+        if error.errno == errno.ELOOP:
+            raise PlanError(
+                f"{error.filename or path}: is a link, and links are not followed there. Remove it."
+            ) from error
         raise StorageError(f"{path}: {error.strerror or error} ({free}). Earlier checkpoints are intact.") from error
+
+
+def make_folder(path: Path) -> bool:
+    """Creates a folder and its parents; True if it did not exist. Not recursive, so any depth will do."""
+    existed = path.exists()
+    if not existed:
+        for folder in (*reversed(path.parents), path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return not existed
+
+
+def open_file(path: Path, mode: str, **options):
+    """open() that refuses a link: whoever may write a folder could otherwise empty any file of the run's user."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
 
 
 def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int, run_id: str) -> Path:
@@ -164,7 +158,7 @@ def commit_checkpoint(
         beside.rename(target)
         _sync(target.parent)
         replace_text(target.parent / "latest", target.name)
-        rotate(output_dir, keep_last)
+        rotate(output_dir, keep_last, target)
     return target
 
 
@@ -179,7 +173,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    with open_file(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -223,38 +217,73 @@ def _sha256(file) -> str:  # Python 3.10
     return digest.hexdigest()
 
 
-def verify_checkpoint(folder: Path) -> VerifiedCheckpoint:
-    """The checkpoint in `folder`, with the digest of every file verified.
+def read_manifest(folder: Path, required: tuple = ()) -> dict:
+    """The manifest of the checkpoint in `folder`, which names every file there and those `required`, with its size.
 
     Raises CheckpointDamagedError naming file and fact.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, step = manifest["format_version"], manifest["step"]
-        entries = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        manifest = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{folder}: has no {MANIFEST}; it was not completed") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointDamagedError(f"{folder / MANIFEST}: cannot be read ({error})") from None
+    except JsonFileError as error:
+        raise CheckpointDamagedError(str(error)) from None
+    version, step, entries = manifest["format_version"], manifest["step"], manifest["files"]
     if version > FORMAT_VERSION:
         raise CheckpointDamagedError(
             f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
         )
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
-    for name, (size, digest) in entries.items():
+    ours = (p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.name != MANIFEST)
+    for name in (*required, *ours):
+        if name not in entries:
+            raise CheckpointDamagedError(f"{folder / MANIFEST}: does not name {name}")
+    for name, entry in entries.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        if Path(name).name != name or not os.path.isfile(path):
             raise CheckpointDamagedError(f"{path}: is missing")
-        if path.stat().st_size != size:
-            raise CheckpointDamagedError(f"{path}: has {path.stat().st_size} bytes, {size} were written")
-        if digest_of(path) != digest:
-            raise CheckpointDamagedError(f"{path}: its content has changed (sha256 differs)")
+        if path.stat().st_size != entry["size"]:
+            raise CheckpointDamagedError(f"{path}: has {path.stat().st_size} bytes, {entry['size']} were written")
+    return manifest
+
+
+def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
+    """Content of a JSON file of a checkpoint, under its digest in the manifest. Raises CheckpointDamagedError."""
+    _check_digest(folder / name, manifest["files"][name]["sha256"])
+    try:
+        return read_json(folder / name, schema)
+    except (JsonFileError, FileNotFoundError) as error:
+        raise CheckpointDamagedError(str(error)) from None
+
+
+def _check_digest(path: Path, digest: str) -> None:
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if found != digest:
+        raise CheckpointDamagedError(f"{path}: its content has changed (sha256 differs)")
+
+
+def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
+    """The checkpoint in `folder`, with the digest of every file verified, and of the files that are `required`.
+
+    Raises CheckpointDamagedError naming file and fact.
+    """
+    manifest = read_manifest(folder, required)
+    entries = manifest["files"]
+    for name, entry in entries.items():
+        _check_digest(folder / name, entry["sha256"])
     if safetensors_io.INDEX in entries:  # the digests of the per-rank shards are in both
-        for name, entry in safetensors_io.read_index(folder)["files"].items():
-            if entries.get(name) != (entry["size"], entry["sha256"]):
+        try:
+            index = safetensors_io.read_index(folder)
+        except JsonFileError as error:
+            raise CheckpointDamagedError(str(error)) from None
+        for name, entry in index["files"].items():
+            if entries.get(name) != entry:
                 raise CheckpointDamagedError(f"{folder / name}: does not match its digest in {safetensors_io.INDEX}")
-    return VerifiedCheckpoint(folder, step, manifest)
+    return VerifiedCheckpoint(folder, manifest["step"], manifest)
 
 
 def steps_of(output_dir: Path) -> list[Path]:
@@ -264,26 +293,32 @@ def steps_of(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda p: -int(p.name[5:]))
 
 
-def newest_checkpoint(output_dir: Path) -> tuple[VerifiedCheckpoint | None, list[str]]:
+def newest_checkpoint(output_dir: Path, required: tuple = ()) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """(newest checkpoint that verifies, or None; one line per newer one that was skipped)."""
     skipped = []
     for folder in steps_of(output_dir):
         try:
-            return verify_checkpoint(folder), skipped
+            return verify_checkpoint(folder, required), skipped
         except CheckpointDamagedError as error:
             skipped.append(str(error))
     return None, skipped
 
 
-def drop_newer(output_dir: Path, step: int) -> list[str]:
-    """Deletes checkpoints after `step`, from which a run resumes: they belong to an abandoned branch.
+def keep_aside(output_dir: Path, step: int) -> list[tuple[str, str]]:
+    """Renames checkpoints after `step`, from which a run resumes, so that no later resume takes them.
 
-    Returns their names.
+    They belong to an abandoned branch, are damaged, or were written by a newer version: none of these is a reason to
+    delete them. Returns (old name, new name) of each.
     """
-    newer = [folder for folder in steps_of(output_dir) if int(folder.name[5:]) > step]
-    for folder in newer:
-        shutil.rmtree(_to_trash(folder), ignore_errors=True)
-    return [folder.name for folder in newer]
+    moved = []
+    for folder in steps_of(output_dir):
+        if int(folder.name[5:]) > step:
+            names = (f"{ASIDE}{folder.name}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
+            name = next(name for name in names if not os.path.lexists(folder.with_name(name)))
+            with storage(folder):
+                folder.rename(folder.with_name(name))
+            moved.append((folder.name, name))
+    return moved
 
 
 def _to_trash(folder: Path) -> Path:
@@ -292,24 +327,29 @@ def _to_trash(folder: Path) -> Path:
     return trash
 
 
-def rotate(output_dir: Path, keep_last: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints; those with wrong file sizes do not count towards them."""
-    kept = 0
+def rotate(output_dir: Path, keep_last: int, committed: Path) -> None:
+    """Deletes all but `committed` and the newest before it, `keep_last` in all.
+
+    Those with wrong file sizes do not count towards them. A later one is never this run's, and stays.
+    """
+    kept = 1
     for folder in steps_of(output_dir):
+        if int(folder.name[5:]) >= int(committed.name[5:]):
+            continue
         if kept >= keep_last:
             _to_trash(folder)
-        elif _whole(folder):
+        elif _complete(folder):
             kept += 1
     for trash in (output_dir / "checkpoints").glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def _whole(folder: Path) -> bool:
+def _complete(folder: Path) -> bool:
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        return all((folder / n).stat().st_size == e["size"] for n, e in files.items())
-    except (OSError, ValueError, KeyError):
+        read_manifest(folder)
+    except CheckpointDamagedError:
         return False
+    return True
 
 
 def clean_leftovers(output_dir: Path) -> None:
@@ -326,34 +366,52 @@ def holds_a_run(output_dir: Path) -> bool:
     return (output_dir / "run_plan.json").exists() or bool(steps_of(output_dir))
 
 
+OURS = (
+    "run_plan.json",
+    "train_state.json",
+    "metrics.jsonl",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "base_model.json",
+    "trained_blocks.safetensors",
+    "trained_blocks.json",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
 def clear_run(output_dir: Path) -> None:
-    """Removes the files of a previous run and nothing else (--overwrite); a no-op if the folder holds no run."""
+    """Removes the files of a previous run and nothing else (--overwrite); a no-op if the folder holds no run.
+
+    Raises StorageError if one cannot be removed: a checkpoint that stays would be taken for the new run's.
+    """
     if not holds_a_run(output_dir):
         return
-    for folder in ("checkpoints", "best"):
-        shutil.rmtree(output_dir / folder, ignore_errors=True)
-    ours = (
-        "run_plan.json",
-        "train_state.json",
-        "metrics.jsonl",
-        "adapter_model.safetensors",
-        "adapter_config.json",
-        "base_model.json",
-        "trained_blocks.safetensors",
-        "trained_blocks.json",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-    )
-    for name in (*ours, *(p.name for p in output_dir.glob("model*.safetensors"))):
-        (output_dir / name).unlink(missing_ok=True)
+    with storage(output_dir):
+        _clear_folder(output_dir / "checkpoints", ("step-*", f"{ASIDE}*", ".tmp-*", ".trash-*", "latest"))
+        _clear_folder(output_dir / "best", OURS)
+        for pattern in OURS:
+            for file in output_dir.glob(pattern):
+                file.unlink()
+
+
+def _clear_folder(path: Path, patterns: tuple) -> None:
+    """Deletes a folder of a run; of a link to a folder elsewhere, only what matches `patterns` there."""
+    if not path.is_symlink():
+        if path.exists():
+            shutil.rmtree(path)
+        return
+    for found in (f for pattern in patterns for f in path.glob(pattern)):
+        shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink()
 
 
 def newest_run(root: Path) -> Path | None:
     """The most recent output_dir under `root`: the choice of --resume auto without --output_dir."""
-    runs = [p.parent for p in root.glob("*/run_plan.json")]
-    return max(runs, key=lambda p: (p / "run_plan.json").stat().st_mtime, default=None)
+    runs = [(p.stat().st_mtime, p) for p in (*root.glob("*/run_plan.json"), *root.glob("*/checkpoints"))]
+    return max(runs)[1].parent if runs else None

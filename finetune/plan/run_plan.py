@@ -29,11 +29,20 @@ class Adjustment:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run on disk that --resume names: its folder, its saved plan, and the step-N folder if one was named."""
+    """A run on disk that --resume names: the folder it continues in, its saved plan, the checkpoint if one was named.
+
+    `notices`: what the user should know about these files.
+    """
 
     output_dir: Path
     saved_plan: dict
     step_folder: Path | None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_outside(self) -> bool:
+        """True for a checkpoint that is not one of the output_dir's."""
+        return self.step_folder is not None and self.step_folder.parent != self.output_dir.resolve() / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,9 @@ class RunPlan:
         if content["resume_from"]:
             saved = content["resume_from"]
             step_folder = saved["step_folder"] and Path(saved["step_folder"])
-            content["resume_from"] = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step_folder)
+            content["resume_from"] = SavedRun(
+                Path(saved["output_dir"]), saved["saved_plan"], step_folder, tuple(saved["notices"])
+            )
         return cls(**content)
 
     def digest(self) -> str:

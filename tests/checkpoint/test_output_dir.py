@@ -1,5 +1,6 @@
 """The output folder: whose it is, what is kept in it, and which checkpoint a resume takes."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.output_dir import find_saved_run
-from finetune.checkpoint.store import Lock, steps_of
+from finetune.checkpoint.lock import Lock
+from finetune.checkpoint.output_dir import with_own_folder
+from finetune.checkpoint.saved_run import find_saved_run
+from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
 from finetune.metrics import read_events
 from tests.support.commands import refused
+from tests.support.plans import plan_of
 from tests.support.runs import copy_up_to, steps
 from train import fine_tune
 
@@ -62,12 +66,15 @@ def test_overwrite_never_touches_a_folder_that_holds_a_model(plain_run, tiny_mod
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_a_run_resumed_at_an_older_step_drops_the_newer_ones(plain_run, tmp_path, capsys):
+def test_a_run_resumed_at_an_older_step_keeps_the_newer_ones_aside(plain_run, tmp_path, capsys):
     plain_run(max_steps=6, save_every=1, keep_last=6)
     out = tmp_path / "out"
     (out / "train_state.json").unlink()
     fine_tune(resume=str(out / "checkpoints" / "step-2"), keep_last=2)
-    assert "dropped step-6, step-5, step-4, step-3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for step in (3, 4, 5, 6):
+        assert f"step-{step} is kept aside as checkpoints/aside-step-{step}: this run continues from step 2" in said
+        assert verify_checkpoint(out / "checkpoints" / f"aside-step-{step}").step == step
     assert [p.name for p in steps_of(out)] == ["step-6", "step-5"]
     assert [e["step"] for e in read_events(out, "step")] == [1, 2, 3, 4, 5, 6]
 
@@ -108,11 +115,11 @@ PLAN = {
 @pytest.mark.parametrize(
     ("plan", "fact"),
     [
-        ([], ": contains list, must contain an object."),
-        (5, ": contains int, must contain an object."),
-        ({}, ": 'requested' is missing."),
-        (PLAN | {"requested": []}, ": 'requested' is list, must be an object."),
-        (PLAN | {"settled": "x"}, ": 'settled' is str, must be an object."),
+        ([], ": content is list, must be an object."),
+        (5, ": content is int, must be an object."),
+        ({}, ": requested is missing."),
+        (PLAN | {"requested": []}, ": requested is list, must be an object."),
+        (PLAN | {"settled": "x"}, ": settled is str, must be an object."),
         (PLAN | {"settled": PLAN["settled"] | {"batch_size": "x"}}, ": settled batch_size x: not an integer."),
         (PLAN | {"settled": PLAN["settled"] | {"precision": 5}}, ": settled precision: is int 5, must be a string."),
         (PLAN | {"settled": {}}, ": 'settled' has no batch_size."),
@@ -132,21 +139,163 @@ def test_a_run_plan_edited_by_hand_is_one_line_with_file_and_key(tmp_path, plan,
 def test_requested_values_of_a_saved_plan_are_converted_as_those_of_a_config_file(tmp_path):
     saved = PLAN | {"requested": {"learning-rate": "1e-3", "lora_rank": 8.0, "use_dora": "yes"}}
     (tmp_path / "run_plan.json").write_text(json.dumps(saved))
-    found = find_saved_run(str(tmp_path), None)
+    found = find_saved_run("auto", str(tmp_path))
     assert found.saved_plan["requested"] == {"lr": 0.001, "lora_rank": 8, "use_dora": True}
     assert type(found.saved_plan["requested"]["lora_rank"]) is int
 
 
 @pytest.mark.parametrize("name", ["step-by-step", "step-3"])
-def test_only_a_step_folder_under_checkpoints_is_a_checkpoint(tmp_path, name, monkeypatch):
+def test_only_a_step_folder_under_checkpoints_is_one_of_the_runs_checkpoints(
+    uninterrupted, tmp_path, name, monkeypatch
+):
     root = tmp_path / "checkpoints" / name if name == "step-by-step" else tmp_path / name
+    copy_up_to(uninterrupted, 3, root)
     step = root / "checkpoints" / "step-3"
-    step.mkdir(parents=True)
-    (root / "run_plan.json").write_text(json.dumps(PLAN))
-    assert (find_saved_run(str(root), None).output_dir, find_saved_run(str(root), None).step_folder) == (root, None)
-    assert (find_saved_run(str(step), None).output_dir, find_saved_run(str(step), None).step_folder) == (root, step)
+    for resume, step_folder in ((root, None), (step, step)):
+        found = find_saved_run(str(resume), None)
+        assert (found.output_dir, found.step_folder, found.is_outside) == (root, step_folder, False)
     monkeypatch.chdir(step)
     assert find_saved_run(".", None).step_folder == step
+
+
+def test_resume_of_a_folder_without_a_checkpoint_is_refused_and_never_a_start_at_step_0(plain_run, tmp_path):
+    plain_run(max_steps=2)
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoints")
+    with pytest.raises(PlanError, match="has no checkpoint to resume from"):  # it finished, but can't train longer
+        fine_tune(resume=str(out), max_steps=4)
+    (out / "train_state.json").unlink()
+    before = (out / "adapter_model.safetensors").read_bytes()
+    assert "has no checkpoint to resume from" in refused({"resume": out})
+    assert (out / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_step_folder_copied_elsewhere_resumes_as_that_step_in_a_folder_that_is_named(uninterrupted, tmp_path, capsys):
+    backup = shutil.copytree(uninterrupted / "checkpoints" / "step-5", tmp_path / "backup" / "mine")
+    before = sorted(p.name for p in backup.iterdir())
+    assert "is a checkpoint outside of a run's folder. Give the --output_dir" in refused({"resume": backup})
+    fine_tune(resume=str(backup), output_dir=str(tmp_path / "out"))
+    assert "at step 5 of 12" in capsys.readouterr().out
+    assert steps(tmp_path / "out") == steps(uninterrupted)[5:]
+    assert sorted(p.name for p in backup.iterdir()) == before
+    with pytest.raises(PlanError, match="holds another run"):
+        fine_tune(resume=str(backup), output_dir=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "a flag changed", "batch_size changed"])
+def test_the_plan_of_a_resume_is_that_of_the_checkpoint_whatever_became_of_the_one_above(
+    uninterrupted, tmp_path, damage, capsys
+):
+    folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
+    file = folder / "run_plan.json"
+    text = file.read_text()
+    changed = {
+        "cut": text[: len(text) // 2],
+        "a flag changed": text.replace('"lora_dropout": 0.1', '"lora_dropout": 0.3'),
+        "batch_size changed": text.replace('"batch_size": 2', '"batch_size": 6'),
+    }
+    file.unlink() if damage == "lost" else file.write_text(changed[damage])
+    assert damage == "lost" or file.read_text() != text
+    fine_tune(resume=str(folder))
+    assert "the plan of the checkpoint is used" in capsys.readouterr().out
+    assert steps(folder) == steps(uninterrupted)
+
+
+def test_what_a_resumed_run_asked_for_stays_if_it_is_killed_before_its_first_save(uninterrupted, tmp_path):
+    folder = copy_up_to(uninterrupted, 12, tmp_path / "out")
+    fine_tune(resume=str(folder), num_epochs=3, save_every=100)
+    for name in ("step-18", "step-17", "step-16"):
+        shutil.rmtree(folder / "checkpoints" / name, ignore_errors=True)
+    (folder / "train_state.json").unlink()
+    assert fine_tune(resume="auto", output_dir=str(folder)).step == 18
+
+
+def test_overwrite_deletes_checkpoints_behind_a_link_and_rotation_never_the_one_just_saved(plain_run, tmp_path):
+    big, out = tmp_path / "big", tmp_path / "out"
+    big.mkdir()
+    (big / "notes.txt").write_text("mine")
+    out.mkdir()
+    (out / "checkpoints").symlink_to(big)
+    plain_run(max_steps=6, save_every=1)
+    plain_run(max_steps=3, save_every=1, overwrite=True)
+    assert sorted(p.name for p in big.iterdir()) == ["latest", "notes.txt", "step-2", "step-3"]
+    assert [p.name for p in steps_of(out)] == ["step-3", "step-2"]
+
+
+def test_a_checkpoint_of_a_newer_format_is_skipped_and_kept(uninterrupted, tmp_path, capsys):
+    folder = copy_up_to(uninterrupted, 3, tmp_path / "out")
+    manifest = folder / "checkpoints" / "step-3" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
+    fine_tune(resume="auto", output_dir=str(folder))
+    said = capsys.readouterr().out
+    assert "format version 2 is newer" in said and "step-3 is kept aside as checkpoints/aside-step-3" in said
+    assert (folder / "checkpoints" / "aside-step-3" / "optimizer.safetensors").is_file()
+    assert steps(folder) == steps(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fact"),
+    [
+        (lambda file: file.unlink(), "no longer holds 5 steps from 1 to 5"),
+        (lambda file: os.truncate(file, file.stat().st_size // 5), "no longer holds "),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b'"step": 3', b'"step": \xff')), "holds step 3:"),
+    ],
+    ids=["deleted", "cut", "damaged"],
+)
+def test_lost_lines_of_metrics_are_named_on_resume_and_no_torn_line_stays(
+    uninterrupted, tmp_path, capsys, damage, fact
+):
+    folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
+    damage(folder / "metrics.jsonl")
+    fine_tune(resume=str(folder))
+    assert fact in capsys.readouterr().out
+    found = steps(folder)  # every line is JSON
+    assert [step for step in steps(uninterrupted) if step in found] == found
+    assert [step["step"] for step in found][-7:] == list(range(6, 13))
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_a_link_in_the_output_dir_is_not_followed(plain_run, tmp_path, name):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("kept")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(mine)
+    with pytest.raises(PlanError, match="is a link"):
+        plain_run(max_steps=1)
+    assert mine.read_text() == "kept"
+
+
+def test_an_empty_folder_of_the_users_stays_when_the_run_is_refused(plain_run, tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    with pytest.raises(PlanError):
+        plain_run(dataset=str(tmp_path / "absent.jsonl"))
+    with pytest.raises(PlanError):
+        plain_run(max_steps=1, score_dataset=None, dataset_samples=1, batch_size=4, validation_split=0.9)
+    assert (tmp_path / "out").is_dir() and not list((tmp_path / "out").iterdir())
+
+
+def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of(dataset="x")
+    names = [with_own_folder(plan).settings.output_dir for _ in range(3)]
+    assert names == [plan.settings.output_dir, plan.settings.output_dir + "-2", plan.settings.output_dir + "-3"]
+    assert all((tmp_path / name).is_dir() for name in names)
+
+
+def test_a_lock_file_that_its_owner_removed_after_it_was_opened_is_not_a_lock(tmp_path, monkeypatch):
+    """A run that is refused removes .lock; another had opened it before and locks the removed file."""
+    real = fcntl.flock
+
+    def remove_first(handle, how):
+        monkeypatch.undo()
+        (tmp_path / "out" / ".lock").unlink()
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    first = Lock(tmp_path / "out")
+    with pytest.raises(OutputDirInUseError):
+        Lock(tmp_path / "out")
+    first.release()
 
 
 def test_a_file_is_not_a_run(rows_file):

@@ -10,7 +10,7 @@ from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved
 from tests.support.plans import capabilities, plan_of
-from tests.support.runs import copy_up_to
+from tests.support.runs import copy_up_to, rewrite_json
 from train import fine_tune
 
 
@@ -22,10 +22,13 @@ def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path,
         fine_tune(resume=str(folder), batch_size=4)
     other = tmp_path / "other.jsonl"
     other.write_text(rows_file.read_text().replace("plus", "and"))
-    plan = json.loads((folder / "run_plan.json").read_text())
-    for part in ("requested", "settled"):
-        plan[part]["dataset"] = str(other)
-    (folder / "run_plan.json").write_text(json.dumps(plan))
+
+    def edit(plan):
+        for part in ("requested", "settled"):
+            plan[part]["dataset"] = str(other)
+
+    (folder / "run_plan.json").unlink()
+    rewrite_json(folder / "checkpoints" / "step-5", "run_plan.json", edit)
     with pytest.raises(PlanError, match="the dataset differs from the one that checkpoint"):
         fine_tune(resume=str(folder))
 
@@ -60,11 +63,13 @@ def test_a_resumed_run_may_split_its_rows_differently_but_not_change_their_numbe
 def test_a_resumed_run_keeps_the_precision_it_settled(plain_run, tmp_path, asked):
     plain_run(max_steps=2, save_every=1, precision=asked)
     file = tmp_path / "out" / "run_plan.json"
-    plan = json.loads(file.read_text())
     # As a machine of the other kind would have settled.
-    other = {"bf16": "fp32", "fp32": "bf16"}[plan["settled"]["precision"]]
-    plan["settled"]["precision"] = other
-    file.write_text(json.dumps(plan))
+    other = {"bf16": "fp32", "fp32": "bf16"}[json.loads(file.read_text())["settled"]["precision"]]
+
+    def edit(plan):
+        plan["settled"]["precision"] = other
+
+    rewrite_json(tmp_path / "out" / "checkpoints" / "step-2", "run_plan.json", edit)
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=3).step == 3
     assert json.loads(file.read_text())["settled"]["precision"] == other
 

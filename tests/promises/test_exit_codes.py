@@ -10,7 +10,8 @@ import export
 import generate
 import score
 import train
-from finetune.checkpoint.store import Lock, steps_of, verify_checkpoint
+from finetune.checkpoint.lock import Lock
+from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import NonFiniteError, PlanError
 from finetune.metrics import read_events
 from tests.support import ranks, tiny

@@ -1,5 +1,6 @@
 """Runs of the tiny model: their flags, and what their output folders hold."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finetune.checkpoint.store import newest_checkpoint, steps_of
+from finetune.checkpoint.store import MANIFEST, digest_of, newest_checkpoint, steps_of
 from finetune.metrics import read_events
 from tests.support.cases import LOSS
 
@@ -85,3 +86,14 @@ def assert_same_moments(one: Path, other: Path) -> None:
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_allclose(other[name], one[name], atol=1e-4 * np.abs(one[name]).max())
+
+
+def rewrite_json(step_folder: Path, name: str, edit) -> None:
+    """Changes a JSON file of a checkpoint by edit(content), with its new size and digest in the manifest."""
+    file, manifest_file = step_folder / name, step_folder / MANIFEST
+    content = json.loads(file.read_text())
+    edited = edit(content)
+    file.write_text(json.dumps(content if edited is None else edited))
+    manifest = json.loads(manifest_file.read_text())
+    manifest["files"][name] = {"size": file.stat().st_size, "sha256": digest_of(file)}
+    manifest_file.write_text(json.dumps(manifest))

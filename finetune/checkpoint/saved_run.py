@@ -1,0 +1,171 @@
+"""Finds the run that --resume names: its folder, the plan it continues by, and whether it has finished.
+
+The plan is that of the newest checkpoint, under its digest. The output_dir's own run_plan.json is newer if a resumed
+run was stopped before its first save; what the user asked for is taken from there if it is as this tool wrote it.
+"""
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from finetune import cli
+from finetune.checkpoint.store import MANIFEST, newest_run, read_manifest, steps_of, verified_json
+from finetune.config import FIELDS
+from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.json_files import NUMBER, OPTIONAL_INT, OPTIONAL_NUMBER, OPTIONAL_STR, JsonFileError, read_json
+from finetune.model_files.files import local_path
+from finetune.plan.resume import same_length
+from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+
+PLAN, STATE = "run_plan.json", "train_state.json"
+# Files that every checkpoint has beside its weights and moments.
+REQUIRED = (PLAN, STATE, "rng.safetensors")
+PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
+OPTIONAL_SCORES = (dict, type(None))
+STATE_SCHEMA = {
+    "step": int,
+    "total_steps": int,
+    "epoch": int,
+    "index": int,
+    "num_tokens": int,
+    "loss": OPTIONAL_NUMBER,
+    "best_loss": OPTIONAL_NUMBER,
+    "best_step": OPTIONAL_INT,
+    "status": str,
+    "output_dir?": OPTIONAL_STR,
+    "before?": OPTIONAL_SCORES,
+    "scores?": OPTIONAL_SCORES,
+    "exit_code?": int,
+}
+# What the train_state.json of a checkpoint holds beside that.
+CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {
+    "engine": {"counts": {str: NUMBER}, "scale": OPTIONAL_NUMBER, "clean_steps": int, "degrees?": [int]},
+    "metrics_bytes": int,
+    "identity": {str: (str, int)},
+}
+AGAIN = "Restore the file as the run wrote it, or start in another --output_dir."
+NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume auto starts a new run here."
+
+
+def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
+    """The run that --resume names; None to start from scratch (unset, or auto and nothing saved).
+
+    Raises PlanError, CheckpointDamagedError.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
+        if root is None or not ((root / PLAN).is_file() or steps_of(root)):
+            return None
+        return _of_output_dir(root, "--resume auto")
+    said = f"--resume {resume}"
+    root = local_path(resume, said)
+    if not root.exists():
+        raise PlanError(f"{said}: no such folder. Give an output_dir or one of its checkpoints/step-N.")
+    if not root.is_dir():
+        raise PlanError(f"{said}: is a file. Give an output_dir or one of its checkpoints/step-N.")
+    full = root.resolve()
+    if full.parent.name == "checkpoints" and full.name.startswith("step-") and full.name[5:].isdigit():
+        return _of_checkpoint(full.parent.parent, full)
+    if (root / MANIFEST).is_file():
+        if not output_dir:
+            raise PlanError(f"{said}: is a checkpoint outside of a run's folder. Give the --output_dir to continue in.")
+        return _of_checkpoint(Path(output_dir), full)
+    saved = _of_output_dir(root, said)
+    if not steps_of(root) and finished_state(root) is None:
+        raise PlanError(f"{said}: {NO_CHECKPOINT}")
+    return saved
+
+
+def _of_checkpoint(root: Path, step_folder: Path) -> SavedRun:
+    """The run of one checkpoint, which continues in `root`: the output_dir it belongs to, or another."""
+    found = SavedRun(root, _plan_of_checkpoint(step_folder), step_folder)
+    return found if found.is_outside else _with_newer_requests(found)
+
+
+def _of_output_dir(root: Path, said: str) -> SavedRun:
+    """The run in an output_dir, by the newest of its checkpoints that has a plan under its digest."""
+    damaged = None
+    for folder in steps_of(root):
+        try:
+            return _with_newer_requests(SavedRun(root, _plan_of_checkpoint(folder), None))
+        except CheckpointDamagedError as error:
+            damaged = damaged or error
+    if damaged:
+        raise CheckpointDamagedError(f"{root}: no checkpoint verifies. {damaged}")
+    try:
+        content = read_json(root / PLAN, PLAN_SCHEMA)
+    except FileNotFoundError:
+        raise PlanError(f"{said}: {root} has no {PLAN}. Give the output_dir of a run.") from None
+    except JsonFileError as error:
+        raise PlanError(f"{error}. {AGAIN}") from None
+    return SavedRun(root, _checked_plan(content, root / PLAN), None)
+
+
+def _plan_of_checkpoint(folder: Path) -> dict:
+    """The plan in a checkpoint whose files are complete. Raises CheckpointDamagedError."""
+    manifest = read_manifest(folder, REQUIRED)
+    verified_json(folder, manifest, STATE, CHECKPOINT_STATE_SCHEMA)
+    try:
+        return _checked_plan(verified_json(folder, manifest, PLAN, PLAN_SCHEMA), folder / PLAN)
+    except PlanError as error:
+        raise CheckpointDamagedError(str(error)) from None
+
+
+def _with_newer_requests(saved: SavedRun) -> SavedRun:
+    """`saved` with what was requested by the output_dir's own plan, if that is as it was written."""
+    file = saved.output_dir / PLAN
+    try:
+        content = read_json(file, PLAN_SCHEMA)
+    except FileNotFoundError:
+        fact = f"{file} is missing"
+    except JsonFileError as error:
+        fact = str(error)
+    else:
+        if content.pop("sha256", None) == plan_digest(content):
+            newer = saved.saved_plan | {"requested": _checked_plan(content, file)["requested"]}
+            return SavedRun(saved.output_dir, newer, saved.step_folder)
+        fact = f"{file} is not as it was written"
+    notice = f"{fact}: the plan of the checkpoint is used"
+    return SavedRun(saved.output_dir, saved.saved_plan, saved.step_folder, (notice,))
+
+
+def plan_digest(content: dict) -> str:
+    """sha256 of a plan's JSON, which run_plan.json carries beside it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _checked_plan(saved: dict, file: Path) -> dict:
+    """A saved plan with its requested and settled values converted to the flags' types. Raises PlanError."""
+    settled = {
+        k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()
+    }
+    for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
+        if settled.get(key) is None:
+            raise PlanError(f"{file}: 'settled' has no {key}. {AGAIN}")
+    return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
+
+
+def finished_run(plan: RunPlan) -> TrainState | None:
+    """The final state of the run to be resumed, if it has nothing left to do."""
+    saved = plan.resume_from
+    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
+    complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
+    return done if complete else None
+
+
+def finished_state(root: Path) -> TrainState | None:
+    """State of a run that finished, else None."""
+    try:
+        values = read_json(root / STATE, STATE_SCHEMA)
+    except (JsonFileError, FileNotFoundError):
+        return None
+    state = state_of(values)
+    return state if state.status == "finished" else None
+
+
+def state_of(values: dict) -> TrainState:
+    """The TrainState in a train_state.json."""
+    return TrainState(**{f.name: values[f.name] for f in fields(TrainState) if f.name in values})

@@ -1,0 +1,83 @@
+"""Reads our own JSON files back: content is checked against a schema, so that no damage becomes a traceback.
+
+A schema is a type, a tuple of types, object for anything, [schema] for a list, {str: schema} for any keys, or
+{"key": schema} for these keys, of which "key?" may be absent. Keys that it does not name are allowed: newer versions
+add some.
+"""
+
+import json
+from pathlib import Path
+
+from finetune.errors import PlanError
+
+MAX_BYTES = 256 * 2**20  # far above the index of any model; anything longer is not one of our files
+NUMBER = (int, float)
+OPTIONAL_INT, OPTIONAL_NUMBER, OPTIONAL_STR = (int, type(None)), (int, float, type(None)), (str, type(None))
+JSON_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "a boolean",
+}
+
+
+class JsonFileError(PlanError):
+    """A JSON file that cannot be read, or whose content does not match its schema; names the file and the field."""
+
+
+def read_json(path: Path, schema):
+    """Content of one of our own JSON files. Raises JsonFileError; FileNotFoundError passes through."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise JsonFileError(f"{path}: has {path.stat().st_size:,} bytes, more than any such file")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise JsonFileError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return parse_json(data, schema, str(path))
+
+
+def parse_json(data: bytes, schema, where: str):
+    """`data` parsed and checked; `where` begins every error."""
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise JsonFileError(f"{where}: is not JSON (nested too deeply)") from None
+    except ValueError as error:  # also UnicodeDecodeError
+        raise JsonFileError(f"{where}: is not JSON ({str(error).splitlines()[0][:200]})") from None
+    check(content, schema, where)
+    return content
+
+
+def check(value, schema, where: str, field: str = "") -> None:
+    """Raises JsonFileError for the first field of `value` that does not match `schema`."""
+    said = f"{where}: {field}" if field else f"{where}: content"
+    if isinstance(schema, dict):
+        _check_type(value, (dict,), said)
+        if set(schema) == {str}:
+            for key, inner in value.items():
+                check(inner, schema[str], where, f"{field}.{key[:80]}" if field else key[:80])
+            return
+        for name, inner in schema.items():
+            key = name.removesuffix("?")
+            if key in value:
+                check(value[key], inner, where, f"{field}.{key}" if field else key)
+            elif key == name:
+                raise JsonFileError(f"{where}: {f'{field}.{key}' if field else key} is missing")
+    elif isinstance(schema, list):
+        _check_type(value, (list,), said)
+        for i, inner in enumerate(value):
+            check(inner, schema[0], where, f"{field}[{i}]")
+    elif schema is not object:
+        _check_type(value, schema if isinstance(schema, tuple) else (schema,), said)
+
+
+def _check_type(value, types: tuple, said: str) -> None:
+    kind = type(value)
+    if kind in types or (kind is int and float in types):
+        return
+    needed = " or ".join("null" if t is type(None) else JSON_NAMES[t] for t in types)
+    raise JsonFileError(f"{said} is {kind.__name__}, must be {needed}")
