@@ -76,7 +76,6 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         environment=dict(os.environ),
     )
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
-    plan = replace(plan, notices=(*plan.notices, *(saved.notices if saved else ())))
     s = plan.settings
     if files is None:
         notice = f"{s.model_name} is not on this disk yet: limits that depend on it are not checked"
@@ -187,6 +186,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
             notice = ensure_chat_template(tokenizer)
             if notice:
                 log.say(f"  note: {notice}")
+        process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         groups, local_shards, baseline = join_groups(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
@@ -286,8 +286,7 @@ def fine_tune(**flags) -> TrainState:
 
 def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed; the run's end if there is nothing to train)."""
-    plan = make_plan(overrides, env)
-    plan = plan if overrides.get("dry_run") else with_own_folder(plan)
+    plan = with_own_folder(make_plan(overrides, env))
     print("\n".join(report.plan_lines(plan)), flush=True)
     if not overrides.get("dry_run"):
         done = finished_run(plan)

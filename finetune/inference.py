@@ -50,7 +50,7 @@ def base_of(checkpoint: str) -> ModelFiles:
     beside, digest = folder / "base_model.json", content.get("base_digest")
     if digest is None and beside.is_file():
         digest = json.loads(beside.read_text()).get("digest")
-    if digest not in (None, files.digest):
+    if digest is not None and not files.matches(digest):
         print(f"note: the base {base} differs from the one this adapter was trained on")
     return files
 

@@ -54,7 +54,7 @@ def weights_file(plan: RunPlan) -> str:
 
 def with_own_folder(plan: RunPlan) -> RunPlan:
     """The plan with its default output_dir created, under a name of its own if runs start in the same second."""
-    if plan.resume_from or "output_dir" in plan.requested:
+    if plan.resume_from or plan.settings.dry_run or "output_dir" in plan.requested:
         return plan
     first = Path(plan.settings.output_dir)
     with storage(first):
@@ -303,7 +303,8 @@ class OutputDir:
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
-            if self.identity.get(what) != value:
+            same = self.identity.get(what) == value
+            if not same and not (what == "base model" and self.plan.files.matches(str(value))):
                 raise PlanError(
                     f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
                     f"Give the {what} of that run, or a new --output_dir."

@@ -43,8 +43,15 @@ class VerifiedCheckpoint:
         return {tensor: stored[...] for tensor, stored in self.slices(name).items()}
 
     def slices(self, name: str) -> safetensors_io.CheckpointTensors:
-        """{tensor: lazy slice reader} of a file, or of its per-rank shards."""
-        return safetensors_io.CheckpointTensors(self.folder, name)
+        """{tensor: lazy slice reader} of a file, or of its per-rank shards. Raises CheckpointDamagedError."""
+        from safetensors import SafetensorError
+
+        try:
+            return safetensors_io.CheckpointTensors(self.folder, name)
+        except FileNotFoundError:
+            raise CheckpointDamagedError(f"{self.folder / name}: is missing") from None
+        except (SafetensorError, JsonFileError, ValueError, KeyError) as error:
+            raise CheckpointDamagedError(f"{self.folder / name}: cannot be read ({error})") from None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ Nothing here loads a tensor or runs code from a model folder. Every file is chec
 each weight file is a complete safetensors file inside the folder. Any fault is a one-line PlanError.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
+from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest, one_line
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     "spiece.model",
 )
 AGAIN = "Download or save the model again."
-DIGEST_PIECES, DIGEST_PIECE_BYTES = 64, 4096
 # Keys of config.json that must be positive integers, and all keys that must be numbers.
 SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 NUMBERS = (
@@ -89,21 +88,13 @@ class ModelFiles:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over config.json and, per weight file: name, size, header, and 64 evenly spaced samples of 4 KiB.
+        """Digest of every byte of config.json and the weights, see digest.py."""
+        return model_digest(self.folder, self.weight_files)
 
-        Cheap for any model size. Two trainings of one architecture have equal headers; the samples differ.
-        """
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        for path in self.weight_files:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with open(path, "rb") as file:
-                length = int.from_bytes(head := file.read(8), "little")
-                digest.update(head + file.read(length))
-                for i in range(DIGEST_PIECES):
-                    file.seek(max(0, size - DIGEST_PIECE_BYTES) * i // (DIGEST_PIECES - 1))
-                    digest.update(file.read(DIGEST_PIECE_BYTES))
-        return digest.hexdigest()
+    def matches(self, digest: str) -> bool:
+        """True if this is the model that a saved digest is of."""
+        own = self.digest if digest.startswith(PREFIX) else sampled_digest(self.folder, self.weight_files)
+        return digest == own
 
 
 def find_model(

@@ -75,7 +75,8 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     lines = [f"{k}: {format_value(a)} -> {format_value(b)} since the saved run" for k, (a, b) in changed.items()]
     if "quantization_backend" in changed:
         lines.append("the base is quantized again from its own weights, so the loss may change slightly")
-    return replace(plan, notices=plan.notices + tuple(lines))
+    notices = plan.resume_from.notices if plan.resume_from else ()
+    return replace(plan, notices=(*plan.notices, *notices, *lines))
 
 
 def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:

@@ -5,8 +5,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from finetune.errors import PlanError
+from finetune.errors import CheckpointDamagedError, PlanError
 
+# State tensors of an optimizer per weight, all of the weight's shape. Those of adamw_8bit are packed: not checked.
+MOMENTS = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adam": {"exp_avg", "exp_avg_sq"},
+    "sgd": {"momentum_buffer"},
+    "adadelta": {"square_avg", "acc_delta"},
+}
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 
 
@@ -94,6 +101,32 @@ def check_known(keys, named) -> None:
     unknown = sorted({key.rpartition(".")[0] for key in keys} - set(named))
     if unknown:
         raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
+
+
+def check_moments(tensors: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
+    """Raises CheckpointDamagedError if saved moments do not fit the weights.
+
+    `tensors`: {'<name>.<moment>': array, or anything with a shape}; `shapes`: {name: shape of the weight}.
+    `may_be_empty`: no step may have been applied yet.
+    """
+    expected, found = MOMENTS.get(optimizer), {}
+    if expected is None:
+        return
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        found.setdefault(name, set()).add(moment)
+        if name in shapes and tuple(value.shape) != shapes[name]:
+            raise CheckpointDamagedError(
+                f"optimizer.safetensors: {key} is {tuple(value.shape)}, its weight {shapes[name]}"
+            )
+    for name, moments in found.items():
+        if moments != expected:
+            raise CheckpointDamagedError(
+                f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
+                f"{', '.join(sorted(expected))}"
+            )
+    if not found and not may_be_empty:
+        raise CheckpointDamagedError("optimizer.safetensors: has no moments")
 
 
 class LazyArray:

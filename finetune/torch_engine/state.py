@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune.errors import PlanError
+from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
@@ -149,13 +149,16 @@ class EngineState:
     def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
         """Loads a checkpoint, one tensor at a time if its tensors are read by slices.
 
-        Raises PlanError if they do not match.
+        Raises PlanError if they do not match, CheckpointDamagedError if no run can have saved them so.
 
         Random state of another world size or other degrees fits no rank: each is then seeded from rank 0's state and
         its own rank, and `reseeded` is set.
         """
         self.load_trainable(trainable)
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
+        shapes = {key: self.place.full_shape(name) for key, name in names.items()}
+        optim.check_known((*optimizer, *values["counts"]), names)
+        optim.check_moments(optimizer, shapes, self.settings.optimizer, may_be_empty=values["scale"] is not None)
         self.parallel.load_moments(names, optimizer, values["counts"])
         self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
@@ -164,8 +167,10 @@ class EngineState:
         if saved_ranks == self.groups.dims.world_size and values.get("degrees", degrees) == degrees:
             prefix = f"rank{self.groups.rank}." if self.groups.rank else ""
             local = self.local_rng_state()
+            check_rng({name: rng.get(name) for name in ("host", prefix + "host")}, local["host"])
             self.set_rng_state({name: rng[prefix + name] for name in local if prefix + name in rng})
         else:
+            check_rng({"host": rng.get("host")}, self.local_rng_state()["host"])
             self.reseeded = True
             self.seed(zlib.crc32(np.asarray(rng["host"]).tobytes()))
 
@@ -187,7 +192,10 @@ class EngineState:
             self.parallel.copy_weight(name, full)
 
     def set_rng_state(self, rng) -> None:
-        torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
+        try:
+            torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
+        except RuntimeError as error:
+            raise CheckpointDamagedError(f"rng.safetensors: {str(error).splitlines()[0]}") from None
         device = self.groups.device
         if device.type in rng:
             state = torch.from_numpy(np.array(rng[device.type]))
@@ -199,3 +207,13 @@ class EngineState:
         at = dims.coordinates(groups.rank)
         index = (at["pp"] * dims.data_ranks + groups.data_rank) * dims.cp + at["cp"]
         torch.manual_seed(seed + 1_000_003 * index)
+
+
+def check_rng(saved: dict, own: torch.Tensor) -> None:
+    """Raises CheckpointDamagedError for a saved random state that is not of the kind of this process's `own`."""
+    for name, state in saved.items():
+        if state is None or state.dtype != np.uint8 or state.shape != tuple(own.shape):
+            fact = (
+                "is missing" if state is None else f"is {state.dtype} {state.shape}, must be uint8 {tuple(own.shape)}"
+            )
+            raise CheckpointDamagedError(f"rng.safetensors: {name} {fact}")

@@ -3,20 +3,25 @@
 import fcntl
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.output_dir import with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run
-from finetune.checkpoint.store import steps_of, verify_checkpoint
+from finetune.checkpoint.store import digest_of, steps_of, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
 from finetune.metrics import read_events
+from finetune.model_files.digest import sampled_digest
+from finetune.model_files.files import find_model
 from tests.support.commands import refused
 from tests.support.plans import plan_of
-from tests.support.runs import copy_up_to, steps
+from tests.support.runs import copy_up_to, rewrite_json, steps
 from train import fine_tune
 
 
@@ -300,3 +305,111 @@ def test_a_lock_file_that_its_owner_removed_after_it_was_opened_is_not_a_lock(tm
 
 def test_a_file_is_not_a_run(rows_file):
     assert refused({"resume": rows_file}).startswith(f"--resume {rows_file}: is a file.")
+
+
+def drop(*keys):
+    def edit(content):
+        for key in keys:
+            content.pop(key)
+
+    return edit
+
+
+def put(key, value):
+    def edit(content):
+        content[key] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "fact"),
+    [
+        ("train_state.json", lambda content: 5, "content is int, must be an object"),
+        ("train_state.json", drop("identity"), "identity is missing"),
+        ("train_state.json", drop("engine"), "engine is missing"),
+        ("train_state.json", lambda content: content["engine"].pop("counts") and None, "engine.counts is missing"),
+        ("train_state.json", put("step", "five"), "step is str, must be an integer"),
+        ("train_state.json", put("metrics_bytes", [5]), "metrics_bytes is list, must be an integer"),
+        ("run_plan.json", put("settled", None), "settled is NoneType, must be an object"),
+    ],
+)
+def test_a_checkpoints_file_that_this_tool_cannot_have_written_is_skipped(uninterrupted, tmp_path, name, edit, fact):
+    folder = copy_up_to(uninterrupted, 2, tmp_path / "out")
+    shutil.rmtree(folder / "checkpoints" / "step-1", ignore_errors=True)
+    rewrite_json(folder / "checkpoints" / "step-2", name, edit)
+    with pytest.raises(CheckpointDamagedError, match=f"step-2/{name}: {fact}"):
+        fine_tune(resume=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        (lambda text: "5", "content is int"),
+        (lambda text: "[" * 100_000, "nested too deeply"),
+        (lambda text: text.replace('"step": 2', '"step": "2"'), "step is str, must be an integer"),
+        (lambda text: text.replace('"format_version": 1', '"format_version": null'), "format_version is NoneType"),
+        (lambda text: json.dumps(json.loads(text) | {"files": {}}), "does not name run_plan.json"),
+        (lambda text: text.replace("optimizer.safetensors", "x" * 5000), "does not name optimizer.safetensors"),
+    ],
+)
+def test_a_manifest_that_this_tool_cannot_have_written_is_one_line(uninterrupted, tmp_path, content, fact):
+    folder = copy_up_to(uninterrupted, 2, tmp_path / "out")
+    shutil.rmtree(folder / "checkpoints" / "step-1", ignore_errors=True)
+    manifest = folder / "checkpoints" / "step-2" / "manifest.json"
+    manifest.write_text(content(manifest.read_text()))
+    with pytest.raises(CheckpointDamagedError, match=fact):
+        fine_tune(resume=str(folder))
+
+
+def rewrite_tensors(step_folder, name, edit):
+    arrays = edit(load_file(step_folder / name))
+    save_file(arrays, step_folder / name)
+    rewrite_json(step_folder, "train_state.json", lambda content: None)
+    manifest = json.loads((step_folder / "manifest.json").read_text())
+    file = step_folder / name
+    manifest["files"][name] = {"size": file.stat().st_size, "sha256": digest_of(file)}
+    (step_folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def transposed(arrays):
+    first = next(key for key, value in arrays.items() if value.ndim == 2 and value.shape[0] != value.shape[1])
+    return arrays | {first: np.ascontiguousarray(arrays[first].T)}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "fact"),
+    [
+        ("optimizer.safetensors", lambda arrays: {}, "has no moments"),
+        ("optimizer.safetensors", transposed, "its weight"),
+        (
+            "optimizer.safetensors",
+            lambda arrays: {key: value for key, value in arrays.items() if not key.endswith("exp_avg_sq")},
+            "has exp_avg; adamw has exp_avg, exp_avg_sq",
+        ),
+        ("rng.safetensors", lambda arrays: {}, "host is missing"),
+        ("rng.safetensors", lambda arrays: {"host": arrays["host"][:100]}, "host is uint8"),
+        ("rng.safetensors", lambda arrays: {"host": np.full_like(arrays["host"], 255)}, "rng.safetensors: "),
+    ],
+)
+def test_state_that_no_run_can_have_saved_is_damage_whatever_its_digest(uninterrupted, tmp_path, name, edit, fact):
+    folder = copy_up_to(uninterrupted, 2, tmp_path / "out")
+    rewrite_tensors(folder / "checkpoints" / "step-2", name, edit)
+    with pytest.raises(CheckpointDamagedError, match=fact):
+        fine_tune(resume=str(folder))
+
+
+def test_every_changed_byte_of_the_base_is_noticed(uninterrupted, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    files = find_model(str(model))
+    saved, weights = files.digest, model / "model.safetensors"
+    content, rng = weights.read_bytes(), random.Random(0)
+    for _ in range(20):
+        changed = bytearray(content)
+        changed[rng.randrange(len(content) // 2, len(content))] ^= 1 << rng.randrange(8)
+        weights.write_bytes(changed)
+        assert not find_model(str(model)).matches(saved)
+    weights.write_bytes(content)
+    assert find_model(str(model)).matches(saved)
+    earlier = sampled_digest(files.folder, files.weight_files)  # in checkpoints of earlier versions
+    assert find_model(str(model)).matches(earlier) and len(earlier) == 64

@@ -1,0 +1,88 @@
+"""Digest of a model: of every byte of its config and weights. Each file is hashed once and then remembered.
+
+A file is known again by its path, size, times and inode. One modified within the last moments is not remembered: a
+later change in the same tick of the file system's clock would go unnoticed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from finetune.json_files import JsonFileError, read_json
+from finetune.model_files.hub import cache_root
+
+PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
+SETTLED_S = 2.0
+ENTRY_SCHEMA = {"file": [int], "sha256": str}
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
+    """sha256 over config.json and the name and sha256 of each weight file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    with ThreadPoolExecutor(4) as executor:  # hashlib releases the GIL
+        for path, found in zip(weight_files, executor.map(file_digest, weight_files), strict=True):
+            digest.update(f"{path.name} {found}\n".encode())
+    return PREFIX + digest.hexdigest()
+
+
+def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
+    """What earlier versions saved: config.json and, per weight file, name, size, header and 64 samples of 4 KiB."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weight_files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            length = int.from_bytes(head := file.read(8), "little")
+            digest.update(head + file.read(length))
+            for i in range(NUM_SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, from the cache if it has not changed since. A cache that can't be written only costs time."""
+    path = path.resolve()
+    entry = cache_root() / "finetune" / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.json"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the ranks of a host wait for the first instead of hashing it again
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(entry.with_suffix(".lock"), "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        before = _identity(path)
+        known = _read(entry)
+        if known and known["file"] == before:
+            return known["sha256"]
+        found = _sha256(path)
+        if _identity(path) == before and time.time_ns() - max(before[1:3]) > SETTLED_S * 1e9:
+            with contextlib.suppress(OSError):
+                beside = entry.with_suffix(f".{os.getpid()}")
+                beside.write_text(json.dumps({"file": before, "sha256": found}), encoding="utf-8")
+                beside.replace(entry)
+        return found
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _read(entry: Path) -> dict | None:
+    try:
+        return read_json(entry, ENTRY_SCHEMA)
+    except (JsonFileError, FileNotFoundError):
+        return None
+
+
+def _sha256(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
