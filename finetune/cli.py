@@ -11,6 +11,7 @@ from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
+MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -74,7 +75,7 @@ def parse_value(name: str, value, where: str | None = None):
     if meta["choices"]:
         return _parse_choice(meta, value, where)
     _check_text(meta, value, where)
-    return value
+    return _expanded(value, where) if name == "output_dir" else value
 
 
 def accepts_booleans(field) -> bool:
@@ -121,12 +122,29 @@ def _check_text(meta, value: str, where: str) -> None:
     if meta["nonempty"] and not value.strip():
         raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
     if meta["path"]:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PlanError(f"{where} {value!r}: is not UTF-8. Give a path that is.") from None
+        if len(os.fsencode(value)) > MAX_PATH_BYTES:
+            raise PlanError(
+                f"{where} {_shown(value)}: has {len(os.fsencode(value))} bytes, the maximum is {MAX_PATH_BYTES}. "
+                "Shorten it."
+            )
         longest = max(len(os.fsencode(part)) for part in value.split("/"))
         if longest > MAX_NAME_BYTES:
             raise PlanError(
                 f"{where} {_shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
                 "Shorten it."
             )
+
+
+def _expanded(folder: str, where: str) -> str:
+    """A folder with ~ expanded: in a config file no shell does it."""
+    found = os.path.expanduser(folder)
+    if found.startswith("~"):
+        raise PlanError(f"{where} {folder}: no such user. Give another folder.")
+    return found
 
 
 def _shown(value) -> str:

@@ -290,7 +290,12 @@ class TrainConfig:
         False, "machine", "reduce gradients once per step instead of once per microbatch", resumable=True
     )
     rank_timeout: float = flag(
-        600.0, "machine", "seconds without a heartbeat before a rank counts as lost", above=0.0, resumable=True
+        600.0,
+        "machine",
+        "seconds without a heartbeat before a rank counts as lost",
+        above=0.0,
+        maximum=2_592_000.0,
+        resumable=True,
     )
     master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous", resumable=True)
     master_port: int = flag(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -166,9 +167,23 @@ def test_the_largest_seed_is_taken():
 
 
 @pytest.mark.parametrize("flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume"])
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "a/" * 2500])
-def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name):
-    assert refused(flags, **{flag: name}).startswith(f"--{flag} {name}: not a valid path (")
+def test_a_home_that_does_not_exist_names_its_flag(flags, flag):
+    assert refused(flags, **{flag: "~nosuchuser/x"}).startswith(f"--{flag} ~nosuchuser/x: not a valid path (")
+
+
+@pytest.mark.parametrize(
+    "flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume", "output_dir"]
+)
+@pytest.mark.parametrize(("name", "fact"), [("a/" * 1501, "has 3002 bytes"), ("a\udcff", "is not UTF-8")])
+def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name, fact):
+    line = refused(flags, **{flag: name})
+    assert line.startswith(f"--{flag} ") and fact in line
+
+
+def test_the_home_in_output_dir_is_expanded_and_must_exist():
+    assert parse_value("output_dir", "~/runs/a") == str(Path("~/runs/a").expanduser())
+    with pytest.raises(PlanError, match="--output_dir ~nosuchuser/x: no such user"):
+        parse_value("output_dir", "~nosuchuser/x")
 
 
 @pytest.mark.parametrize(

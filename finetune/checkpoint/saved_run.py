@@ -6,6 +6,7 @@ run was stopped before its first save; what the user asked for is taken from the
 
 import hashlib
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
         return None
     if resume == "auto":
         root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
-        if root is None or not ((root / PLAN).is_file() or steps_of(root)):
+        if root is None or not (os.path.isfile(root / PLAN) or steps_of(root)):
             return None
         return _of_output_dir(root, "--resume auto")
     said = f"--resume {resume}"
@@ -69,7 +70,7 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
     full = root.resolve()
     if full.parent.name == "checkpoints" and full.name.startswith("step-") and full.name[5:].isdigit():
         return _of_checkpoint(full.parent.parent, full)
-    if (root / MANIFEST).is_file():
+    if os.path.isfile(root / MANIFEST):
         if not output_dir:
             raise PlanError(f"{said}: is a checkpoint outside of a run's folder. Give the --output_dir to continue in.")
         return _of_checkpoint(Path(output_dir), full)

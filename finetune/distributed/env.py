@@ -13,6 +13,7 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 
+MAX_RANKS = 2**20
 FOLDER = "FINETUNE_RANKS_FOLDER"  # set for ranks spawned here; the folder holds plan.json, port, results and failures
 
 
@@ -47,6 +48,12 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
         env = _of_slurm(e, slurm_tasks, host, port)
     else:
         return None
+    for name, number, low, high in (
+        ("the world size", env.size, 1, MAX_RANKS),
+        ("MASTER_PORT", env.port, 0 if env.launcher == "spawned" else 1, 65535),
+    ):
+        if not low <= number <= high:
+            raise PlanError(f"{name} is {number} in this process's environment: must be from {low} to {high}.")
     if not 0 <= env.rank < env.size:
         raise PlanError(f"RANK={env.rank}: WORLD_SIZE is {env.size}. Number the ranks from 0.")
     if not 0 <= env.local_rank < env.local_size <= env.size:
@@ -63,6 +70,8 @@ def _of_variables(e, host, port) -> RankEnv:
             raise PlanError(f"{other}={e[other]}: {name} is not set. Set both, or use torchrun or --world_size.")
     rank, size = _number(e, "RANK"), _number(e, "WORLD_SIZE")
     local_size = _number(e, "LOCAL_WORLD_SIZE", size)
+    if FOLDER in e and not Path(e[FOLDER], "plan.json").is_file():
+        raise PlanError(f"{FOLDER}={e[FOLDER]}: is set by train.py for the ranks it starts. Unset it.")
     launcher = "spawned" if FOLDER in e else "torchrun" if "TORCHELASTIC_RUN_ID" in e else "RANK and WORLD_SIZE"
     return RankEnv(
         rank,
@@ -157,7 +166,7 @@ def listen_for_ranks(env: RankEnv) -> socket.socket:
     if env.size > env.local_size and (address.startswith("127.") or not _is_of_this_host(address)):
         address = ""  # the other hosts reach this one by an address that it cannot tell: listen on all of its own
     try:
-        return socket.create_server((address, env.port), backlog=max(128, env.size))
+        return socket.create_server((address, env.port), backlog=min(4096, max(128, env.size)))
     except OSError as error:
         raise PlanError(f"MASTER_PORT={env.port}: {error.strerror or error}. Set another port on all ranks.") from None
 

@@ -37,6 +37,9 @@ def resolve_parallelism(draft: Draft) -> None:
     if world_size == 1:
         single_process(draft)
         return
+    for name in ("master_addr", "master_port") if env is None else ():
+        if draft.given(name):
+            draft.adjust(name, DEFAULTS[name], "ranks started here meet over loopback, on a free port")
     if draft.dims.pp > 1 and values["score_dataset"]:
         no_generation_in_a_pipeline(draft)
     if draft.distribution.startswith("zero"):

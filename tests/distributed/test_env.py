@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.distributed.env import rank_env
+from finetune.distributed.env import RankEnv, listen_for_ranks, rank_env, rendezvous_address
 from finetune.errors import PlanError
 from tests.support import ranks
 from tests.support.commands import by_hand
@@ -65,3 +65,31 @@ def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tm
     assert [p.returncode for p in processes] == [0, 0], said
     assert said[1][0] == ""
     assert_same_run(tmp_path / "out", alone)
+
+
+@pytest.mark.parametrize(
+    ("environment", "fact"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "the world size is 0"),
+        ({"RANK": "0", "WORLD_SIZE": "99999999999999999999"}, "the world size is 99999999999999999999"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999999"}, "MASTER_PORT is 99999999"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "FINETUNE_RANKS_FOLDER": "/absent"}, "FINETUNE_RANKS_FOLDER=/absent"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "(x2)"}, "SLURM_TASKS_PER_NODE"),
+    ],
+)
+def test_a_number_of_the_environment_is_checked_as_a_flag_is(environment, fact):
+    with pytest.raises(PlanError, match=fact):
+        rank_env(environment)
+
+
+def test_a_name_that_does_not_resolve_and_a_host_that_is_not_this_one_are_one_line():
+    with pytest.raises(PlanError, match="MASTER_ADDR=no.such.host: cannot be resolved"):
+        rendezvous_address(RankEnv(0, 2, 0, 1, "no.such.host", 29500), patience_s=0.1)
+    with pytest.raises(PlanError, match="MASTER_ADDR=192.0.2.1: is another host, but all 2 ranks"):
+        rendezvous_address(RankEnv(1, 2, 1, 2, "192.0.2.1", 29500))
+    assert rendezvous_address(RankEnv(1, 2, 1, 2, "localhost", 29500)) == "127.0.0.1"
+    with listen_for_ranks(RankEnv(0, 2, 0, 2, "localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(PlanError, match=f"MASTER_PORT={port}: Address already in use"):
+            listen_for_ranks(RankEnv(0, 2, 0, 2, "localhost", port))

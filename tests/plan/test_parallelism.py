@@ -121,3 +121,9 @@ def test_a_config_file_for_zero_is_followed_unless_ptd_is_given():
     offload = ZERO2 | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}
     with pytest.raises(PlanError, match="offload_param_device cpu"):
         settled(offload)
+
+
+def test_a_rendezvous_address_that_ranks_started_here_do_not_use_is_an_adjustment():
+    plan = plan_of(world_size=2, master_port=29500)
+    said = [str(a) for a in plan.adjustments if a.setting == "master_port"]
+    assert said == ["master_port: 29500 -> 12355 (ranks started here meet over loopback, on a free port)"]
