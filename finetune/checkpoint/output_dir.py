@@ -40,10 +40,12 @@ from finetune.checkpoint.store import (
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
+from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 
+NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
 
 
@@ -138,7 +140,7 @@ class OutputDir:
             state.total_steps, state.status = total_steps, "running"
         for old, new in self.begin(state.step):
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
-        for line in self.check_shared_filesystem(engine):
+        for line in (*self.check_shared_filesystem(engine), *self.check_free_space(engine)):
             say(f"  note: {line}")
         self.save_plan(plan)
         self.save_tokenizer(data.tokenizer)
@@ -227,6 +229,22 @@ class OutputDir:
             f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to rank 0, one "
             "tensor at a time, "
             "and held there in full. Use a file system that all hosts share."
+        ]
+
+    def check_free_space(self, engine) -> list[str]:
+        """A notice if the file system cannot hold the run's checkpoints, before the first is written."""
+        s = self.plan.settings
+        if not s.save_model:
+            return []
+        trainable, _ = engine.parameter_counts()
+        step_bytes = NUM_SAVED * 4 * trainable  # fp32, each
+        needed = step_bytes * (s.keep_last + 1)  # one more is written before the oldest is deleted
+        free = shutil.disk_usage(self.root).free
+        if free >= needed:
+            return []
+        return [
+            f"{self.root} has {free / GIB:.2f} GiB free; {s.keep_last} checkpoints and one being written take about "
+            f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
         ]
 
     def _write_probe_file(self, engine) -> Path:
@@ -353,6 +371,9 @@ class NonMasterOutputDir(OutputDir):
 
     def write_json(self, name: str, content: dict) -> None:
         pass
+
+    def check_free_space(self, engine) -> list[str]:
+        return []
 
     def _write_probe_file(self, engine) -> Path:
         return self.root / engine.broadcast_object(None)

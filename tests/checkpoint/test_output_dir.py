@@ -413,3 +413,12 @@ def test_every_changed_byte_of_the_base_is_noticed(uninterrupted, tiny_model, tm
     assert find_model(str(model)).matches(saved)
     earlier = sampled_digest(files.folder, files.weight_files)  # in checkpoints of earlier versions
     assert find_model(str(model)).matches(earlier) and len(earlier) == 64
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(plain_run, monkeypatch, capsys):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    plain_run(max_steps=1, keep_last=3)
+    said = capsys.readouterr().out
+    assert "0.00 GiB free; 3 checkpoints and one being written take" in said
+    assert said.index("GiB free") < said.index("step     1/1")

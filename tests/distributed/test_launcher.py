@@ -10,6 +10,7 @@ from tests.support.commands import (
     ACCELERATE,
     ROOT,
     TORCHRUN,
+    by_hand,
     command,
     descendants,
     environment_of,
@@ -73,3 +74,12 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     assert process.returncode == 0, err
     assert len(found) == 2 and out.count("step    12/12") == 1 and "ranks: 2 (dp_shards 2)" in out
     assert_same_run(tmp_path / "out", alone)
+
+
+def test_ranks_started_by_hand_all_answer_what_rank_0_answers(base, tmp_path):
+    """Rank 0 hosts the store: it must not leave before the others have read `already complete` or a refusal."""
+    assert [p.wait(120) for p in by_hand(base, tmp_path / "out", "--max_steps 1")] == [0, 0]
+    for flags, code in (("--max_steps 1 --resume auto", 0), ("--max_steps 1", 2)):
+        processes = by_hand(base, tmp_path / "out", flags)
+        said = [p.communicate(timeout=60) for p in processes]
+        assert [p.returncode for p in processes] == [code, code] and "Traceback" not in said[1][1], said
