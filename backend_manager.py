@@ -173,7 +173,7 @@ def torch_build() -> dict:
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None, "hip": None, "xpu": None}
     file = Path(list(spec.submodule_search_locations)[0]) / "version.py"
-    text = file.read_text() if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     found = dict(re.findall(r"^(cuda|hip|xpu)(?:\s*:[^=]+)?\s*=\s*'([^']+)'", text, re.M))
     return {"version": package_version("torch"), **{k: found.get(k) for k in ("cuda", "hip", "xpu")}}
 
@@ -194,7 +194,7 @@ def cpu_facts() -> dict:
     """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
     model, flags = platform.processor() or platform.machine(), set()
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         model = (re.search(r"^model name\s*:\s*(.+)$", text, re.M) or [None, model])[1]
         flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M) or [None, ""])[1].split())
     except OSError:
@@ -212,10 +212,10 @@ def system_memory() -> tuple[int, int]:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = total
     try:
-        info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M))
+        info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M))
         available = int(info["MemAvailable"]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         if limit != "max":
             total, available = min(total, int(limit)), min(available, int(limit) - used)
     except (OSError, KeyError, ValueError):
@@ -544,7 +544,7 @@ def versions() -> dict:
 
 
 def environment() -> dict:
-    """Environment variables that affect the backend, as currently set."""
+    """Environment variables that affect the backend, as currently set, without passwords in URLs."""
     names = (
         "FSDP_BACKEND",
         "CUDA_VISIBLE_DEVICES",
@@ -562,7 +562,7 @@ def environment() -> dict:
         "MASTER_PORT",
         "SLURM_PROCID",
     )
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return {name: re.sub(r"(?<=://)[^\s/?#]*@", "***@", os.environ[name]) for name in names if name in os.environ}
 
 
 def environment_error() -> str | None:
@@ -597,7 +597,7 @@ class ProbeCache:
             versions(),
             cpu_facts(),
             environment().get("CUDA_VISIBLE_DEVICES"),
-            [file.read_text() for file in probed],
+            [file.read_text(encoding="utf-8") for file in probed],
         ]
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -606,7 +606,7 @@ class ProbeCache:
     def read(self) -> dict:
         """Cached results; {} if there are none or the file is corrupt."""
         try:
-            facts = json.loads(self.file.read_text())
+            facts = json.loads(self.file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}

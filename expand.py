@@ -6,9 +6,13 @@ python train.py --llama_pro_path expanded --dataset my.jsonl
 
 import json
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process, safetensors_io
 from finetune.checkpoint.store import storage
@@ -29,6 +33,7 @@ from finetune.model_files.llama_pro import (
     split,
     write,
 )
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -129,8 +134,8 @@ def main(argv=None) -> int:
             for file in sorted(tmp_dir.iterdir()):
                 file.replace(target / file.name)
     new = ", ".join(map(str, e.new))
-    print(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
-    print(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
+    say(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
+    say(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
     return 0
 
 

@@ -3,12 +3,17 @@
 python export.py --checkpoint outputs/my-run --output_dir merged
 """
 
+import sys
 from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -47,7 +52,7 @@ def main(argv=None) -> int:
     with storage(target):
         off = merge_to_folder(checkpoint, files, target, args.dtype)
         load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(target)
-    print(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
+    say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 
 

@@ -4,10 +4,15 @@ python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens
 """
 
 import sys
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -53,7 +58,7 @@ def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
     def on_token(new):
         text = tokenizer.decode(new, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # incomplete character: wait for the rest
-            print(text[shown[0] :], end="", flush=True)
+            say(text[shown[0] :], end="")
             shown[0] = len(text)
 
     new = engine.generate(
@@ -66,7 +71,7 @@ def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
         top_p=args.top_p,
     )[0]
     text = tokenizer.decode(new, skip_special_tokens=True)
-    print(text[shown[0] :], flush=True)
+    say(text[shown[0] :])
     return text
 
 
@@ -97,12 +102,12 @@ def main(argv=None) -> int:
         answer(engine, tokenizer, ends, args.prompt, args)
     if args.interactive:
         prompting = "> " if sys.stdin.isatty() else ""
-        print(prompting, end="", flush=True)
+        say(prompting, end="")
         for line in sys.stdin:
             if not line.strip():
                 break
             answer(engine, tokenizer, ends, line.rstrip("\n"), args)
-            print(prompting, end="", flush=True)
+            say(prompting, end="")
     return 0
 
 

@@ -5,11 +5,17 @@ python score.py --checkpoint outputs/my-run --dataset test.jsonl
 
 import json
 import math
+import sys
 import time
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -77,15 +83,15 @@ def main(argv=None) -> int:
         "wall_s": round(time.perf_counter() - began, 1),
     }
     if args.json:
-        print(json.dumps(figures))
+        say(json.dumps(figures))
     else:
-        print(
+        say(
             f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
             f"of {len(questions)} | {figures['wall_s']} s"
         )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:
-        print(f"{source}\n  expected {wanted}\n  got      {got}")
+        say(f"{source}\n  expected {wanted}\n  got      {got}")
     return 0
 
 

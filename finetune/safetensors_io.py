@@ -249,7 +249,7 @@ class CheckpointTensors(Mapping):
 
 
 def read_index(folder: Path) -> dict:
-    return json.loads((folder / INDEX).read_text())
+    return json.loads((folder / INDEX).read_text(encoding="utf-8"))
 
 
 def files_of(folder: Path, file: str) -> list[Path]:

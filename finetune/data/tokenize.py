@@ -1,7 +1,6 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from finetune.data.formats import Document, describe_format, detect_format, rend
 from finetune.data.readers import RawDataset
 from finetune.data.sources import read_rows
 from finetune.errors import PlanError
+from finetune.terminal import clean
 
 __all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
@@ -248,14 +248,13 @@ def _sizes(ids: list, targets: list) -> dict:
 
 
 def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
-    """One row as the model sees it, with its targets marked: in green, or between ⟦ and ⟧."""
+    """One row as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Escape sequences in the data must not reach the terminal.
-        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+        text = clean(text)
         marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
         pieces.append(f"{marks[0]}{text}{marks[1]}" if is_target[start] else text)
     return "".join(pieces)

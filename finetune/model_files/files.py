@@ -16,6 +16,7 @@ from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest, one_line
+from finetune.terminal import say
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -111,7 +112,7 @@ def find_model(
     revision: str | None = None,
     fetch: bool = True,
     flag: str = "--model_name",
-    progress: Callable[[str], None] = print,
+    progress: Callable[[str], None] = say,
     weights: bool = True,
 ) -> ModelFiles | None:
     """The model's files, downloaded if needed. `fetch` False makes no network request: None if they are not local yet.
@@ -138,7 +139,7 @@ def find_model(
         return None
     marker = folder / DEMO_MARKER
     if marker.is_file():
-        return read_folder(folder, model_name, None, json.loads(marker.read_text())["source"], said)
+        return read_folder(folder, model_name, None, json.loads(marker.read_text(encoding="utf-8"))["source"], said)
     return read_folder(folder, model_name, folder.name, source, said)
 
 
@@ -307,7 +308,9 @@ def known_model_type(model_type: str) -> bool:
 
 def adapter_base(folder: Path) -> str:
     try:
-        return f"({json.loads((folder / 'adapter_config.json').read_text())['base_model_name_or_path']}) "
+        return (
+            f"({json.loads((folder / 'adapter_config.json').read_text(encoding='utf-8'))['base_model_name_or_path']}) "
+        )
     except (ValueError, KeyError, TypeError):
         return ""
 

@@ -173,7 +173,7 @@ def read_record(folder: Path, said: str) -> dict:
     file = folder / RECORD
     if file.is_file():
         try:
-            record = json.loads(file.read_text())
+            record = json.loads(file.read_text(encoding="utf-8"))
             numbers = record["new_layers"]
             plain = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
             if not plain or not numbers or len(set(numbers)) < len(numbers):

@@ -178,7 +178,7 @@ def load_weights(
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
     PlanError for weights that are missing, of another shape, or in an unsupported format.
     """
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     checkpoint = WeightFiles(files_of(folder), config.get("quantization"))
     wanted = model.state_dict()
     weights, extra = _assign_tensors(model, checkpoint, wanted)
@@ -437,7 +437,7 @@ def files_of(folder) -> list[Path]:
         return [whole]
     if (folder / safetensors_io.INDEX).is_file():
         return safetensors_io.files_of(folder, whole.name)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 

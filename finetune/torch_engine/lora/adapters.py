@@ -84,7 +84,7 @@ def attach_adapter(model, folder) -> None:
     from safetensors.torch import load_file
 
     file = Path(folder) / "adapter_config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     plain = {
         "peft_type": ("LORA",),
         "bias": ("none", None),
