@@ -14,6 +14,7 @@ USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGNORECASE)
 MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
 MASK = "***"
+MAX_LINE = 2000  # of an error, whatever was put into it
 ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
 
 
@@ -27,6 +28,8 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
 def log_error(text) -> None:
     """Prints the one-line message of a failure to stderr."""
     line = " ".join(str(text).split("\n"))
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE - 300]} ... {line[-300:]}"
     say(line if line.startswith("error") else f"error: {line}", file=sys.stderr)
 
 

@@ -44,3 +44,5 @@ def test_an_error_is_one_line(capsys):
     log_error("a\x1b[31m\nb")
     log_error("error: c")
     assert capsys.readouterr().err == "error: a\\x1b[31m b\nerror: c\n"
+    log_error("a" * 10**6 + ". Fix it.")
+    assert len(line := capsys.readouterr().err) < 2100 and line.endswith("a. Fix it.\n")
