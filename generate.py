@@ -44,10 +44,16 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     """Token ids of a prompt as in training: rendered by the chat template if the tokenizer has one."""
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
+    from finetune.data.chat_template import TemplateRenderer, request_of
+
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    with TemplateRenderer(tokenizer) as renderer:
+        request = request_of(messages, None, [(len(messages), True)], "--prompt")
+        (texts,) = renderer.render([request], ["--prompt"])
+    if isinstance(texts, PlanError):
+        raise texts
+    return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
 def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:

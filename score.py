@@ -50,7 +50,7 @@ def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     from finetune import evaluation, inference
-    from finetune.data.chat_template import ensure_chat_template
+    from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
     from finetune.data.formats import detect_format
     from finetune.data.sources import read_rows
@@ -68,10 +68,11 @@ def main(argv=None) -> int:
     if form == "chat":
         ensure_chat_template(tokenizer)
     length = min(args.context_length, engine.context_limit() or args.context_length)
-    rows = tokenize(raw, form, tokenizer, length, False, vocab_size=engine.vocab_size())
+    with shared_renderer(tokenizer) as renderer:
+        rows = tokenize(raw, form, tokenizer, length, False, engine.vocab_size(), renderer)
+        questions = generation_examples(raw, form, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
-    questions = generation_examples(raw, form, tokenizer)
     match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
     loss = nll / num_targets
     figures = {
