@@ -13,6 +13,7 @@ from finetune.data.readers import RawDataset
 from finetune.data.sources import read_rows
 from finetune.errors import PlanError
 from finetune.terminal import clean
+from finetune.untrusted import untrusted
 
 __all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
@@ -187,9 +188,11 @@ def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str], renderer)
 
     def encode_pending():
         texts = ["".join(span.text for span in document.spans) for _, document in pending]
-        encodings = tokenizer(
-            texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
-        ).encodings
+        first = raw.sources[pending[0][0]]
+        with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
+            encodings = tokenizer(
+                texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
+            ).encodings
         for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
             yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
 
