@@ -28,6 +28,7 @@ from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import prequantized, transformers_internals
+from finetune.untrusted import untrusted
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
 
@@ -108,27 +109,14 @@ def _parameters_on_meta():
 def empty_model(folder, dtype: torch.dtype):
     """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
     transformers.logging.set_verbosity_error()
-    try:
+    fact = f"--model_name {folder}: its config.json is not that of a causal language model"
+    with untrusted(fact, "Give another model, or a newer transformers."):
         try:
             model = _built(folder, dtype, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
             model = _built(folder, dtype)
-    except (
-        ValueError,
-        RuntimeError,
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        AssertionError,
-    ) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanError(
-            f"--model_name {folder}: its config.json is not that of a causal language model: {first}"
-        ) from error
     model.name_or_path = str(folder)
     return model.eval().requires_grad_(False)
 
