@@ -604,12 +604,12 @@ class ProbeCache:
         self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
 
     def read(self) -> dict:
-        """Cached results; {} if there are none or the file is corrupt."""
+        """Cached results; {} if there are none or the file is not one that `add` writes: it is then written again."""
         try:
             facts = json.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return facts if isinstance(facts, dict) else {}
+        return facts if _are_facts(facts) else {}
 
     def add(self, facts: dict) -> dict:
         """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
@@ -622,6 +622,37 @@ class ProbeCache:
         except OSError:
             pass
         return facts
+
+
+def _are_facts(facts) -> bool:
+    """True for what probe_torch and probe_quantization cache."""
+    if not isinstance(facts, dict):
+        return False
+    kinds = {
+        "device_name": str,
+        "bfloat16_speed": int | float | None,
+        "bfloat16_error": str | None,
+        "flash": bool,
+        "capability": list | None,
+        "memory": int | None,
+    }
+    probed = {name: value for name, value in facts.items() if name != "quantizers"}
+    if probed and not all(name in probed and isinstance(probed[name], kind) for name, kind in kinds.items()):
+        return False
+    capability = probed.get("capability") or []
+    pairs = facts.get("quantizers", {})
+    return (
+        all(isinstance(number, int) for number in capability)
+        and isinstance(pairs, dict)
+        and all(re.fullmatch(r"\w+/\d{1,2}", pair) and _is_probe_result(found) for pair, found in pairs.items())
+    )
+
+
+def _is_probe_result(found) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("error", 0), str | None):
+        return False
+    numbers = ("weight_error", "product_error", "slowdown", "bits_per_weight")
+    return isinstance(found["error"], str) or all(isinstance(found.get(name), int | float) for name in numbers)
 
 
 def probe_torch(device: str) -> dict:

@@ -13,6 +13,7 @@ from finetune import process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.new_folder import check_new, new_folder
 from finetune.terminal import say
 
 
@@ -45,13 +46,11 @@ def main(argv=None) -> int:
         raise PlanError(
             f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
         )
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
+    check_new(target, "--output_dir")
     files = inference.base_of(args.checkpoint)
-
-    with storage(target):
-        off = merge_to_folder(checkpoint, files, target, args.dtype)
-        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(target)
+    with storage(target), new_folder(target) as folder:
+        off = merge_to_folder(checkpoint, files, folder, args.dtype)
+        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
     say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 

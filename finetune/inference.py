@@ -10,6 +10,7 @@ from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.terminal import say
+from finetune.untrusted import untrusted
 
 
 def add_flags(parser) -> None:
@@ -41,15 +42,16 @@ def base_of(checkpoint: str) -> ModelFiles:
         return find_model(checkpoint, None, flag="--checkpoint")
     if not (folder / weights).is_file():
         raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
-    try:
+    with untrusted(f"{config}: has no base_model_name_or_path", "Give a complete adapter."):
         content = json.loads(config.read_text(encoding="utf-8"))
-        base = content["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        raise PlanError(f"{config}: has no base_model_name_or_path. Give a complete adapter.") from None
-    files = find_model(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
+        base, revision = content["base_model_name_or_path"], content.get("revision")
+        if not isinstance(base, str) or not isinstance(revision, str | None):
+            raise TypeError(f"it is {json.dumps(base)[:80]} at revision {json.dumps(revision)[:80]}, must be text")
+    files = find_model(base, revision, flag=f"{config}: base_model_name_or_path")
     beside, digest = folder / "base_model.json", content.get("base_digest")
     if digest is None and beside.is_file():
-        digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
+        with untrusted(f"{beside}: cannot be read", "Remove it."):
+            digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
     if digest not in (None, files.digest):
         say(f"note: the base {base} differs from the one this adapter was trained on")
     return files
