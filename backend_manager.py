@@ -173,7 +173,7 @@ def torch_build() -> dict:
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None, "hip": None, "xpu": None}
     file = Path(list(spec.submodule_search_locations)[0]) / "version.py"
-    text = file.read_text() if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     found = dict(re.findall(r"^(cuda|hip|xpu)(?:\s*:[^=]+)?\s*=\s*'([^']+)'", text, re.M))
     return {"version": package_version("torch"), **{k: found.get(k) for k in ("cuda", "hip", "xpu")}}
 
@@ -194,7 +194,7 @@ def cpu_facts() -> dict:
     """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
     model, flags = platform.processor() or platform.machine(), set()
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         model = (re.search(r"^model name\s*:\s*(.+)$", text, re.M) or [None, model])[1]
         flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M) or [None, ""])[1].split())
     except OSError:
@@ -212,10 +212,10 @@ def system_memory() -> tuple[int, int]:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = total
     try:
-        info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M))
+        info = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M))
         available = int(info["MemAvailable"]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         if limit != "max":
             total, available = min(total, int(limit)), min(available, int(limit) - used)
     except (OSError, KeyError, ValueError):
@@ -544,7 +544,7 @@ def versions() -> dict:
 
 
 def environment() -> dict:
-    """Environment variables that affect the backend, as currently set."""
+    """Environment variables that affect the backend, as currently set, without passwords in URLs."""
     names = (
         "FSDP_BACKEND",
         "CUDA_VISIBLE_DEVICES",
@@ -562,7 +562,7 @@ def environment() -> dict:
         "MASTER_PORT",
         "SLURM_PROCID",
     )
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return {name: re.sub(r"(?<=://)[^\s/?#]*@", "***@", os.environ[name]) for name in names if name in os.environ}
 
 
 def environment_error() -> str | None:
@@ -597,19 +597,19 @@ class ProbeCache:
             versions(),
             cpu_facts(),
             environment().get("CUDA_VISIBLE_DEVICES"),
-            [file.read_text() for file in probed],
+            [file.read_text(encoding="utf-8") for file in probed],
         ]
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
 
     def read(self) -> dict:
-        """Cached results; {} if there are none or the file is corrupt."""
+        """Cached results; {} if there are none or the file is not one that `add` writes: it is then written again."""
         try:
-            facts = json.loads(self.file.read_text())
-        except (OSError, ValueError):
+            facts = json.loads(self.file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return facts if isinstance(facts, dict) else {}
+        return facts if _are_facts(facts) else {}
 
     def add(self, facts: dict) -> dict:
         """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
@@ -622,6 +622,37 @@ class ProbeCache:
         except OSError:
             pass
         return facts
+
+
+def _are_facts(facts) -> bool:
+    """True for what probe_torch and probe_quantization cache."""
+    if not isinstance(facts, dict):
+        return False
+    kinds = {
+        "device_name": str,
+        "bfloat16_speed": int | float | None,
+        "bfloat16_error": str | None,
+        "flash": bool,
+        "capability": list | None,
+        "memory": int | None,
+    }
+    probed = {name: value for name, value in facts.items() if name != "quantizers"}
+    if probed and not all(name in probed and isinstance(probed[name], kind) for name, kind in kinds.items()):
+        return False
+    capability = probed.get("capability") or []
+    pairs = facts.get("quantizers", {})
+    return (
+        all(isinstance(number, int) for number in capability)
+        and isinstance(pairs, dict)
+        and all(re.fullmatch(r"\w+/\d{1,2}", pair) and _is_probe_result(found) for pair, found in pairs.items())
+    )
+
+
+def _is_probe_result(found) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("error", 0), str | None):
+        return False
+    numbers = ("weight_error", "product_error", "slowdown", "bits_per_weight")
+    return isinstance(found["error"], str) or all(isinstance(found.get(name), int | float) for name in numbers)
 
 
 def probe_torch(device: str) -> dict:

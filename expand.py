@@ -6,9 +6,12 @@ python train.py --llama_pro_path expanded --dataset my.jsonl
 
 import json
 import shutil
-import tempfile
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process, safetensors_io
 from finetune.checkpoint.store import storage
@@ -29,6 +32,8 @@ from finetune.model_files.llama_pro import (
     split,
     write,
 )
+from finetune.new_folder import check_new, new_folder
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -113,24 +118,17 @@ def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     target = Path(args.output_dir)
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
+    check_new(target, "--output_dir")
     e = plan_expansion(args, find_model(args.model_name, args.revision))
     zeros, first_of_kinds = zeros_by_layer(e)
     zero_patterns = sorted(set().union(*zeros.values()))
-    with storage(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as tmp_dir:
-            tmp_dir = Path(tmp_dir)
-            write(expanded(e.tensors, e.prefix, e.order, e.new, lambda i, pattern: pattern in zeros[i]), tmp_dir)
-            write_configs(e, zero_patterns, tmp_dir)
-            checked = check_logits(e, first_of_kinds, tmp_dir)
-            target.mkdir(exist_ok=True)
-            for file in sorted(tmp_dir.iterdir()):
-                file.replace(target / file.name)
+    with storage(target), new_folder(target) as folder:
+        write(expanded(e.tensors, e.prefix, e.order, e.new, lambda i, pattern: pattern in zeros[i]), folder)
+        write_configs(e, zero_patterns, folder)
+        checked = check_logits(e, first_of_kinds, folder)
     new = ", ".join(map(str, e.new))
-    print(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
-    print(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
+    say(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
+    say(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
     return 0
 
 

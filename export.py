@@ -3,12 +3,18 @@
 python export.py --checkpoint outputs/my-run --output_dir merged
 """
 
+import sys
 from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.new_folder import check_new, new_folder
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -40,14 +46,12 @@ def main(argv=None) -> int:
         raise PlanError(
             f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
         )
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise PlanError(f"--output_dir {target}: exists and is not empty. Give another folder.")
+    check_new(target, "--output_dir")
     files = inference.base_of(args.checkpoint)
-
-    with storage(target):
-        off = merge_to_folder(checkpoint, files, target, args.dtype)
-        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(target)
-    print(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
+    with storage(target), new_folder(target) as folder:
+        off = merge_to_folder(checkpoint, files, folder, args.dtype)
+        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
+    say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 
 

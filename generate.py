@@ -4,10 +4,15 @@ python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens
 """
 
 import sys
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -39,10 +44,16 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     """Token ids of a prompt as in training: rendered by the chat template if the tokenizer has one."""
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
+    from finetune.data.chat_template import TemplateRenderer, request_of
+
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    with TemplateRenderer(tokenizer) as renderer:
+        request = request_of(messages, None, [(len(messages), True)], "--prompt")
+        (texts,) = renderer.render([request], ["--prompt"])
+    if isinstance(texts, PlanError):
+        raise texts
+    return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
 def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
@@ -53,7 +64,7 @@ def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
     def on_token(new):
         text = tokenizer.decode(new, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # incomplete character: wait for the rest
-            print(text[shown[0] :], end="", flush=True)
+            say(text[shown[0] :], end="")
             shown[0] = len(text)
 
     new = engine.generate(
@@ -66,7 +77,7 @@ def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
         top_p=args.top_p,
     )[0]
     text = tokenizer.decode(new, skip_special_tokens=True)
-    print(text[shown[0] :], flush=True)
+    say(text[shown[0] :])
     return text
 
 
@@ -97,12 +108,12 @@ def main(argv=None) -> int:
         answer(engine, tokenizer, ends, args.prompt, args)
     if args.interactive:
         prompting = "> " if sys.stdin.isatty() else ""
-        print(prompting, end="", flush=True)
+        say(prompting, end="")
         for line in sys.stdin:
             if not line.strip():
                 break
             answer(engine, tokenizer, ends, line.rstrip("\n"), args)
-            print(prompting, end="", flush=True)
+            say(prompting, end="")
     return 0
 
 

@@ -5,11 +5,17 @@ python score.py --checkpoint outputs/my-run --dataset test.jsonl
 
 import json
 import math
+import sys
 import time
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.terminal import say
 
 
 def build_parser() -> Parser:
@@ -44,7 +50,7 @@ def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     from finetune import evaluation, inference
-    from finetune.data.chat_template import ensure_chat_template
+    from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
     from finetune.data.formats import detect_format
     from finetune.data.sources import read_rows
@@ -62,10 +68,11 @@ def main(argv=None) -> int:
     if form == "chat":
         ensure_chat_template(tokenizer)
     length = min(args.context_length, engine.context_limit() or args.context_length)
-    rows = tokenize(raw, form, tokenizer, length, False, vocab_size=engine.vocab_size())
+    with shared_renderer(tokenizer) as renderer:
+        rows = tokenize(raw, form, tokenizer, length, False, engine.vocab_size(), renderer)
+        questions = generation_examples(raw, form, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
-    questions = generation_examples(raw, form, tokenizer)
     match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
     loss = nll / num_targets
     figures = {
@@ -77,15 +84,15 @@ def main(argv=None) -> int:
         "wall_s": round(time.perf_counter() - began, 1),
     }
     if args.json:
-        print(json.dumps(figures))
+        say(json.dumps(figures))
     else:
-        print(
+        say(
             f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
             f"of {len(questions)} | {figures['wall_s']} s"
         )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:
-        print(f"{source}\n  expected {wanted}\n  got      {got}")
+        say(f"{source}\n  expected {wanted}\n  got      {got}")
     return 0
 
 

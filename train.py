@@ -5,6 +5,12 @@ python train.py --dataset my.jsonl                your rows, on the demo's model
 python train.py --model_name ID --dataset FILE --train_type lora --output_dir out
 """
 
+import sys
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from finetune import process
 from finetune.cli import Parser, add_flags, parse_overrides, parse_value, with_config
 
@@ -20,11 +26,9 @@ if __name__ == "__main__":  # --help and an unknown flag are answered before num
     process.parse_or_exit(build_parser())
 
 import os
-import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from backend_manager import CAPABILITIES
 from finetune import doctor, evaluation, report
@@ -50,6 +54,7 @@ from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import Adjustment, RunPlan, TrainState
+from finetune.terminal import say
 
 
 def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
@@ -93,7 +98,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     return check_resumed(plan, saved.saved_plan) if saved else plan
 
 
-def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None, log=print):
+def load_model(folder, settings, groups, local_shards=None, batches=None, initial_adapter=None, log=say):
     """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
 
     `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
@@ -194,7 +199,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         loading = None if from_data else process.in_background(load, None, output_dir.initial_adapter())
         data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
-        log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())))
+        log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         model = load(eva_batches(data, plan.settings)) if from_data else loading.result()
         engine = build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id(tokenizer)))
         plan = finalize(plan, data, engine, log.say)
@@ -287,14 +292,14 @@ def fine_tune(**flags) -> TrainState:
 def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed; the run's end if there is nothing to train)."""
     plan = with_own_folder(make_plan(overrides, env))
-    print("\n".join(report.plan_lines(plan)), flush=True)
+    say("\n".join(report.plan_lines(plan)))
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:
-            print(f"already complete: {plan.settings.output_dir} holds all {done.step} steps")
+            say(f"already complete: {plan.settings.output_dir} holds all {done.step} steps")
         return plan, done
     lines, fits = report_lines(plan.settings, plan.shape, plan.memory_budget, dims=plan.dims)
-    print("\n".join(lines))
+    say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
 
@@ -304,7 +309,7 @@ def run_doctor(overrides: dict) -> TrainState:
     manager, _ = select_backend(overrides.get("backend"))
     if CAPABILITIES[manager.backend].engine not in ENGINES:
         raise PlanError(f"--backend {manager.backend}: this version has no engine for it. Use --backend cpu.")
-    print("\n".join(doctor.report(manager, overrides.get("doctor", "false"), bool(overrides.get("recommend")))))
+    say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), bool(overrides.get("recommend")))))
     return TrainState(status="examined")
 
 

@@ -12,6 +12,8 @@ from finetune.errors import PlanError
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
+MAX_YAML_BYTES = 2**16  # a file that sets every flag has 4 KiB; yaml reads a MiB in 10 s
+MAX_JSON_BYTES = 2**20
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -26,13 +28,19 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
+        for arg in args:  # before argparse finds that a required flag is missing: it may be the misspelled one
+            if arg.startswith("--"):
+                self._check_known(arg.split("=")[0])
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            first = unknown[0].split("=")[0]
-            if not first.startswith("-"):
-                raise PlanError(f"{first}: not a flag, and this command takes no positional arguments. See --help.")
-            raise PlanError(f"{first}: unknown flag.{_nearest(first, self._option_string_actions)} See --help.")
+            self._check_known(unknown[0].split("=")[0])
         return known
+
+    def _check_known(self, flag: str) -> None:
+        if not flag.startswith("-"):
+            raise PlanError(f"{_shown(flag)}: not a flag, and this command takes no positional arguments. See --help.")
+        if flag not in self._option_string_actions:
+            raise PlanError(f"{_shown(flag)}: unknown flag.{_nearest(flag, self._option_string_actions)} See --help.")
 
     def error(self, message):
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")
@@ -46,7 +54,7 @@ def _underscored(arg: str) -> str:
 
 
 def _nearest(word, known) -> str:
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(_shown(word), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Nearest: {near[0]}." if near else ""
 
 
@@ -63,7 +71,7 @@ def parse_value(name: str, value, where: str | None = None):
         word = str(value).lower()
         value = "true" if word in TRUE else "false" if word in FALSE else word
         if field.type is bool and value not in ("true", "false"):
-            raise PlanError(f"{where} {word}: not a boolean. Use true or false.")
+            raise PlanError(f"{where} {_shown(word)}: not a boolean. Use true or false.")
         if field.type is bool:
             return value == "true"
     if meta["auto"] and str(value).lower() == "auto":
@@ -71,7 +79,7 @@ def parse_value(name: str, value, where: str | None = None):
     if field.type in (int, float):
         return _parse_number(field, value, where)
     if not isinstance(value, str):
-        raise PlanError(f"{where}: is {type(value).__name__} {value!r}, must be a string.")
+        raise PlanError(f"{where}: is {type(value).__name__} {_shown(value)}, must be a string.")
     if meta["choices"]:
         return _parse_choice(meta, value, where)
     _check_text(meta, value, where)
@@ -95,9 +103,11 @@ def _parse_number(field, value, where: str):
         raise PlanError(f"{where} {_shown(value)}: not {what}. Give one, such as {example}.") from None
     low, above = meta["minimum"], meta["above"]
     if number != number or (low is not None and number < low) or (above is not None and number <= above):
-        raise PlanError(f"{where} {value}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}.")
+        raise PlanError(
+            f"{where} {_shown(value)}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
+        )
     if meta["maximum"] is not None and number > meta["maximum"]:
-        raise PlanError(f"{where} {value}: must be <= {meta['maximum']}.")
+        raise PlanError(f"{where} {_shown(value)}: must be <= {meta['maximum']}.")
     if meta["nonzero"] and number == 0:
         no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
         raise PlanError(f"{where} 0: leaves no {no}.")
@@ -112,7 +122,8 @@ def _parse_choice(meta, value: str, where: str) -> str:
     word = value if value in meta["choices"] else value.lower()
     word = meta["value_aliases"].get(word, word)
     if word not in meta["choices"]:
-        raise PlanError(f"{where} {value}: not one of {', '.join(meta['choices'])}.{_nearest(word, meta['choices'])}")
+        near = _nearest(word, meta["choices"])
+        raise PlanError(f"{where} {_shown(value)}: not one of {', '.join(meta['choices'])}.{near}")
     return word
 
 
@@ -212,10 +223,17 @@ def read_config(path: str) -> dict:
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"--config {path}: no such file. Give a YAML file of flags or a run_plan.json.")
+    limit = MAX_JSON_BYTES if file.suffix == ".json" else MAX_YAML_BYTES
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with open(file, "rb") as opened:
+            data = opened.read(limit + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise PlanError(f"--config {path}: cannot be read ({error.strerror}). Change its permissions.") from None
     except UnicodeDecodeError as error:
         raise PlanError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+    if len(data) > limit:
+        raise PlanError(f"{path}: has over {limit >> 10} KiB, which no file of flags needs. Shorten it.")
     if file.suffix == ".json":
         try:
             content = json.loads(text)
@@ -241,7 +259,7 @@ def parse_config(content: dict, path: str) -> dict:
     for key, value in content.items():
         name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
-            raise PlanError(f"{path}: unknown key '{key}'.{_nearest(key, NAMES)}")
+            raise PlanError(f"{path}: unknown key '{_shown(key)}'.{_nearest(key, NAMES)}")
         if name == "config":
             raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
         new = parse_value(name, value, f"{path}: {key}")
@@ -255,11 +273,20 @@ def _read_yaml(path: str, text: str):
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def compose_node(self, parent, index):
+            if self.check_event(yaml.AliasEvent):  # nine levels of them are a value of gigabytes
+                line = self.peek_event().start_mark.line + 1
+                raise PlanError(f"{path}:{line}: aliases (*name) are not supported. Write the value out.")
+            return super().compose_node(parent, index)
+
         def construct_mapping(self, node, deep=False):
-            keys = [self.construct_object(k) for k, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise PlanError(f"{path}:{node.start_mark.line + 1}: key '{key}' is given twice. Give it once.")
+            seen = set()
+            for key_node, _ in node.value:
+                key = str(self.construct_object(key_node, deep=True))
+                if key in seen:
+                    line = key_node.start_mark.line + 1
+                    raise PlanError(f"{path}:{line}: key '{_shown(key)}' is given twice. Give it once.")
+                seen.add(key)
             return super().construct_mapping(node, deep)
 
     # YAML 1.1 reads 2e-4 as a string; parse_value() turns it into a float.

@@ -9,6 +9,8 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+from finetune.terminal import say
+from finetune.untrusted import untrusted
 
 
 def add_flags(parser) -> None:
@@ -31,9 +33,8 @@ def base_of(checkpoint: str) -> ModelFiles:
     if not config.is_file():
         latest = folder / "checkpoints" / "latest"
         if latest.is_file() and not (folder / "config.json").is_file():
-            raise PlanError(
-                f"--checkpoint {checkpoint}: the run did not finish. Give {latest.parent / latest.read_text()}."
-            )
+            newest = latest.parent / latest.read_text(encoding="utf-8", errors="replace")
+            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {newest}.")
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise PlanError(
                 f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."
@@ -41,17 +42,18 @@ def base_of(checkpoint: str) -> ModelFiles:
         return find_model(checkpoint, None, flag="--checkpoint")
     if not (folder / weights).is_file():
         raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
-    try:
-        content = json.loads(config.read_text())
-        base = content["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        raise PlanError(f"{config}: has no base_model_name_or_path. Give a complete adapter.") from None
-    files = find_model(base, content.get("revision"), flag=f"{config}: base_model_name_or_path")
+    with untrusted(f"{config}: has no base_model_name_or_path", "Give a complete adapter."):
+        content = json.loads(config.read_text(encoding="utf-8"))
+        base, revision = content["base_model_name_or_path"], content.get("revision")
+        if not isinstance(base, str) or not isinstance(revision, str | None):
+            raise TypeError(f"it is {json.dumps(base)[:80]} at revision {json.dumps(revision)[:80]}, must be text")
+    files = find_model(base, revision, flag=f"{config}: base_model_name_or_path")
     beside, digest = folder / "base_model.json", content.get("base_digest")
     if digest is None and beside.is_file():
-        digest = json.loads(beside.read_text()).get("digest")
-    if digest is not None and not files.matches(digest):
-        print(f"note: the base {base} differs from the one this adapter was trained on")
+        with untrusted(f"{beside}: cannot be read", "Remove it."):
+            digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
+    if digest is not None and not files.matches(str(digest)):
+        say(f"note: the base {base} differs from the one this adapter was trained on")
     return files
 
 

@@ -19,6 +19,7 @@ from finetune.checkpoint.store import open_file, replace_bytes, storage
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.terminal import encodable, say
 
 STEPS_AVERAGED = 20  # of the time left
 
@@ -191,7 +192,7 @@ class Metrics:
             self.live_text = f"{_bar(state.step, state.total_steps)} {line} | {_duration(left)} left"
             self._draw()
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
-            print(line, flush=True)
+            say(line)
 
     def evaluation(self, values: dict) -> None:
         """The `eval` event and line."""
@@ -206,19 +207,19 @@ class Metrics:
     def saved(self, path: Path) -> None:
         self.event("save", step=self.state.step, path=str(path))
 
-    def say(self, text: str) -> None:
-        """Prints a line of text, above the live line if there is one."""
+    def say(self, text: str, styled: bool = False) -> None:
+        """Prints a line of text, above the live line if there is one. `styled`: see terminal.say."""
         if self.quiet:
             return
         if self.live_text:
             sys.stdout.write("\r\033[K")
-        print(text, flush=True)
+        say(text, styled=styled)
         self._draw()
 
     def _draw(self) -> None:
         if self.live_text:
             width = shutil.get_terminal_size().columns - 1
-            sys.stdout.write("\r\033[K" + self.live_text[:width])
+            sys.stdout.write("\r\033[K" + encodable(self.live_text[:width], sys.stdout.encoding))
             sys.stdout.flush()
 
     def end_live(self) -> None:
@@ -226,7 +227,7 @@ class Metrics:
         if self.live_text:
             self._draw()
             self.live_text = ""
-            print(flush=True)
+            say()
 
     def _end(self, status: str, code: int) -> None:
         wall_s = time.perf_counter() - self.began
@@ -272,7 +273,7 @@ def _event_of(line: bytes) -> dict | None:
 
 def read_events(output_dir, kind: str | None = None) -> list[dict]:
     """Events in a run's metrics.jsonl."""
-    lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
+    lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     return [e for e in events if kind in (None, e["event"])]
 

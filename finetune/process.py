@@ -11,7 +11,10 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from finetune.errors import EXPECTED, PlanError, StorageError
+from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, StorageError
+from finetune.terminal import log_error
+
+MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or --batch_size."
 
 
 def prepare_environment() -> None:
@@ -102,13 +105,27 @@ def in_background(work, *args) -> Future:
     return future
 
 
-def log_error(text) -> None:
-    """Prints the one-line message of a failure to stderr."""
-    print(f"error: {text}" if not str(text).startswith("error") else text, file=sys.stderr, flush=True)
+def open_standard_streams() -> None:
+    """Opens the standard streams that the caller closed (`>&-`) on /dev/null, before a file takes their number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode))  # open for the life of the process
+
+
+def out_of_memory(error) -> str | None:
+    """The line of a failure to allocate memory or to start a thread; None for any other error."""
+    if isinstance(error, MemoryError):
+        return f"out of memory ({str(error).splitlines()[0] if str(error) else 'no detail'}). {MORE_MEMORY}"
+    return f"out of memory ({error}). {MORE_MEMORY}" if "can't start new thread" in str(error) else None
 
 
 def parse_or_exit(parser) -> None:
     """Exits for --help, and with one error line for an invalid command line; returns for a valid one."""
+    open_standard_streams()
     try:
         parser.parse_args()
     except PlanError as error:
@@ -124,6 +141,7 @@ def exit_with(main) -> None:
 
     os._exit: a normal exit would wait for threads that are still reading weights.
     """
+    open_standard_streams()
     try:
         code = main()
     except EXPECTED as error:
@@ -138,8 +156,14 @@ def exit_with(main) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
-        print(f"error: {error.filename or 'output'}: {error.strerror}. Free some space.", file=sys.stderr)
+        log_error(f"{error.filename or 'output'}: {error.strerror}. Free some space.")
         code = StorageError.exit_code
+    except (MemoryError, RuntimeError) as error:
+        line = out_of_memory(error)
+        if line is None:
+            raise
+        log_error(line)
+        code = OutOfMemoryError.exit_code
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -7,6 +7,7 @@ from finetune.data.formats import chat_messages
 from finetune.data.tokenize import render_sample
 from finetune.distributed.accelerate_config import NAMES
 from finetune.metrics import GIB, Summary, table
+from finetune.terminal import clean
 
 
 def plan_lines(plan) -> list[str]:
@@ -83,9 +84,9 @@ def memory_table(predicted: dict, measured: dict) -> str:
 
 
 def data_lines(data, color: bool) -> list[str]:
-    """What was read: skipped rows, counts, and one row as the model will see it."""
-    lines = [f"  skipped: {line}" for line in data.train.skipped[:10]]
-    return [*lines, f"data: {data.train.describe()}", render_sample(data.train, 0, data.tokenizer, color=color)]
+    """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
+    lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
+    return [*map(clean, lines), render_sample(data.train, 0, data.tokenizer, color=color)]
 
 
 def engine_lines(engine) -> list[str]:

@@ -144,6 +144,22 @@ def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
     assert BackendManager("cpu", verbose=False).capabilities.probed
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "5", "[]", '{"quantizers": 5}', '{"quantizers": {"nf4/4": 5}}', '{"quantizers": {"nf4": {}}}']
+    + ['{"quantizers": {"nf4/4": {"error": null}}}', '{"bfloat16_speed": "x"}', '{"bfloat16_speed": 1.0}', "\x00\xff"],
+)
+def test_a_cache_of_another_shape_is_ignored_and_written_again(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = BackendManager("cpu", verbose=False).cache.file
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    manager = BackendManager("cpu", verbose=False)
+    assert not manager.documented_or_cached().probed and manager.known_quantization("nf4", 4) is None
+    assert manager.capabilities.probed
+    assert BackendManager("cpu", verbose=False).documented_or_cached().probed
+
+
 def test_widths_are_supported_where_a_method_has_them_and_passes():
     manager = BackendManager("cpu", verbose=False)
     assert all(manager.supports_quantization(bits) for bits in (16, 8, 4))

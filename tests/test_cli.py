@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from finetune.cli import parse_overrides, parse_value, read_config
+from finetune.cli import Parser, parse_overrides, parse_value, read_config
 from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
 from tests.support.commands import ROOT, command, finish, refused
@@ -217,3 +218,41 @@ def test_help_is_answered_before_numpy_or_a_framework_is_imported():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "finetune.config" in imported and "--model_name" in done.stdout
     assert not {"torch", "mlx", "transformers", "numpy"} & imported
+
+
+def test_a_misspelled_required_flag_is_named_before_it_is_found_missing():
+    parser = Parser(prog="x")
+    parser.add_argument("--checkpoint", required=True)
+    for word in ("--chekpoint", "--chekpoint=a"):
+        with pytest.raises(PlanError, match="^--chekpoint: unknown flag. Nearest: --checkpoint. See --help.$"):
+            parser.parse_args([word, "a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nlr: [*b, *b]\n", ":2: aliases (*name) are not supported. Write the value out."),
+        ("lr: &x 1\nseed: *x\n", ":2: aliases (*name) are not supported."),
+        ("".join(f"key{i}: 1\n" for i in range(30_000)), ": has over 64 KiB, which no file of flags needs."),
+        ("".join(f"key{i}: 1\n" for i in range(4000)), ": unknown key 'key0'"),
+        (f"lora_target_modules: [{'1, ' * 9000}1]\n", ": lora_target_modules: is list [1, 1, "),
+        (f"{'x' * 900}: 1\n", f": unknown key '{'x' * 80}...'"),
+        (f"precision: {'x' * 9000}\n", f": precision {'x' * 80}...: not one of"),
+        ("? [a, b]\n: 1\n", ""),
+        ("1: 1\n'1': 2\n", ":2: key '1' is given twice. Give it once."),
+    ],
+)
+def test_a_config_file_costs_no_more_than_its_size(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(PlanError) as error:
+        read_config(str(file))
+    assert str(error.value).startswith(f"{file}{message}") and len(str(error.value)) < 1000 and "\n" not in str(error)
+    assert time.monotonic() - began < 5
+
+
+def test_an_unreadable_number_is_answered_with_a_number():
+    for name, example in (("lr", "1e-4"), ("max_steps", "-1"), ("lora_rank", "16")):
+        with pytest.raises(PlanError, match=f"Give one, such as {example}"):
+            parse_value(name, "abc")

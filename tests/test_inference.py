@@ -1,11 +1,16 @@
 """Checkpoints opened by generate.py and score.py."""
 
+import json
+import shutil
+
 import pytest
 
 import generate
 import score
 from finetune.errors import PlanError
 from tests.support import tiny
+from tests.support.runs import PLAIN
+from train import fine_tune
 
 
 def test_prompts_and_answers_stay_inside_the_models_positions(make_tokenizer, tmp_path, rows_file, capsys):
@@ -31,3 +36,46 @@ def test_step_folders_and_unfinished_runs_are_opened_or_pointed_to(plain_run, tm
         (tmp_path / "out" / name).unlink()
     with pytest.raises(PlanError, match="did not finish. Give .*step-2"):
         generate.main(["--checkpoint", str(tmp_path / "out"), *argv])
+
+
+DAMAGED = {
+    "weights cut": ("adapter_model.safetensors", lambda data: data[:-9], "is damaged, or does not fit its base"),
+    "weights are text": ("adapter_model.safetensors", lambda data: b"x" * 99, "is damaged, or does not fit its base"),
+    "r is text": ("adapter_config.json", {"r": "x"}, "r is x, which its weights do not have"),
+    "r is huge": ("adapter_config.json", {"r": 10**12}, "r is 1000000000000, which its weights do not have"),
+    "r is another": ("adapter_config.json", {"r": 5}, "this base needs"),
+    "alpha is text": ("adapter_config.json", {"lora_alpha": "x"}, "is damaged, or does not fit its base"),
+    "kind": ("adapter_config.json", {"peft_type": 5}, "peft_type 5 is not supported"),
+    "base is a number": ("adapter_config.json", {"base_model_name_or_path": 5}, "has no base_model_name_or_path (it"),
+    "revision": ("adapter_config.json", {"revision": 5}, "has no base_model_name_or_path (it is "),
+    "config is a list": ("adapter_config.json", b"[]", "has no base_model_name_or_path ("),
+    "config is deep": ("adapter_config.json", b"[" * 10**5, "has no base_model_name_or_path ("),
+    "digest is a list": ("base_model.json", b"[5]", "base_model.json: cannot be read ("),
+    "digest is deep": ("base_model.json", b"[" * 10**5, "base_model.json: cannot be read ("),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(flags_of_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    fine_tune(**flags_of_run, output_dir=str(folder), max_steps=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags_of_run(tiny_model, rows_file):
+    return PLAIN | {"model_name": str(tiny_model), "dataset": str(rows_file)}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_adapter_is_one_line(trained, tmp_path, case):
+    name, change, fact = DAMAGED[case]
+    folder = shutil.copytree(trained, tmp_path / "out")
+    file = folder / name
+    if isinstance(change, dict):
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    else:
+        file.write_bytes(change if isinstance(change, bytes) else change(file.read_bytes()))
+    with pytest.raises(PlanError) as error:
+        generate.main(["--checkpoint", str(folder), "--prompt", "a", "--device", "cpu", "--max-new-tokens", "1"])
+    assert fact in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)

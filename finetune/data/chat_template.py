@@ -1,11 +1,14 @@
-"""Chat templates: checked in a sandboxed subprocess before use, and applied to messages."""
+"""Chat templates: the default one, and rendering by a tokenizer's own, which is a program, in a limited process."""
 
-import functools
+import contextlib
 import json
+import signal
 import subprocess
-import sys
+import tempfile
 
+from finetune.data.render_process import BURST_S
 from finetune.errors import PlanError
+from finetune.isolated import python_command
 
 # Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
 CHATML_TEMPLATE = (
@@ -13,8 +16,8 @@ CHATML_TEMPLATE = (
     "{{ (eos_token if message['role'] == 'assistant' and eos_token else '<|im_end|>') + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-PROBE_SECONDS = 3
-PROBE_BYTES = 256 * 2**20
+MAX_TEMPLATE_CHARS = 2**20
+BATCH_BYTES = 2**20
 
 
 def ensure_chat_template(tokenizer) -> str | None:
@@ -39,107 +42,121 @@ def special_texts(tokenizer) -> tuple[str, ...]:
     return tuple(text for text in {*added, *tokenizer.all_special_tokens} if text)
 
 
-def apply_template(messages: list[dict], tools, source: str, tokenizer, add_generation_prompt: bool) -> str:
-    from jinja2 import TemplateError
+# ------ rendering
 
+
+class TemplateRenderer:
+    """Renders conversations by a tokenizer's chat template. A context: the child process ends with it.
+
+    The child starts with the first rendering and serves all that follow. What a template does beyond the limits of
+    finetune/data/render_process.py is a PlanError.
+    """
+
+    def __init__(self, tokenizer):
+        self.said = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+        self.start = {"templates": templates_of(tokenizer, self.said), "variables": text_variables(tokenizer)}
+        self.child, self.folder = None, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
+
+    def render(self, requests: list[bytes], sources: list[str]) -> list[list[str] | PlanError]:
+        """The texts of each request (see `request_of`), or the error of a row that the template rejects."""
+        found, start = [], 0
+        while start < len(requests):
+            end, size = start, 0
+            while end < len(requests) and (end == start or size + len(requests[end]) <= BATCH_BYTES):
+                size += len(requests[end])
+                end += 1
+            found += self._exchange(requests[start:end], sources[start:end])
+            start = end
+        return found
+
+    def _exchange(self, requests: list[bytes], sources: list[str]) -> list:
+        child = self._running()
+        with contextlib.suppress(BrokenPipeError):  # it ended: its last answer or its exit status says why
+            child.stdin.write(b"\n".join([str(len(requests)).encode(), *requests, b""]))
+            child.stdin.flush()
+        found = []
+        for source in sources:
+            line = child.stdout.readline()
+            content = json.loads(line) if line.endswith(b"\n") else {"fault": self._end_of_child()}
+            if "fault" in content:
+                self.close()
+                raise PlanError(f"{self.said}: {content['fault']}, at {source}. Use a tokenizer you trust.")
+            if "rejects" in content:
+                fact = content["rejects"]
+                found.append(PlanError(f"{source}: the chat template rejects this row ({fact}). Change the row."))
+            else:
+                found.append(content["texts"])
+        return found
+
+    def _running(self):
+        if self.child is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="finetune-render-")
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            command = python_command("finetune.data.render_process")
+            self.child = subprocess.Popen(command, cwd=self.folder.name, **pipes)
+            with contextlib.suppress(BrokenPipeError):
+                self.child.stdin.write(json.dumps(self.start).encode() + b"\n")
+                self.child.stdin.flush()
+        return self.child
+
+    def _end_of_child(self) -> str:
+        code = self.child.wait()
+        if code == -signal.SIGPROF:
+            return f"does not render within {BURST_S:g} s of processor time"
+        return f"ends the process that renders it (exit status {code})"
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            with contextlib.suppress(BrokenPipeError):
+                self.child.stdin.close()
+            self.child.stdout.close()
+            self.child.wait()
+            self.folder.cleanup()
+            self.child = None
+
+
+def shared_renderer(tokenizer):
+    """A context: the renderer of a tokenizer with a chat template, None of another."""
+    return TemplateRenderer(tokenizer) if tokenizer.chat_template else contextlib.nullcontext()
+
+
+def request_of(messages: list[dict], tools, upto: list[tuple[int, bool]], source: str) -> bytes:
+    """A request to render the first messages, once for each (number of messages, add_generation_prompt) in `upto`.
+
+    What JSON has no word for, such as a date of a Parquet file, becomes the name of its type, as in transformers.
+    """
+    content = {"messages": messages, "tools": tools or None, "upto": upto}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        fact = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PlanError(f"{source}: the chat template rejects this row ({fact}). Change the row.") from error
+        return json.dumps(content, default=lambda value: f"<{type(value).__name__}>").encode()
+    except (ValueError, RecursionError) as error:
+        fact = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise PlanError(f"{source}: cannot be rendered ({fact}). Change the row.") from None
 
 
-# ------ third-party chat templates
+def templates_of(tokenizer, said: str) -> dict[str, str]:
+    """{"default": template, "tools": that for rows with tools, if the tokenizer has one}. Raises PlanError."""
+    given = tokenizer.chat_template
+    named = given if isinstance(given, dict) else {"default": given}
+    found = {"default": named.get("default"), "tools": named.get("tool_use")}
+    found = {use: template for use, template in found.items() if template is not None}
+    if "default" not in found:
+        names = ", ".join(map(str, named))[:80]
+        raise PlanError(f"{said}: none of its templates ({names}) is the default. Use a tokenizer with one template.")
+    for template in found.values():
+        if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
+            kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
+            raise PlanError(f"{said}: is {kind}, must be at most {MAX_TEMPLATE_CHARS} characters of text.")
+    return found
 
 
-def check_chat_template(tokenizer):
-    """Raises PlanError if the chat template takes over 3 s or 256 MiB in a child process, or leaves its sandbox."""
-    assert tokenizer.chat_template, "ensure_chat_template must come first"
-    template = tokenizer.get_chat_template()
-    if template != CHATML_TEMPLATE:
-        fact = _probe_template(template, tokenizer.bos_token or "", tokenizer.eos_token or "")
-        if fact:
-            raise PlanError(
-                f"chat template of {tokenizer.name_or_path or 'the tokenizer'}: {fact}. Use a tokenizer you trust."
-            )
-
-
-@functools.lru_cache(maxsize=8)
-def _probe_template(template: str, bos_token: str, eos_token: str) -> str:
-    """The fault of the template, or "". Rejecting the probe's messages is not a fault."""
-    given = json.dumps({"template": template, "bos_token": bos_token, "eos_token": eos_token, "max_bytes": PROBE_BYTES})
-    command = [sys.executable, "-c", PROBE]
-    try:
-        result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=PROBE_SECONDS, cwd="/")
-    except subprocess.TimeoutExpired:
-        return f"does not render two messages within {PROBE_SECONDS} s"
-    if result.returncode == 0:
-        return result.stdout.strip()
-    last = (result.stderr.strip().splitlines() or [f"exit {result.returncode}"])[-1][:200]
-    return f"crashes the process that renders it ({last})"
-
-
-PROBE = r"""
-import json, sys
-from datetime import datetime
-import jinja2, jinja2.ext, jinja2.sandbox
-given = json.load(sys.stdin)
-try:
-    import resource
-    size = given["max_bytes"] + 2**26  # Python itself maps about 40 MiB
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-except (ImportError, ValueError, OSError):
-    pass  # macOS rejects an address space limit; the parent's timeout still applies
-
-class Generation(jinja2.ext.Extension):
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-def raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(value, ensure_ascii=False, indent=indent)
-environment.globals["raise_exception"] = raise_exception
-environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-system, user, answer = [{"role": r, "content": "probe " + r} for r in ("system", "user", "assistant")]
-cases = [([user], True), ([user, answer], False), ([system, user, answer, user, answer], False)]
-try:
-    template = environment.from_string(given["template"])
-    for messages, prompt in cases:
-        size = 0
-        try:
-            for piece in template.generate(messages=messages, add_generation_prompt=prompt, tools=None, documents=None,
-                                           bos_token=given["bos_token"], eos_token=given["eos_token"]):
-                size += len(piece)
-                if size > 2**20:
-                    sys.exit(print("renders two messages to over 1 MiB of text"))
-        except jinja2.sandbox.SecurityError as error:
-            sys.exit(print("accesses attributes outside the sandbox (%s)" % str(error)[:200]))
-        except jinja2.TemplateSyntaxError:
-            raise
-        except MemoryError:
-            raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-            pass  # the template rejects these messages; the rows decide
-except jinja2.TemplateSyntaxError as error:
-    print("is not a valid template (%s)" % str(error)[:200])
-except MemoryError:
-    print("needs over %d MiB" % (given["max_bytes"] >> 20))
-except RecursionError:
-    print("recurses endlessly")
-"""
+def text_variables(tokenizer) -> dict:
+    """Names and texts of the special tokens, as templates read them."""
+    named = tokenizer.special_tokens_map
+    return {name: list(map(str, v)) if isinstance(v, list | tuple) else str(v) for name, v in named.items()}

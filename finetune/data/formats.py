@@ -2,13 +2,13 @@
 
 FORMATS is the table. Chat rows (and alpaca and qna rows, if the tokenizer has a chat template) are rendered by the
 template, once per assistant turn: the target is the text a turn adds to the generation prompt before it. All other
-formats are joined here. A model's chat template is third-party code: it is tried in a limited child process first.
+formats are joined here. A model's chat template is third-party code: it runs in a limited child process.
 """
 
 import re
 from dataclasses import dataclass
 
-from finetune.data.chat_template import apply_template, split_end_of_turn
+from finetune.data.chat_template import request_of, split_end_of_turn
 from finetune.errors import PlanError
 
 ALPACA_PROMPT = (
@@ -106,31 +106,75 @@ def describe_format(fmt: str, tokenizer) -> str:
 # ------ rows to documents
 
 
-def render(row: dict, source: str, fmt: str, tokenizer, specials: tuple[str, ...]) -> list[Document]:
-    """Documents of a row: one, or one per assistant turn if the chat template rewrites earlier turns.
+def render_text(row: dict, source: str, fmt: str, tokenizer) -> Document:
+    """The document of a row whose format uses no chat template.
 
-    `specials`: special_texts(tokenizer). If uses_template, the caller has called check_chat_template.
     Raises PlanError naming `source` and the field. A row without a non-empty answer has no target span.
     """
     if fmt == "text":
-        return [_render_text(get_field(row, source, ("text",)), tokenizer)]
-    if fmt == "chat":
-        return _render_chat(chat_messages(row, source), row.get("tools"), source, tokenizer, specials)
-    required, optional = FORMATS[fmt].required, FORMATS[fmt].optional
-    question, answer = (get_field(row, source, names) for names in required)
-    extra = get_field(row, source, optional[0], required=False) if optional else ""
-    if uses_template(fmt, tokenizer):
-        parts = [question, extra] if fmt == "alpaca" else [extra, question]
-        content = "\n\n".join(part for part in parts if part)
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        return _render_chat(messages, None, source, tokenizer, specials)
+        return _render_text(get_field(row, source, ("text",)), tokenizer)
+    question, extra, answer = _question_and_answer(row, source, fmt)
     if fmt == "alpaca":
         prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(instruction=question, input=extra)
     elif fmt == "qna":
         prompt = (QNA_PROMPT_WITH_CONTEXT if extra else QNA_PROMPT).format(question=question, context=extra)
     else:
         prompt = question
-    return [Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)]
+    return Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)
+
+
+def _question_and_answer(row: dict, source: str, fmt: str) -> tuple[str, str, str]:
+    required, optional = FORMATS[fmt].required, FORMATS[fmt].optional
+    question, answer = (get_field(row, source, names) for names in required)
+    extra = get_field(row, source, optional[0], required=False) if optional else ""
+    return question, extra, answer
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row for the chat template. `answers`: indices of the messages that are answers."""
+
+    messages: list[dict]
+    tools: list | None
+    answers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: dict, source: str, fmt: str) -> "Conversation":
+        """Raises PlanError naming `source` and the field."""
+        if fmt != "chat":
+            question, extra, answer = _question_and_answer(row, source, fmt)
+            parts = [question, extra] if fmt == "alpaca" else [extra, question]
+            content = "\n\n".join(part for part in parts if part)
+            return cls([{"role": "user", "content": content}, {"role": "assistant", "content": answer}], None, (1,))
+        messages, tools = chat_messages(row, source), row.get("tools")
+        if tools is not None and tools != [] and not isinstance(tools, list):
+            raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
+        if not all(isinstance(tool, dict) for tool in tools or ()):
+            raise PlanError(f"{source}: field 'tools' must hold objects, tool schemas.")
+        # A first message is not an answer.
+        answers = tuple(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
+        return cls(messages, tools, answers)
+
+    def request(self, source: str) -> bytes:
+        """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
+        upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
+        return request_of(self.messages, self.tools, upto or [(len(self.messages), False)], source)
+
+    def documents(self, texts: list[str], source: str, specials: tuple[str, ...]) -> list[Document]:
+        """One document, or one per answer if the chat template rewrites earlier turns. `specials`: special_texts."""
+        if not self.answers:
+            return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
+        turns = []  # (prompt text, answer with its end-of-turn, whether it is empty)
+        for i, before, after in zip(self.answers, texts[::2], texts[1::2], strict=True):
+            if not after.startswith(before):
+                raise PlanError(
+                    f"{source}: the chat template's rendering up to messages[{i}] does not start with its generation "
+                    "prompt. Give the rows as prompt and completion."
+                )
+            message = self.messages[i]
+            is_empty = not message["content"].strip() and not message.get("tool_calls")
+            turns.append((before, after[len(before) :], is_empty))
+        return _documents_of_turns(turns, specials)
 
 
 def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = True) -> str:
@@ -192,26 +236,7 @@ def _render_text(text: str, tokenizer) -> Document:
     return Document(tuple(spans), from_template=False, add_eos=spans[-1].is_target)
 
 
-def _render_chat(messages: list[dict], tools, source: str, tokenizer, specials) -> list[Document]:
-    if tools is not None and tools != [] and not isinstance(tools, list):
-        raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
-    turns = []  # (prompt text, answer with its end-of-turn, whether it is empty)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i == 0:  # a first message is not an answer
-            continue
-        before = apply_template(messages[:i], tools, source, tokenizer, add_generation_prompt=True)
-        after = apply_template(messages[: i + 1], tools, source, tokenizer, add_generation_prompt=False)
-        if not after.startswith(before):
-            raise PlanError(
-                f"{source}: the chat template's rendering up to messages[{i}] does not start with its generation "
-                "prompt. "
-                "Give the rows as prompt and completion."
-            )
-        is_empty = not message["content"].strip() and not message.get("tool_calls")
-        turns.append((before, after[len(before) :], is_empty))
-    if not turns:
-        text = apply_template(messages, tools, source, tokenizer, add_generation_prompt=False)
-        return [Document((Span(text, False),), from_template=True, add_eos=False)]
+def _documents_of_turns(turns: list[tuple[str, str, bool]], specials) -> list[Document]:
     texts = [before + answer for before, answer, _ in turns]
     is_stable = all(turns[i + 1][0].startswith(texts[i]) for i in range(len(turns) - 1))
     documents, spans, done = [], [], 0

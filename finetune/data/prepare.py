@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.config import TrainConfig
+from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.formats import detect_format
 from finetune.data.readers import RawDataset
@@ -80,20 +81,21 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
     """Tokenizes what `read_datasets` read, and splits validation rows off if asked. Raises PlanError."""
     vocab_size = ModelShape.from_config(files.config).vocab_size
 
-    def tokenized(use: str) -> TokenizedDataset:
+    def tokenized(use: str, renderer) -> TokenizedDataset:
         raw, fmt = raw_datasets[use]
         on_prompt = settings.train_on_prompt and use == "train"
-        return tokenize(raw, fmt, tokenizer, settings.context_length, on_prompt, vocab_size=vocab_size)
+        return tokenize(raw, fmt, tokenizer, settings.context_length, on_prompt, vocab_size, renderer)
 
-    train, validation, score_examples = tokenized("train"), None, []
-    if "validation" in raw_datasets:
-        validation = tokenized("validation")
-    elif settings.validation_split:
-        rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
-        train, validation = train.select(rows), train.select(held_out)
-    if "score" in raw_datasets:
-        score_examples = generation_examples(*raw_datasets["score"], tokenizer)
-        validation = validation or tokenized("score")
+    with shared_renderer(tokenizer) as renderer:
+        train, validation, score_examples = tokenized("train", renderer), None, []
+        if "validation" in raw_datasets:
+            validation = tokenized("validation", renderer)
+        elif settings.validation_split:
+            rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
+            train, validation = train.select(rows), train.select(held_out)
+        if "score" in raw_datasets:
+            score_examples = generation_examples(*raw_datasets["score"], tokenizer, renderer)
+            validation = validation or tokenized("score", renderer)
     raw, fmt = raw_datasets.get("score") or raw_datasets["train"]
     source = score_examples[0][2] if score_examples else train.sources[0]
     row = raw.rows[raw.sources.index(source)] if source in raw.sources else {}

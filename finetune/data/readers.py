@@ -9,16 +9,22 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from backend_manager import system_memory
 from finetune.errors import PlanError
+from finetune.untrusted import untrusted
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
+BATCH_ROWS = 64  # of Parquet and Arrow in memory at a time; a page of a few bytes may hold a GiB
+ROW_BYTES = 100  # of a row in memory whatever it holds
+EXPANSION = (2**28, 1000)  # bytes in memory that a compressed file may take: so many, and so many for each of its own
+SAVE_AGAIN = "Save the dataset again with save_to_disk."
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
 
 
@@ -64,12 +70,15 @@ def _reader(name: str, what: str, split: str):
     return partial(READERS[suffix], split=split) if suffix == ".json" else READERS[suffix]
 
 
-def _json_field(path: Path, key: str, optional: bool = False):
-    try:
-        value = json.loads(path.read_bytes())
-        return value.get(key) if optional else value[key]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path}: has no readable {key!r}. Save the dataset again with save_to_disk.") from error
+def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
+    """A field of a file written by save_to_disk; None if it is absent. Raises PlanError unless it is `valid`."""
+    with untrusted(f"{path}: has no readable {key!r}", SAVE_AGAIN):
+        if path.stat().st_size > MAX_LINE_BYTES:
+            raise PlanError(f"{path}: is longer than {MAX_LINE_BYTES >> 20} MiB. {SAVE_AGAIN}")
+        value = json.loads(path.read_bytes()).get(key)
+    if value is not None and not valid(value):
+        raise PlanError(f"{path}: {key!r} is not what save_to_disk writes. {SAVE_AGAIN}")
+    return value
 
 
 # ------ readers
@@ -155,7 +164,7 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
         if header is None:
             return
         header = [name.strip() for name in header]
-        twice = next((name for name in header if header.count(name) > 1), None)
+        twice = first_repeated(header)
         if twice is not None:
             raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
         start = reader.line_num + 1
@@ -184,32 +193,30 @@ def read_text(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadR
 
 
 def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    import pyarrow
     import pyarrow.parquet
 
-    _hash_file(path, hasher)
-    try:
+    with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from _arrow_rows(file.iter_batches(), label)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: not a readable Parquet file ({_first_line(error)}). Write it again.") from error
+            _check_columns(file.schema_arrow, label)
+            _hash_file(path, hasher)
+            yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label)
 
 
 def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields rows of an Arrow file or stream. Not memory-mapped: a file that shrinks meanwhile would be a SIGBUS."""
     import pyarrow
 
-    _hash_file(path, hasher)
-    try:
-        with pyarrow.memory_map(str(path)) as source:
+    with untrusted(f"{label}: not a readable Arrow file", "Write it again."):
+        with pyarrow.OSFile(str(path), "rb") as source:
             if source.read(6) == b"ARROW1":
-                file = pyarrow.ipc.open_file(source)
-                batches = (file.get_batch(i) for i in range(file.num_record_batches))
+                opened = pyarrow.ipc.open_file(source)
+                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
             else:
                 source.seek(0)
-                batches = pyarrow.ipc.open_stream(source)
-            yield from _arrow_rows(batches, label)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise PlanError(f"{label}: not a readable Arrow file ({_first_line(error)}). Write it again.") from error
+                batches = opened = pyarrow.ipc.open_stream(source)
+            _check_columns(opened.schema, label)
+            _hash_file(path, hasher)
+            yield from _arrow_rows(batches, path, label)
 
 
 def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
@@ -285,8 +292,7 @@ def _decode_value(text: str, at: int, where: str):
     def pairs(items):
         value = dict(items)
         if len(value) != len(items):
-            names = [key for key, _ in items]
-            repeated.append(next(key for key in names if names.count(key) > 1))
+            repeated.append(first_repeated(key for key, _ in items))
         return value
 
     try:
@@ -294,12 +300,14 @@ def _decode_value(text: str, at: int, where: str):
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: {_json_fact(error)}. Fix the file.") from error
     if repeated:
-        return BadRow(where, f"has duplicate key {repeated[0]!r}"), end
+        return BadRow(where, f"has duplicate key {repeated[0][:80]!r}"), end
     if "\\ud" in text[at:end] or "\\uD" in text[at:end]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             return BadRow(where, f"is not Unicode text (lone surrogate \\u{ord(error.object[error.start]):04x})"), end
+        except RecursionError:
+            return BadRow(where, "is nested too deeply"), end
     return value, end
 
 
@@ -326,23 +334,71 @@ def _rows_of_object(text: str, label: str, split: str):
         yield source, row if isinstance(row, dict) else BadRow(source, f"is {_kind(row)}, must be an object")
 
 
-def _arrow_rows(batches, label: str):
-    number = 0
-    for batch in batches:
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:
-            rows = None
-        for i in range(batch.num_rows):
-            number += 1
-            source = f"{label}:row {number}"
-            if rows is not None:
-                yield source, rows[i]
-                continue
-            try:
-                yield source, batch.slice(i, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield source, BadRow(source, f"is not UTF-8 (0x{error.object[error.start]:02x})")
+def _check_columns(schema, label: str) -> None:
+    twice = first_repeated(schema.names)
+    if twice is not None:
+        raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
+
+
+def _arrow_rows(batches, path: Path, label: str):
+    """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file."""
+    file_bytes, number, size = path.stat().st_size, 0, 0
+    limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
+    for whole in batches:
+        is_valid = _fault_of(whole) is None
+        for start in range(0, whole.num_rows, BATCH_ROWS):
+            batch = whole.slice(start, BATCH_ROWS)
+            batch = _without_dictionaries(batch) if is_valid else batch
+            size += batch.nbytes + ROW_BYTES * batch.num_rows
+            if size > limit:
+                raise PlanError(
+                    f"{label}: its first {number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB, of a file of "
+                    f"{file_bytes / 2**20:.1f} MiB. Read fewer with --dataset_samples, or split the file."
+                )
+            rows = _python_rows(batch, is_valid)
+            if isinstance(rows, str):  # only some of its rows are to blame
+                rows = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
+                rows = [row if isinstance(row, str) else row[0] for row in rows]
+            for row in rows:
+                number += 1
+                source = f"{label}:row {number}"
+                yield source, BadRow(source, row) if isinstance(row, str) else row
+
+
+def _without_dictionaries(batch):
+    """The batch with its dictionary-encoded columns decoded: a slice of one holds the whole dictionary."""
+    import pyarrow
+
+    if not any(isinstance(column, pyarrow.DictionaryArray) for column in batch.columns):
+        return batch
+    columns = [c.dictionary_decode() if isinstance(c, pyarrow.DictionaryArray) else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _fault_of(batch) -> str | None:
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowException as error:
+        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({_first_line(error)})"
+
+
+def _python_rows(batch, is_valid: bool) -> list[dict] | str:
+    """The batch as dicts; what is wrong with it otherwise."""
+    fault = None if is_valid else _fault_of(batch)
+    if fault:
+        return fault
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:  # such as a date after the year 9999
+        return f"cannot be read ({_first_line(error)})"
+
+
+def first_repeated(names) -> str | None:
+    """The first name that was there before."""
+    seen = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)
 
 
 def _without_bom(data: bytes, label: str) -> bytes:

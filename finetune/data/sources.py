@@ -7,7 +7,16 @@ import re
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from finetune.data.readers import READERS, BadRow, RawDataset, _json_field, _reader, read_dummy, skip_or_raise
+from finetune.data.readers import (
+    READERS,
+    SAVE_AGAIN,
+    BadRow,
+    RawDataset,
+    _reader,
+    read_dummy,
+    read_saved_field,
+    skip_or_raise,
+)
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
 from finetune.model_files.hub import endpoint, hub_cache, offline
@@ -118,17 +127,20 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
 def folder_files(folder: Path, split: str, flag: str) -> list:
     """Data files of one split in a folder: written by `save_to_disk`, or with the split in their names."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _json_field(folder / "dataset_dict.json", "splits")
+        splits = read_saved_field(folder / "dataset_dict.json", "splits", _are_names) or []
         if split not in splits:
-            raise PlanError(f"{flag} {folder}: has no split {split!r}, it has {', '.join(map(str, splits))}.")
+            raise PlanError(f"{flag} {folder}: has no split {split!r}, it has {', '.join(splits)}.")
         return folder_files(folder / split, split, flag)
     if (folder / "state.json").is_file():
-        if _json_field(folder / "state.json", "_indices_data_files", optional=True):
+        if read_saved_field(folder / "state.json", "_indices_data_files", bool):
             raise PlanError(
                 f"{flag} {folder}: has an indices mapping, which is not supported. Call flatten_indices() and "
                 "save it again."
             )
-        names = [entry["filename"] for entry in _json_field(folder / "state.json", "_data_files")]
+        entries = read_saved_field(folder / "state.json", "_data_files", _are_files)
+        if not entries:
+            raise PlanError(f"{folder / 'state.json'}: names no data files. {SAVE_AGAIN}")
+        names = [entry["filename"] for entry in entries]
         outside = [name for name in names if PurePosixPath(name).name != name]
         if outside:
             raise PlanError(f"{folder / 'state.json'}: refers to {outside[0]!r} outside its folder. Do not use it.")
@@ -139,6 +151,15 @@ def folder_files(folder: Path, split: str, flag: str) -> list:
         if not (folder / name).is_file():
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     return [(_reader(name, f"{flag} {folder}", split), folder / name, str(folder / name)) for name in names]
+
+
+def _are_names(value) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_files(value) -> bool:
+    plain = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    return plain and _are_names([entry.get("filename") for entry in value])
 
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:

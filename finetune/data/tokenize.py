@@ -1,17 +1,19 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
+import contextlib
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.chat_template import check_chat_template, special_texts
-from finetune.data.formats import Document, describe_format, detect_format, render, uses_template
+from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.formats import Conversation, Document, describe_format, detect_format, render_text, uses_template
 from finetune.data.readers import RawDataset
 from finetune.data.sources import read_rows
 from finetune.errors import PlanError
+from finetune.terminal import clean
+from finetune.untrusted import untrusted
 
 __all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
@@ -85,17 +87,19 @@ def tokenize(
     context_length: int,
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
+    renderer: TemplateRenderer | None = None,
 ) -> TokenizedDataset:
     """Tokenizes rows and marks targets, truncating to `context_length`. `fmt`: a key of FORMATS, or auto.
 
     A token is a target iff it contains a character of an answer; the end-of-turn token is one too. `vocab_size`:
-    rows of the model's embedding. Raises PlanError for a row that does not fit the format, or if no row has a target.
+    rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
+    PlanError for a row that does not fit the format, or if no row has a target.
     """
     fmt = resolve_format(raw, fmt, tokenizer)
     skipped = list(raw.skipped)
     counts = dict(dropped_empty=0, prompt_truncated=0, answer_truncated=0)
     parts, sources = [], []
-    for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped):
+    for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped, renderer):
         if vocab_size is not None and ids.max() >= vocab_size:
             raise PlanError(
                 f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is out of range for the model's "
@@ -125,7 +129,7 @@ def tokenize(
     )
 
 
-def generation_examples(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list[int], str, str]]:
+def generation_examples(raw: RawDataset, fmt: str, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
@@ -133,7 +137,7 @@ def generation_examples(raw: RawDataset, fmt: str, tokenizer) -> list[tuple[list
     """
     fmt = resolve_format(raw, fmt, tokenizer)
     by_row = {}  # a row rendered as several documents is scored on its last
-    for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped)):
+    for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped), renderer):
         if is_target.any():
             start = last_answer_start(is_target)
             by_row[row] = (ids[:start].tolist(), text_from(start), raw.sources[row])
@@ -150,10 +154,7 @@ def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
         raise PlanError(
             f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
-    fmt = detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
-    if uses_template(fmt, tokenizer):
-        check_chat_template(tokenizer)
-    return fmt
+    return detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
 
 
 def truncate(ids, is_target, context_length: int, bos_id: int | None):
@@ -182,25 +183,25 @@ def last_answer_start(is_target) -> int:
     return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])
 
 
-def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str]) -> Iterator[tuple]:
+def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str], renderer) -> Iterator[tuple]:
     """Yields (row number, input ids, is_target, answer_text(token)) per document; appends bad rows to `skipped`."""
 
     def encode_pending():
         texts = ["".join(span.text for span in document.spans) for _, document in pending]
-        encodings = tokenizer(
-            texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
-        ).encodings
+        first = raw.sources[pending[0][0]]
+        with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
+            encodings = tokenizer(
+                texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
+            ).encodings
         for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
             yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
 
-    pending, specials = [], special_texts(tokenizer)
-    for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
-        try:
-            documents = render(fields, source, fmt, tokenizer, specials)
-        except PlanError as error:
+    pending = []
+    for row, documents in _rendered(raw, fmt, tokenizer, renderer):
+        if isinstance(documents, PlanError):
             if len(skipped) >= raw.skip_bad_rows:
-                raise
-            skipped.append(str(error))
+                raise documents
+            skipped.append(str(documents))
             continue
         pending += [(row, document) for document in documents]
         if len(pending) >= TOKENIZER_BATCH:
@@ -208,6 +209,41 @@ def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str]) -> Iterat
             pending = []
     if pending:
         yield from encode_pending()
+
+
+def _rendered(raw: RawDataset, fmt: str, tokenizer, renderer) -> Iterator[tuple[int, list[Document] | PlanError]]:
+    """Yields (row number, its documents or what is wrong with it)."""
+    if not uses_template(fmt, tokenizer):
+        for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
+            try:
+                yield row, [render_text(fields, source, fmt, tokenizer)]
+            except PlanError as error:
+                yield row, error
+        return
+    with contextlib.ExitStack() as stack:
+        renderer = renderer or stack.enter_context(TemplateRenderer(tokenizer))
+        specials = special_texts(tokenizer)
+        for start in range(0, len(raw.rows), TOKENIZER_BATCH):
+            rows = range(start, min(start + TOKENIZER_BATCH, len(raw.rows)))
+            yield from zip(rows, _rendered_batch(raw, fmt, rows, renderer, specials), strict=True)
+
+
+def _rendered_batch(raw: RawDataset, fmt: str, rows, renderer, specials) -> list[list[Document] | PlanError]:
+    found, asked, requests = {}, [], []
+    for row in rows:
+        try:
+            found[row] = Conversation.of(raw.rows[row], raw.sources[row], fmt)
+            requests.append(found[row].request(raw.sources[row]))
+            asked.append(row)
+        except PlanError as error:
+            found[row] = error
+    for row, texts in zip(asked, renderer.render(requests, [raw.sources[row] for row in asked]), strict=True):
+        try:
+            failed = isinstance(texts, PlanError)
+            found[row] = texts if failed else found[row].documents(texts, raw.sources[row], specials)
+        except PlanError as error:
+            found[row] = error
+    return [found[row] for row in rows]
 
 
 def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
@@ -248,14 +284,13 @@ def _sizes(ids: list, targets: list) -> dict:
 
 
 def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
-    """One row as the model sees it, with its targets marked: in green, or between ⟦ and ⟧."""
+    """One row as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Escape sequences in the data must not reach the terminal.
-        text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+        text = clean(text)
         marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
         pieces.append(f"{marks[0]}{text}{marks[1]}" if is_target[start] else text)
     return "".join(pieces)

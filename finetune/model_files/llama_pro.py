@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.errors import PlanError
+from finetune.untrusted import untrusted
 
 RECORD = "llama_pro.json"  # in an expanded folder: lists the added layers
 TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # written by a run
@@ -172,15 +173,13 @@ def read_record(folder: Path, said: str) -> dict:
     """
     file = folder / RECORD
     if file.is_file():
-        try:
-            record = json.loads(file.read_text())
+        with untrusted(f"{said}: {RECORD} cannot be read", "Expand the model again."):
+            record = json.loads(file.read_text(encoding="utf-8"))
             numbers = record["new_layers"]
             plain = isinstance(numbers, list) and all(type(i) is int and i >= 0 for i in numbers)
             if not plain or not numbers or len(set(numbers)) < len(numbers):
                 raise ValueError(f"new_layers is {numbers!r}, must be distinct integers >= 0")
             return {**record, "layers": str(record["layers"]), "new_layers": numbers}
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"{said}: {RECORD} cannot be read ({error}). Expand the model again.") from None
     match = re.search(r"blk_exp-(\d+)-(\d+)$", folder.name)
     if match and int(match[2]) > int(match[1]) > 0:
         # The older script added a copy after every `every` layers, and its trainer derived them from the folder name.

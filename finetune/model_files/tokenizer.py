@@ -1,28 +1,60 @@
 """Loads a model's tokenizer, and finds its end-of-answer and padding tokens."""
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 from finetune.errors import PlanError
+from finetune.isolated import python_command
+from finetune.untrusted import untrusted
 
 
 def load_tokenizer(folder: Path):
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
+    trial = TokenizerTrial(Path(folder) / "tokenizer.json")  # meanwhile transformers is imported
     from transformers import AutoTokenizer
 
-    try:
+    trial.check()
+    remedy = "Put the tokenizer files of the model next to its weights."
+    with untrusted(f"{folder}: its tokenizer does not load", remedy):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        first = str(error).splitlines()[0][:200]
-        raise PlanError(
-            f"{folder}: its tokenizer does not load ({first}). Put the tokenizer files next to the weights."
-        ) from None
+        limit = tokenizer.model_max_length
+        if isinstance(limit, bool) or not isinstance(limit, int | float):
+            raise TypeError(f"model_max_length is {json.dumps(limit)[:80]}, must be a number")
+        tokenizer.decode(tokenizer("a b").input_ids)
     if not tokenizer.is_fast:
         raise PlanError(
             f"{folder}: has only a slow tokenizer, without character offsets. Save a tokenizer.json next to it."
         )
     generation_ends(folder)  # used only after training; report errors in it now
     return tokenizer
+
+
+class TokenizerTrial:
+    """A tokenizer.json loaded and tried in a limited child process, which starts at once."""
+
+    def __init__(self, file: Path):
+        self.file, self.child = file, None
+        if file.is_file():
+            command = python_command("finetune.model_files.tokenizer_process", str(file.absolute()))
+            self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/")
+
+    def check(self) -> None:
+        """Waits for the child. Raises PlanError for a file that ends it."""
+        if self.child is None:
+            return
+        out, err = self.child.communicate()
+        code = self.child.returncode
+        if code == 0:
+            fault = json.loads(out)["fault"]
+        elif code == -signal.SIGPROF:
+            fault = "takes too long to load and to encode a text"
+        else:
+            lines = err.decode(errors="replace").strip().splitlines() or [f"exit status {code}"]
+            fault = f"does not load and encode a text ({lines[-1][:200]})"
+        if fault:
+            raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:

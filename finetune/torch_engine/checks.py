@@ -157,12 +157,17 @@ def check_causal(model, autocast) -> None:
                 model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
                 for i in (ids, other_end, other_start)
             )
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
         _reraise_if_not_the_models(error)
         raise PlanError(
             f"--model_name: {name} does not run with these adapters and dtypes ({_first_line(error)}). "
             "Use another --train_type, or another model."
         ) from error
+    if not own.isfinite().all():
+        raise PlanError(
+            f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
+            "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
+        )
     if torch.equal(own, leaked):
         return
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the

@@ -14,14 +14,16 @@ from torch import nn
 
 from finetune.errors import PlanError
 from finetune.torch_engine.weights import config_dtype, load_dense
+from finetune.untrusted import untrusted
 
 
 def full_config(folder) -> tuple[dict, str]:
     """(config with all keys that its class derives, such as layer_types; the key for the number of layers)."""
-    config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    text = config.get_text_config()
-    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return json.loads(config.to_json_string(use_diff=False)), key
+    with untrusted(f"--model_name {folder}: its config.json does not load", "Give another model."):
+        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        text = config.get_text_config()
+        key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        return json.loads(config.to_json_string(use_diff=False)), key
 
 
 def residual_writers(config: dict, layers: str, layer: int, stored: dict, said: str) -> set[str]:
@@ -58,12 +60,10 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
     (folder / "config.json").write_text(json.dumps(config))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
+    with untrusted(f"{said}: the model does not load with fewer layers", "Expand another model."):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise PlanError(f"{said}: the model does not load with fewer layers ({str(error).splitlines()[0]}).") from error
     if info.get("unexpected_keys"):
         first = sorted(map(str, info["unexpected_keys"]))[0]
         raise PlanError(f"{said}: its files contain {first}, which its class does not use. Expand another model.")

@@ -22,6 +22,7 @@ from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights import empty_model, load_dense, load_weights
+from finetune.untrusted import untrusted
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,
@@ -205,10 +206,11 @@ def padded_inputs(batch) -> dict:
 def load_trained(checkpoint, files, device, dtype):
     """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
     model = load_dense(files.folder, dtype, device).requires_grad_(False)
-    if (Path(checkpoint) / "adapter_config.json").is_file():
-        attach_adapter(model, checkpoint)
-    elif (Path(checkpoint) / "trained_blocks.json").is_file():
-        llama_pro.attach_blocks(model, checkpoint)
+    with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
+        if (Path(checkpoint) / "adapter_config.json").is_file():
+            attach_adapter(model, checkpoint)
+        elif (Path(checkpoint) / "trained_blocks.json").is_file():
+            llama_pro.attach_blocks(model, checkpoint)
     return model
 
 

@@ -28,6 +28,7 @@ from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import prequantized, transformers_internals
+from finetune.untrusted import untrusted
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
 
@@ -108,27 +109,14 @@ def _parameters_on_meta():
 def empty_model(folder, dtype: torch.dtype):
     """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
     transformers.logging.set_verbosity_error()
-    try:
+    fact = f"--model_name {folder}: its config.json is not that of a causal language model"
+    with untrusted(fact, "Give another model, or a newer transformers."):
         try:
             model = _built(folder, dtype, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
             model = _built(folder, dtype)
-    except (
-        ValueError,
-        RuntimeError,
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        AssertionError,
-    ) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PlanError(
-            f"--model_name {folder}: its config.json is not that of a causal language model: {first}"
-        ) from error
     model.name_or_path = str(folder)
     return model.eval().requires_grad_(False)
 
@@ -178,7 +166,7 @@ def load_weights(
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
     PlanError for weights that are missing, of another shape, or in an unsupported format.
     """
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     checkpoint = WeightFiles(files_of(folder), config.get("quantization"))
     wanted = model.state_dict()
     weights, extra = _assign_tensors(model, checkpoint, wanted)
@@ -437,7 +425,7 @@ def files_of(folder) -> list[Path]:
         return [whole]
     if (folder / safetensors_io.INDEX).is_file():
         return safetensors_io.files_of(folder, whole.name)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 

@@ -1,56 +1,121 @@
 """Chat templates: the default one, and hostile ones."""
 
 import copy
+import time
 
 import pytest
 
-from finetune.data.chat_template import CHATML_TEMPLATE, check_chat_template, ensure_chat_template
+from finetune.data.chat_template import CHATML_TEMPLATE, TemplateRenderer, ensure_chat_template, request_of
+from finetune.data.readers import RawDataset
+from finetune.data.tokenize import tokenize
 from finetune.errors import PlanError
+from generate import prompt_ids
 from tests.support.chats import FORGETFUL, rendered, text, with_template
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def test_a_tokenizer_without_template_gets_chatml(plain_tokenizer):
     tokenizer = copy.deepcopy(plain_tokenizer)
     assert "ChatML (answers end with </s>)" in ensure_chat_template(tokenizer)
     assert ensure_chat_template(tokenizer) is None
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    (document,) = rendered(row, "chat", tokenizer)
+    (document,) = rendered(CHAT, "chat", tokenizer)
     assert text(document) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na</s>"
 
 
 @pytest.mark.parametrize(
     ("template", "fact"),
     [
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "does not render two messages within",
-        ),
+        (LOOPS, "does not render within 2 s of processor time"),
+        ("{% if 'probe' not in messages[0].content %}" + LOOPS + "{% endif %}", "does not render within"),
+        ("{% if messages[0].content == 'q' %}{{ 'x' * 3000000000 }}{% endif %}", "needs over 256 MiB"),
         ("{{ 'a' * 10**10 }}", "needs over 256 MiB"),
-        ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders two messages to over 1 MiB of text"),
+        ("{% for a in range(9999) %}{{ 'a' * 1000 }}{% endfor %}", "renders a row of "),
+        ("{{ 'a' * 1000000 }}", "renders a row of "),
+        ("{{ strftime_now('%c' * 100000) }}", "renders a row of "),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "accesses attributes outside the sandbox"),
         ("{{ messages.append.__globals__['x'] }}", "accesses attributes outside the sandbox"),
         ("{{ lipsum.__globals__['os'].popen('touch canary') }}", "accesses attributes outside the sandbox"),
         ("{{ cycler.__init__.__globals__.os.system('touch canary') }}", "accesses attributes outside the sandbox"),
         ("{{ '%s'.format.__self__.__class__.__base__.x }}", "accesses attributes outside the sandbox"),
+        ("{% set n = namespace(_x=1) %}", "accesses attributes outside the sandbox"),
         ("{{ messages.clear() }}", "accesses attributes outside the sandbox"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses endlessly"),
         ("{% if %}", "is not a valid template"),
+        ("{{ 'x' | nonsense }}", "is not a valid template"),
     ],
 )
 def test_a_hostile_template_is_refused(template, fact, chat_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError) as error:  # one that is not stopped never ends
-        check_chat_template(with_template(chat_tokenizer, template))
+        rendered(CHAT, "chat", with_template(chat_tokenizer, template))
     assert fact in str(error.value) and str(error.value).startswith("chat template of ")
-    assert not list(tmp_path.iterdir())
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-def test_usual_templates_pass_the_trial(chat_tokenizer):
-    check_chat_template(chat_tokenizer)
-    check_chat_template(with_template(chat_tokenizer, CHATML_TEMPLATE))
-    check_chat_template(with_template(chat_tokenizer, FORGETFUL))
-    check_chat_template(with_template(chat_tokenizer, "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}"))
-    check_chat_template(
-        with_template(chat_tokenizer, "{% for m in messages %}{% break %}{% endfor %}{{ messages | tojson }}")
-    )
-    check_chat_template(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"))
+def test_a_template_that_hangs_on_one_row_names_it(chat_tokenizer):
+    template = "{% if messages[0].content == 'row 700' %}" + LOOPS + "{% endif %}{{ messages[-1].content }}"
+    rows = [{"messages": [{"role": "user", "content": f"row {i}"}]} for i in range(1000)]
+    raw = RawDataset(rows, [f"rows:{i}" for i in range(1000)], ("messages",), (), "", "rows", skip_bad_rows=5)
+    with pytest.raises(PlanError, match="does not render within 2 s of processor time, at rows:700. Use a tokenizer"):
+        tokenize(raw, "auto", with_template(chat_tokenizer, template), 512)
+
+
+def test_a_template_that_is_slow_for_every_row_is_refused_before_the_last(chat_tokenizer):
+    slow = "{% for a in range(99999) %}{% for b in range(5) %}{% endfor %}{% endfor %}"  # 30 ms
+    tokenizer = with_template(chat_tokenizer, slow * 4)
+    request = request_of(CHAT["messages"], None, [(1, True)], "row")
+    began = time.monotonic()
+    with TemplateRenderer(tokenizer) as renderer, pytest.raises(PlanError, match="does not render within"):
+        renderer.render([request] * 1000, ["row"] * 1000)
+    assert time.monotonic() - began < 60  # 1000 rows would take 120 s and more
+
+
+def test_a_prompt_is_rendered_within_the_same_limits(chat_tokenizer):
+    ids = prompt_ids(chat_tokenizer, "hi", "be brief", raw=False)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert ids == chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    with pytest.raises(PlanError, match="does not render within"):
+        prompt_ids(with_template(chat_tokenizer, LOOPS), "hi", None, raw=False)
+    with pytest.raises(PlanError, match="--prompt: the chat template rejects this row .no system"):
+        prompt_ids(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"), "hi", None, raw=False)
+
+
+TEMPLATES = {
+    "ChatML": CHATML_TEMPLATE,
+    "forgetful": FORGETFUL,
+    "blocks": "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}\n  {% if true %}\n x\n  {% endif %}\n",
+    "controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ {'b': 'é<', 'a': 1} | tojson(sort_keys=true) }}",
+    "specials": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ documents }}{{ nothing }}",
+    "namespace": "{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}",
+    "calls": "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_renderings_are_those_of_transformers(name, chat_tokenizer):
+    tokenizer = with_template(chat_tokenizer, TEMPLATES[name])
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": [1, 2.5, None, True]}}}]
+    messages = [
+        {"role": "system", "content": "naïve 日本語 🙂 <b> & \u2028"},
+        {"role": "user", "content": "q\n\t\"'", "name": None},
+        {"role": "assistant", "content": "a", "thinking": "hm"},
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning": "so"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 2}}}]
+    with TemplateRenderer(tokenizer) as renderer:
+        for given in (None, tools):
+            upto = [(i, prompt) for i in (1, 2, 3, 4) for prompt in (True, False)]
+            (texts,) = renderer.render([request_of(messages, given, upto, "row")], ["row"])
+            for (number, prompt), own in zip(upto, texts, strict=True):
+                options = dict(tools=given, tokenize=False, add_generation_prompt=prompt)
+                assert own == tokenizer.apply_chat_template(messages[:number], **options), (number, prompt)
+
+
+@pytest.mark.parametrize("template", [{"a": 5}, {"default": 5}, 7, "x" * (2**20 + 1)])
+def test_a_template_that_is_no_text_of_usual_size_is_refused(template, chat_tokenizer):
+    with pytest.raises(PlanError, match="^chat template of "):
+        TemplateRenderer(with_template(chat_tokenizer, template))

@@ -1,7 +1,9 @@
 """Files to rows, and what is wrong with a file."""
 
 import json
+import random
 import resource
+import time
 
 import pytest
 
@@ -178,3 +180,108 @@ def test_a_long_line_can_be_skipped_and_the_longest_allowed_is_read(tmp_path, mo
     raw = read_rows(write(tmp_path / "a.jsonl", GOOD + long + exact + GOOD), skip_bad_rows=1)
     assert [len(row["text"]) for row in raw.rows] == [1, 2**21 - 12, 1]
     assert raw.sources[-1].endswith(":4")
+
+
+def test_a_repeated_key_is_found_in_one_pass(tmp_path):
+    line = "{" + ", ".join(f'"k{i}": 0' for i in range(200_000)) + ', "k199999": 1}'
+    header = ",".join(f"k{i}" for i in range(200_000)) + ",k199999"
+    began = time.monotonic()
+    with pytest.raises(PlanError, match="has duplicate key 'k199999'"):
+        read_rows(write(tmp_path / "a.jsonl", line))
+    with pytest.raises(PlanError, match="column 'k199999' appears twice"):
+        read_rows(write(tmp_path / "a.csv", header + "\n"))
+    assert time.monotonic() - began < 5
+
+
+def test_a_row_at_the_parsers_limit_of_nesting_is_a_bad_row(tmp_path):
+    for depth in range(900, 1100):  # the limits of parsing and of encoding differ
+        line = '{"text": ' + "[" * depth + '"\\ud83d\\ude00"' + "]" * depth + "}"
+        raw = read_rows(write(tmp_path / "a.jsonl", GOOD + line.encode() + b"\n"), skip_bad_rows=1)
+        assert len(raw.rows) + len(raw.skipped) == 2
+
+
+def arrow_file(path, table, kind):
+    """The table as a Parquet file, or as an Arrow file or stream."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        with {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind](str(path), table.schema) as file:
+            file.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("parquet", "parquet"), ("file", "arrow"), ("stream", "arrow")])
+def test_damaged_columnar_files_are_rows_or_one_line(tmp_path, kind, suffix):
+    """Read from a memory map and without validation, 31 of 850 ended the process."""
+    import pyarrow as pa
+
+    rows = [{**row, "messages": [{"role": "user", "content": row["prompt"]}], "n": 1.5} for row in ROWS]
+    good = (path := tmp_path / f"a.{suffix}") and arrow_file(path, pa.Table.from_pylist(rows), kind)
+    data, read = open(good, "rb").read(), 0
+    for i in range(150):
+        rng, damaged = random.Random(i), bytearray(data)
+        for _ in range(rng.choice((1, 1, 1, 4))):
+            damaged[rng.randrange(len(damaged))] = rng.choice((0, 255, rng.randrange(256)))
+        try:
+            read += len(read_rows(write(tmp_path / f"b.{suffix}", bytes(damaged)), skip_bad_rows=99).rows) > 0
+        except PlanError as error:
+            assert "\n" not in str(error)
+    assert 0 < read < 150
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream"])
+def test_values_that_python_lacks_are_bad_rows(tmp_path, kind):
+    import pyarrow as pa
+
+    far = {
+        "a": pa.array([0, 10**8], pa.date32()),
+        "b": pa.array([0, 2**62], pa.timestamp("us")),
+        "c": pa.array([0, 2**62], pa.duration("s")),
+    }
+    for name, column in far.items():
+        table = pa.table({"text": ["x", "y"], name: column})
+        path = arrow_file(tmp_path / f"{name}.{'arrow' if kind == 'stream' else kind}", table, kind)
+        with pytest.raises(PlanError, match=r":row 2: cannot be read \(.*\). Fix or remove the row"):
+            read_rows(path)
+        assert len(read_rows(path, skip_bad_rows=1).rows) == 1
+
+
+def test_columns_of_one_name_and_names_that_are_not_text_are_refused(tmp_path):
+    import pyarrow as pa
+
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    for kind, suffix in (("parquet", "parquet"), ("file", "arrow")):
+        path = arrow_file(tmp_path / f"a.{suffix}", table, kind)
+        with pytest.raises(PlanError, match=f"a.{suffix}: has two columns 'text'. Rename one.$"):
+            read_rows(path)
+    good = open(arrow_file(tmp_path / "b.parquet", pa.table({"texts": ["a"]}), "parquet"), "rb").read()
+    path = write(tmp_path / "c.parquet", good.replace(b"texts", b"t\xff\xfets"))
+    with pytest.raises(PlanError, match="c.parquet: not a readable Parquet file"):
+        read_rows(path)
+
+
+def test_a_small_file_of_gigabytes_is_refused_and_its_first_rows_are_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 8192, pa.int32()), ["x" * 2**18])
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": texts}), path, store_schema=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(PlanError, match=r"rows take 0.\d GiB, of a file of .* MiB. Read fewer with --dataset_samples"):
+        read_rows(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20
+    assert len(read_rows(path, samples=8).rows) == 8
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_file_of_zeros_is_refused_before_it_is_read(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**32)
+    began = time.monotonic()
+    with pytest.raises(PlanError, match=f"{name}: "):
+        read_rows(str(tmp_path / name))
+    assert time.monotonic() - began < 2

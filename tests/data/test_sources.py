@@ -167,3 +167,25 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     assert offline[1].startswith("--dataset org/unseen: no such file, and the Hub is unreachable (")
     unreachable = ask("org/plain", HF_ENDPOINT="http://127.0.0.1:9")
     assert unreachable[0].startswith("--dataset org/plain: no such file, and the Hub is unreachable (")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", '{"_data_files": 5}'),
+        ("state.json", '{"_data_files": [5]}'),
+        ("state.json", '{"_data_files": [{"filename": 5}]}'),
+        ("state.json", '{"_data_files": ' + "[" * 5000 + "]" * 5000 + "}"),
+        ("state.json", "[]"),
+        ("state.json", "{}"),
+        ("dataset_dict.json", '{"splits": 5}'),
+        ("dataset_dict.json", '{"splits": [5]}'),
+        ("dataset_dict.json", "7"),
+    ],
+)
+def test_a_damaged_record_of_a_saved_dataset_is_one_line(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PlanError) as error:
+        read_rows(str(tmp_path))
+    assert name in str(error.value) or "has no split 'train'" in str(error.value), str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,16 +1,21 @@
 """Model folders on disk: found, or refused in one line."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from finetune.errors import PlanError
 from finetune.model_files.files import INDEX, find_model
 from tests.support import tiny
-from tests.support.commands import refused
+from tests.support.commands import ROOT, refused
 from tests.support.model_folders import edit_config, refusal, with_config
 
 pytestmark = pytest.mark.usefixtures("own_caches")
@@ -228,3 +233,73 @@ def test_a_malformed_config_names_its_key(flags, tiny_model, tmp_path, key, valu
     folder = with_config(tiny_model, tmp_path, **{key: value})
     line = refused(flags, model_name=folder)
     assert line.startswith(f"--model_name {folder}: config.json's {key} is {json.dumps(value)}, ")
+
+
+BAD_SIZES = {
+    "no heads": ({"num_attention_heads": 0}, "config.json's num_attention_heads is 0, must be a positive integer"),
+    "no KV heads": ({"num_key_value_heads": 0}, "config.json's num_key_value_heads is 0, must be a positive integer"),
+    "no head width": ({"head_dim": 0}, "config.json's head_dim is 0, must be a positive integer"),
+    "ten million layers": ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, the maximum is 10000"),
+    "far more layers": ({"num_hidden_layers": 9999, "hidden_size": 6400}, "are those of a model far larger than its"),
+    "wide": ({"hidden_size": 10**8}, "are those of a model far larger than its weight files, which hold "),
+    "a large vocabulary": ({"vocab_size": 10**9}, "config.json's vocab_size 1000000000 and width 64 are those"),
+    "large layers": ({"intermediate_size": 10**12}, "config.json's intermediate_size 1000000000000 and width 64"),
+    "a huge number": ({"initializer_range": 10**400}, "is an integer of 1329 bits, must be below 2**63"),
+    "infinite": ({"rope_theta": float("inf")}, "config.json's rope_theta is inf, must be below 2**63"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_sizes_that_no_model_of_these_files_has_are_refused_before_it_is_built(flags, tiny_model, tmp_path, case):
+    change, fact = BAD_SIZES[case]
+    folder = with_config(tiny_model, tmp_path, **change)
+    line = refused(flags, model_name=folder)
+    assert line.startswith(f"--model_name {folder}: ") and fact in line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 7},
+        {"rms_norm_eps": 1},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": 5},
+        {"hidden_act": "nonsense"},
+        {"hidden_act": 5},
+        {"rope_parameters": {"rope_type": "nonsense"}},
+        {"attention_dropout": 5},
+        {"architectures": 5},
+        {"tie_word_embeddings": "x"},
+        {"use_cache": 5},
+        {"id2label": 5},
+        {"model_type": "gpt2", "n_head": 7},
+        {"transformers_version": 5},
+    ],
+    ids=str,
+)
+def test_whatever_transformers_raises_for_a_config_is_one_line(tiny_model, tmp_path, change):
+    from finetune.torch_engine.weights import load_dense
+
+    folder = with_config(tiny_model, tmp_path, **change)
+    with contextlib.suppress(PlanError):
+        load_dense(find_model(str(folder)).folder, torch.float32)
+
+
+def test_an_index_with_a_name_too_long_for_a_file_is_refused(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "x" * 300 + ".safetensors")
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert f"{INDEX} names the weight file 'xxx" in refusal(sharded)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(model, name):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to other users
+        os.chmod(folder, 0o755)
+        copy = Path(shutil.copytree(model, Path(folder) / "model"))
+        (copy / name).chmod(0)
+        # Root may read anything.
+        code = "import os; from finetune.model_files.files import find_model; os.geteuid() or os.setuid(65534); "
+        argv = [sys.executable, "-c", f"{code}find_model({str(copy)!r})"]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert f"{name} may not be read (permission denied). Change its permissions." in done.stderr, done.stderr

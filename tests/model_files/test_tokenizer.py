@@ -1,12 +1,13 @@
-"""Ends of generation, read from generation_config.json."""
+"""A model's tokenizer: hostile and damaged ones; ends of generation, read from generation_config.json."""
 
 import json
+import time
 
 import pytest
 
 import train
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import generation_ends
+from finetune.model_files.tokenizer import generation_ends, load_tokenizer
 from tests.support.model_folders import with_config
 
 
@@ -38,3 +39,61 @@ def test_the_ends_that_a_generation_config_names_are_read(tmp_path):
     for named, ids in ((None, set()), (2, {2}), ([2, 5], {2, 5})):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert generation_ends(tmp_path) == ids
+
+
+DOUBLE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"}
+REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+HOSTILE = {
+    "normalizer bomb": (
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+        "makes a text over 4096 times",
+    ),
+    "decoder bomb": ({"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}}, "its decoder makes a text over"),
+    "backtracking": ({"pre_tokenizer": REGEX}, "does not load and encode a text"),
+    "no model": ({"model": None}, "its tokenizer does not load"),
+    "model of another kind": ({"model": {"type": "BPE", "vocab": 5, "merges": []}}, "its tokenizer does not load"),
+    "tokens": ({"added_tokens": 5}, "its tokenizer does not load"),
+}
+
+
+def tokenizer_with(tiny_model, tmp_path, name, change):
+    """A copy of the tiny model whose `name` holds other values, or another text."""
+    folder = with_config(tiny_model, tmp_path)
+    text = change if isinstance(change, str) else json.dumps(json.loads((folder / name).read_text()) | change)
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_is_one_line_and_ends_a_child_only(tiny_model, tmp_path, case):
+    change, fact = HOSTILE[case]
+    folder, began = tokenizer_with(tiny_model, tmp_path, "tokenizer.json", change), time.monotonic()
+    with pytest.raises(PlanError) as error:
+        load_tokenizer(folder)
+    assert fact in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", "[" * 100_000, '{"version": "1.0"}', "\u0000"])
+def test_a_damaged_tokenizer_file_is_one_line(tiny_model, tmp_path, text):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        folder = tokenizer_with(tiny_model, tmp_path / name, name, text)
+        try:
+            load_tokenizer(folder)
+        except PlanError as error:
+            assert str(folder) in str(error) and "\n" not in str(error)
+        else:  # the other file says enough
+            assert name == "tokenizer_config.json"
+
+
+@pytest.mark.parametrize("change", [{"model_max_length": "x"}, {"chat_template": {"a": 5}}, {"eos_token": 5}])
+def test_odd_values_of_a_tokenizer_config_are_one_line(flags, tiny_model, tmp_path, change):
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer_config.json", change)
+    if "chat_template" in change:
+        (folder / "chat_template.jinja").unlink()
+        flags = flags | {"dataset": str(tmp_path / "chat.jsonl"), "batch_size": 1}
+        row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+        (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(PlanError) as error:
+        train.fine_tune(**flags | {"model_name": str(folder)})
+    assert "\n" not in str(error.value)

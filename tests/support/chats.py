@@ -2,8 +2,9 @@
 
 import copy
 
-from finetune.data.chat_template import special_texts
-from finetune.data.formats import render
+from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.formats import Conversation, render_text, uses_template
+from finetune.errors import PlanError
 
 
 def targets(documents):
@@ -15,7 +16,15 @@ def text(document):
 
 
 def rendered(row, fmt, tokenizer):
-    return render(row, "rows.jsonl:1", fmt, tokenizer, special_texts(tokenizer))
+    """The documents of one row, as tokenize() makes them."""
+    if not uses_template(fmt, tokenizer):
+        return [render_text(row, "rows.jsonl:1", fmt, tokenizer)]
+    conversation = Conversation.of(row, "rows.jsonl:1", fmt)
+    with TemplateRenderer(tokenizer) as renderer:
+        (texts,) = renderer.render([conversation.request("rows.jsonl:1")], ["rows.jsonl:1"])
+    if isinstance(texts, PlanError):
+        raise texts
+    return conversation.documents(texts, "rows.jsonl:1", special_texts(tokenizer))
 
 
 def with_template(tokenizer, template):

@@ -63,3 +63,11 @@ def test_a_window_that_only_the_models_own_mask_knows_is_seen():
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     proof = check_padding_free(model, no_autocast, context_length=64)
     assert not proof.holds and "other logits than separate ones" in proof.reason
+
+
+def test_weights_that_are_not_finite_are_not_called_a_leak():
+    model = tiny.build("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(PlanError, match="gives logits that are not finite before any training"):
+        check_causal(model, no_autocast)

@@ -84,7 +84,7 @@ def attach_adapter(model, folder) -> None:
     from safetensors.torch import load_file
 
     file = Path(folder) / "adapter_config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     plain = {
         "peft_type": ("LORA",),
         "bias": ("none", None),
@@ -98,6 +98,9 @@ def attach_adapter(model, folder) -> None:
         if key in config and config[key] not in fine:
             raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    rank, largest = config.get("r"), max((max(t.shape, default=0) for t in tensors.values()), default=0)
+    if type(rank) is not int or not 0 < rank <= largest:
+        raise PlanError(f"{file}: r is {str(rank)[:80]}, which its weights do not have. Give a complete adapter.")
     _copy_outer_weights(model, tensors, file)
     modules = dict(model.named_modules())
     names = {

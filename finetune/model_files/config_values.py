@@ -1,0 +1,113 @@
+"""Values of a config.json that would make transformers fail, or build something far larger than the files."""
+
+import json
+
+from finetune.errors import PlanError
+
+AGAIN = "Download or save the model again."
+MAX_LAYERS = 10_000
+# Keys of config.json that must be positive integers, those that may be null too, and all that must be numbers.
+SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+LAYERS = ("num_hidden_layers", "n_layer")
+OPTIONAL_SIZES = (
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "n_inner",
+    "moe_intermediate_size",
+)
+# Of these, times the width of the model, no weight has more numbers than a multiple of what the files hold.
+OF_WEIGHTS = (
+    "vocab_size",
+    "n_positions",
+    "intermediate_size",
+    "n_inner",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "n_head",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
+PACKED = 64  # numbers of the model for one in its files: 2 bits in a 32-bit word, with room for tied weights
+NUMBERS = (
+    *SIZES,
+    *OPTIONAL_SIZES,
+    "max_position_embeddings",
+    "n_positions",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "initializer_range",
+    "attention_dropout",
+    "sliding_window",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+DTYPES = (
+    "auto",
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "double",
+    "float",
+    "half",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+
+def check_values(config: dict, said: str) -> None:
+    """Raises PlanError for config values that would make transformers fail while loading."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, dict):
+        raise PlanError(f"{said}: config.json's text_config is {json.dumps(text)[:80]}, must be an object. {AGAIN}")
+    for part in (config, text or {}):
+        for key in NUMBERS:
+            value = part.get(key)
+            if isinstance(value, str | bool | dict):
+                raise PlanError(f"{said}: config.json's {key} is {json.dumps(value)[:80]}, must be a number. {AGAIN}")
+            if isinstance(value, int | float) and not abs(value) < 2.0**63:
+                raise PlanError(f"{said}: config.json's {key} is {shown(value)}, must be below 2**63. {AGAIN}")
+        for key in (*SIZES, *OPTIONAL_SIZES):
+            value = part.get(key)
+            if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
+                raise PlanError(f"{said}: config.json's {key} is {value}, must be a positive integer. {AGAIN}")
+        for key in LAYERS:
+            if (part.get(key) or 0) > MAX_LAYERS:
+                raise PlanError(f"{said}: config.json's {key} is {part[key]}, the maximum is {MAX_LAYERS}. {AGAIN}")
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is not None and str(value).removeprefix("torch.") not in DTYPES:
+                raise PlanError(
+                    f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which is not a weight dtype. "
+                    "Use float32, float16 or bfloat16."
+                )
+
+
+def check_sizes(config: dict, numbers: int, said: str) -> None:
+    """Raises PlanError for a config of a model far larger than the `numbers` in its files: it is never built."""
+    for part in (config, config.get("text_config") or {}):
+        width = part.get("hidden_size") or part.get("n_embd") or 1
+        for key in (*LAYERS, *OF_WEIGHTS):
+            value = part.get(key)
+            if isinstance(value, int) and value * width > PACKED * numbers:
+                raise PlanError(
+                    f"{said}: config.json's {key} {value} and width {width} are those of a model far larger than its "
+                    f"weight files, which hold {numbers:,} numbers. {AGAIN}"
+                )
+
+
+def shown(value) -> str:
+    text = (
+        repr(value) if not isinstance(value, int) or abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
+    )
+    return text[:80]

@@ -1,0 +1,69 @@
+"""The child process that tries a tokenizer.json first: `python -m finetune.model_files.tokenizer_process FILE`.
+
+The tokenizers library may end its process (a normalizer that doubles its text sixty times), panic, or search without
+end; here that costs a child. An error that it raises is none of these: the parent's own load names it. Prints
+{"fault": why the file is refused, null if it is not}.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+
+LOAD_S, LOAD_S_PER_BYTE = 5.0, 2e-6  # of processor time; ten times what the largest vocabulary takes
+MAX_BYTES, BYTES_PER_BYTE = 2**30, 100  # of memory: so much, and so much for each byte of the file
+MAX_GROWTH = 4096  # times as long as a text may become in a normalizer or decoder; published ones stay below 100
+TEXTS = (
+    "The capital of France is Paris.\n\n  def f(x):\n\treturn x + 123456\n",
+    "naïve Ünïcödé 日本語 한국어 العربية עברית हिन्दी ไทย 🙂👩‍👩‍👧 ﷺ \u2028\u0000\ufffd",
+    *(word * 40 + "!" for word in ("a", "A", "1", " ", "ab ", "é", "日", ".", "\n", "_-")),
+)
+
+
+def main(file: str) -> None:
+    size = os.path.getsize(file)
+    with contextlib.suppress(ImportError, ValueError, OSError):  # macOS rejects the limit; that of time still applies
+        import resource
+
+        limit = MAX_BYTES + BYTES_PER_BYTE * size
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.setitimer(signal.ITIMER_PROF, LOAD_S + LOAD_S_PER_BYTE * size)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.stdout.write(json.dumps({"fault": fault_of(file)}))
+
+
+def fault_of(file: str) -> str | None:
+    """Why the file is refused; None if it is not."""
+    with open(file, encoding="utf-8") as opened, contextlib.suppress(ValueError, TypeError, RecursionError):
+        content = json.load(opened)
+        for part in ("normalizer", "decoder"):
+            if isinstance(content, dict) and growth_of(content.get(part)) > MAX_GROWTH:
+                return f"its {part} makes a text over {MAX_GROWTH} times as long"
+    import tokenizers
+
+    with contextlib.suppress(Exception):
+        tokenizer = tokenizers.Tokenizer.from_file(file)
+        for text in TEXTS:
+            tokenizer.decode(tokenizer.encode(text).ids)
+    return None
+
+
+def growth_of(part) -> float:
+    """How many times as long a text may become in a normalizer or decoder of tokenizer.json."""
+    if not isinstance(part, dict):
+        return 1.0
+    growth = 1.0
+    for inner in (*(part.get("normalizers") or ()), *(part.get("decoders") or ())):
+        growth *= growth_of(inner)
+    if part.get("type") == "Replace":
+        pattern, content = part.get("pattern") or {}, len(str(part.get("content") or ""))
+        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        growth *= max(1.0, content / len(literal)) if literal else 1.0 + content
+    elif part.get("type") in ("ByteLevel", "Precompiled"):
+        growth *= 2.0
+    return growth
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

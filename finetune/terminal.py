@@ -1,0 +1,69 @@
+"""The one place that writes to the terminal, where file names, data, templates and other hosts' answers end up.
+
+Control characters are shown as escapes, secrets are masked, and what the stream cannot encode is replaced.
+"""
+
+import os
+import re
+import sys
+import urllib.parse
+
+# All of C0, C1 and DEL but tab and newline, the marks that reorder text, and halves of characters (undecodable names).
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
+SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGNORECASE)
+MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
+MASK = "***"
+MAX_LINE = 2000  # of an error, whatever was put into it
+ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
+
+
+def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
+    """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept."""
+    stream = sys.stdout if file is None else file
+    text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
+    print(text, end=end, file=stream, flush=True)
+
+
+def log_error(text) -> None:
+    """Prints the one-line message of a failure to stderr."""
+    line = " ".join(str(text).split("\n"))
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE - 300]} ... {line[-300:]}"
+    say(line if line.startswith("error") else f"error: {line}", file=sys.stderr)
+
+
+def clean(text: str) -> str:
+    """`text` without secrets, its control characters as visible escapes."""
+    text = USERINFO.sub(f"{MASK}@", text)
+    for secret in secrets():
+        text = text.replace(secret, MASK)
+    return CONTROL.sub(_escape, text)
+
+
+def secrets() -> set[str]:
+    """Values of environment variables that are never shown: tokens, keys, and passwords inside URLs."""
+    found = set()
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name):
+            found.add(value)
+        elif "@" in value and "://" in value:
+            password = value.partition("://")[2].rpartition("@")[0].partition(":")[2]
+            found |= {password, urllib.parse.unquote(password)}
+    return {secret for secret in found if len(secret) >= MIN_SECRET}
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text` in characters that `encoding` has: marks in ASCII, anything else as an escape."""
+    if encoding is None:
+        return text
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(ASCII_MARKS).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def _escape(match) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

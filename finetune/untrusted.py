@@ -1,0 +1,34 @@
+"""Other people's files in the hands of libraries that raise whatever they happen to meet."""
+
+from finetune.errors import EXPECTED, PlanError
+
+MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
+PASS = (*EXPECTED, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
+    """A context in which any failure is a PlanError: `fact (first line of the failure). remedy`.
+
+    transformers validates configs by classes of its own and fails on what they let through with any built-in error;
+    tokenizers raises plain Exception, and PanicException, which is none. A list of types would never be complete.
+    """
+
+    def __init__(self, fact: str, remedy: str):
+        self.fact, self.remedy = fact, remedy
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is None or isinstance(error, PASS) or any(text in str(error).lower() for text in MEMORY):
+            return False
+        raise PlanError(f"{self.fact} ({first_line(error)}). {self.remedy}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type too where the text alone says nothing, as of a KeyError."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    text = " ".join(line for line in lines if line)[:200].rstrip(".")
+    if not text or isinstance(error, LookupError | ArithmeticError | AssertionError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text
