@@ -1,0 +1,27 @@
+"""The pool of warm workers of a rig run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.rig.options import soak_steps
+from tests.rig.pool import Pool
+
+NEEDED_BYTES = 2 * 2**30
+
+
+@pytest.fixture(scope="session")
+def pool(request, tmp_path_factory):
+    """The workers, on a file system in memory where there is one: the runs sync every file."""
+    given, memory = request.config.getoption("--rig-folder"), Path("/dev/shm")
+    folder = Path(given) if given else tmp_path_factory.mktemp("rig")
+    if not given and memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_BYTES:
+        folder = memory / f"rig-{folder.parent.name}-{folder.name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Pool(folder.resolve(), soak_steps(request.config))
+    made.start()
+    yield made
+    made.close()
+    if not given:
+        shutil.rmtree(folder, ignore_errors=True)
