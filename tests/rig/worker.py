@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import pkgutil
-import signal
 import sys
 import time
 import traceback
@@ -109,5 +108,4 @@ def import_what_a_run_imports(place) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

@@ -1,0 +1,193 @@
+"""Batches of mutants in one forked child under a memory limit: a crash or a hang names its case, and the rest goes on.
+
+A Batch of a module is called in the child: prepare(place) once, then for each seed mutant(rng) -> Mutant and
+check(mutant), which may return, or raise one of finetune.errors.EXPECTED with one line. Anything else is a failure.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import EXPECTED, NonFiniteError
+from tests.rig.children import HANG_S
+from tests.rig.materials import Place
+from tests.rig.oracle import Outcome
+
+MEMORY_BYTES = 4 * 2**30  # above what the process has mapped before
+KEPT_BYTES = 64 * 2**10
+ONE_LINE_BYTES = 2000  # of an expected failure's message
+CANARY = "canary"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`files`: {name: bytes} to write into the case's folder; `argv`: words of a command line."""
+
+    files: dict
+    argv: tuple = ()
+
+    def to_json(self) -> dict | None:
+        """For the corpus; None if it is too large to keep."""
+        if sum(map(len, self.files.values())) > KEPT_BYTES:
+            return None
+        return dict(argv=list(self.argv), files={n: base64.b64encode(b).decode() for n, b in self.files.items()})
+
+    @staticmethod
+    def from_json(kept: dict) -> "Mutant":
+        files = {name: base64.b64decode(text) for name, text in kept["files"].items()}
+        return Mutant(files, tuple(kept["argv"]))
+
+
+def run_batch(module, kind, seeds: list, place: Place):
+    """Yields (seed, outcome, seconds); a seed may also be a corpus entry, with its mutant in "kept"."""
+    place.model(), place.rows()
+    batch, waiting = getattr(module, kind.function), list(seeds)
+    for variant in batch.variants:
+        place.whole(variant)
+    while waiting:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            _child(batch, kind, waiting, place, write)
+        os.close(write)
+        yield from _watched(pid, read, waiting)
+
+
+def _child(batch, kind, seeds: list, place: Place, write: int) -> None:
+    try:
+        os.setsid()
+        out = os.open(place.root / f"batch-{place.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        folder = place.empty()
+        context = batch.prepare(place)
+        limit = _mapped_bytes() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        for seed in seeds:
+            os.write(write, json.dumps({"begun": _name(seed)}).encode() + b"\n")
+            outcome = _judge(batch, kind, seed, context, folder)
+            os.write(write, json.dumps({"failures": outcome.failures, "kept": outcome.kept}).encode() + b"\n")
+            os.truncate(1, 0)
+        os._exit(0)
+    except BaseException:  # noqa: BLE001  a fault of the rig itself
+        os.write(write, json.dumps({"rig": traceback.format_exc()[-390:]}).encode() + b"\n")
+        os._exit(1)
+
+
+def _judge(batch, kind, seed, context, folder: Path) -> Outcome:
+    outcome, case = Outcome(), folder / "case"
+    rng = random.Random(f"{kind.name} {_name(seed)}")
+    mutant = Mutant.from_json(seed["kept"]) if isinstance(seed, dict) else batch.mutant(rng, context)
+    shutil.rmtree(case, ignore_errors=True)
+    case.mkdir()
+    for name, data in mutant.files.items():
+        (case / name).parent.mkdir(parents=True, exist_ok=True)
+        (case / name).write_bytes(data)
+    before = set(folder.iterdir())
+    try:
+        batch.check(mutant, case, context)
+    except EXPECTED as error:
+        _judge_message(outcome, error)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        if error.code not in (0, None):
+            outcome.fail("wrong_code", f"SystemExit {error.code}")
+    except BaseException as error:  # noqa: BLE001  that is the failure looked for
+        where = traceback.extract_tb(error.__traceback__)
+        ours = [f"{Path(f.filename).name}:{f.lineno}" for f in where if "/finetune/" in f.filename]
+        outcome.fail("traceback", f"{type(error).__name__} at {ours[-1] if ours else '-'}: {error}")
+    if (folder / CANARY).exists() or set(folder.iterdir()) != before:
+        outcome.fail("payload_or_escape", f"{sorted(p.name for p in set(folder.iterdir()) - before)}")
+        (folder / CANARY).unlink(missing_ok=True)
+    if outcome.failures:
+        outcome.kept = mutant.to_json()
+    return outcome
+
+
+def _judge_message(outcome: Outcome, error) -> None:
+    text = str(error)
+    if not isinstance(error, NonFiniteError) and (
+        "\n" in text.strip() or len(text.encode(errors="replace")) > ONE_LINE_BYTES
+    ):
+        outcome.fail("wrong_code", f"{type(error).__name__} with {text.count(chr(10)) + 1} lines: {text[:200]}")
+    elif "\x1b" in text:
+        outcome.fail("wrong_code", f"{type(error).__name__} with an escape sequence: {text[:200]!r}")
+
+
+def _watched(pid: int, read: int, waiting: list):
+    """Yields the answers of a child, taking their seeds from `waiting`; the one during which it ended failed."""
+    lines, begun, asked = _Lines(read), time.monotonic(), False
+    while waiting:
+        line = lines.next(HANG_S)
+        if line is None:
+            seed, outcome, log = waiting.pop(0), Outcome(), lines.ended
+            code = _end(pid, kill=not log)
+            if not log:
+                outcome.fail("hang", f"no end after {HANG_S:.0f} s")
+            else:
+                outcome.fail("traceback" if asked else "rig", f"the process ended with {code}")
+            outcome.kept = seed.get("kept") if isinstance(seed, dict) else None
+            yield _name(seed), outcome, time.monotonic() - begun
+            return
+        if "begun" in line:
+            begun, asked = time.monotonic(), True
+            continue
+        outcome = Outcome(failures=line.get("failures", []), kept=line.get("kept"))
+        if "rig" in line:
+            outcome.fail("rig", line["rig"])
+        yield _name(waiting.pop(0)), outcome, time.monotonic() - begun
+        if "rig" in line:
+            break
+    _end(pid, kill=True)
+    os.close(read)
+
+
+class _Lines:
+    """JSON lines of a pipe, each awaited for a time. `ended`: the other end was closed."""
+
+    def __init__(self, read: int):
+        self.read, self.buffer, self.ended = read, b"", False
+
+    def next(self, timeout_s: float) -> dict | None:
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self.buffer:
+            if not select.select([self.read], [], [], max(0.0, end - time.monotonic()))[0]:
+                return None
+            new = os.read(self.read, 2**16)
+            if not new:
+                self.ended = True
+                return None
+            self.buffer += new
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return json.loads(line)
+
+
+def _end(pid: int, kill: bool) -> int:
+    if kill:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return code
+
+
+def _name(seed):
+    return seed["seed"] if isinstance(seed, dict) else seed
+
+
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
