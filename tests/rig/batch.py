@@ -6,6 +6,7 @@ check(mutant), which may return, or raise one of finetune.errors.EXPECTED with o
 
 import base64
 import contextlib
+import io
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune import process
 from finetune.errors import EXPECTED, NonFiniteError
 from tests.rig.children import HANG_S
 from tests.rig.materials import Place
@@ -26,8 +28,9 @@ from tests.rig.oracle import Outcome
 
 MEMORY_BYTES = 4 * 2**30  # above what the process has mapped before
 KEPT_BYTES = 64 * 2**10
-ONE_LINE_BYTES = 2000  # of an expected failure's message
+ONE_LINE_CHARACTERS = 2000
 CANARY = "canary"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _judge(batch, kind, seed, context, folder: Path) -> Outcome:
             outcome.fail("wrong_code", f"SystemExit {error.code}")
     except BaseException as error:  # noqa: BLE001  that is the failure looked for
         where = traceback.extract_tb(error.__traceback__)
-        ours = [f"{Path(f.filename).name}:{f.lineno}" for f in where if "/finetune/" in f.filename]
+        ours = [f"{Path(f.filename).name}:{f.lineno}" for f in where if _is_ours(Path(f.filename))]
         outcome.fail("traceback", f"{type(error).__name__} at {ours[-1] if ours else '-'}: {error}")
     if (folder / CANARY).exists() or set(folder.iterdir()) != before:
         outcome.fail("payload_or_escape", f"{sorted(p.name for p in set(folder.iterdir()) - before)}")
@@ -118,13 +121,17 @@ def _judge(batch, kind, seed, context, folder: Path) -> Outcome:
 
 
 def _judge_message(outcome: Outcome, error) -> None:
-    text = str(error)
-    if not isinstance(error, NonFiniteError) and (
-        "\n" in text.strip() or len(text.encode(errors="replace")) > ONE_LINE_BYTES
-    ):
-        outcome.fail("wrong_code", f"{type(error).__name__} with {text.count(chr(10)) + 1} lines: {text[:200]}")
+    """What the program prints for the error is one line of text, and moves no cursor."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        process.log_error(error)
+    text, name = said.getvalue(), type(error).__name__
+    if len(text.splitlines()) != 1 and not isinstance(error, NonFiniteError):
+        outcome.fail("wrong_code", f"{name} with {len(text.splitlines())} lines: {text[:200]!r}")
+    elif len(text) > ONE_LINE_CHARACTERS:
+        outcome.fail("wrong_code", f"{name} with a line of {len(text)} characters: {text[:200]!r}")
     elif "\x1b" in text:
-        outcome.fail("wrong_code", f"{type(error).__name__} with an escape sequence: {text[:200]!r}")
+        outcome.fail("wrong_code", f"{name} with an escape sequence: {text[:200]!r}")
 
 
 def _watched(pid: int, read: int, waiting: list):
@@ -183,6 +190,10 @@ def _end(pid: int, kill: bool) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return code
+
+
+def _is_ours(file: Path) -> bool:
+    return file.is_relative_to(ROOT) and "tests" not in file.parts and ".venv" not in file.parts
 
 
 def _name(seed):

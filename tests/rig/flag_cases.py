@@ -121,7 +121,7 @@ def make_yaml(rng: random.Random, place: Place) -> Mutant:
         word = odd_word(rng, NAMES[name])
         lines.append(f"{name}: " + rng.choice((word, repr(word), f"[{word}]", f"{{a: {word}}}", f"|\n  {word}", "")))
     if rng.random() < 0.15:
-        lines.append(rng.choice(PAYLOADS).format(canary=place.own / CANARY))
+        lines.append(rng.choice(PAYLOADS).replace("{canary}", str(place.own / CANARY)))
     rng.shuffle(lines)
     data = "\n".join(lines).encode(errors="surrogatepass")
     if rng.random() < 0.4:

@@ -81,9 +81,24 @@ def odd_value(rng: random.Random, value):
     if isinstance(value, bool):
         choices += [not value] * 4
     elif isinstance(value, (int, float)):
-        choices += [value + 1, value - 1, -value, value * 2, value // 2, str(value), value * 1000, float(value)]
+        choices += [
+            value + 1,
+            value - 1,
+            -value,
+            value * 2,
+            str(value),
+            value * 1000,
+            value + 0.5 if abs(value) < 1e9 else 0,
+        ]
     elif isinstance(value, str):
-        choices += [value * 2, value[:-1], value.upper(), value + "\n", [*value[:50]], value.encode().hex()]
+        choices += [
+            value * 2,
+            value[:-1],
+            value.upper(),
+            value + "\n",
+            [*value[:50]],
+            value.encode(errors="replace").hex(),
+        ]
     elif isinstance(value, list):
         choices += [value[:-1], value + value[:1], value[::-1], dict(enumerate(map(str, value[:9])))]
     elif isinstance(value, dict):
