@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +41,19 @@ class Mutant:
     files: dict
     argv: tuple = ()
 
-    def to_json(self) -> dict | None:
-        """For the corpus; None if it is too large to keep."""
-        if sum(map(len, self.files.values())) > KEPT_BYTES:
+    def to_json(self, root: Path) -> dict | None:
+        """For the corpus, with $ROOT for the rig's folder; None if it is too large to keep."""
+        files = {name: data.replace(bytes(root), b"$ROOT") for name, data in self.files.items()}
+        if sum(map(len, files.values())) > KEPT_BYTES:
             return None
-        return dict(argv=list(self.argv), files={n: base64.b64encode(b).decode() for n, b in self.files.items()})
+        packed = {name: base64.b85encode(zlib.compress(data, 9)).decode() for name, data in files.items()}
+        return dict(argv=[word.replace(str(root), "$ROOT") for word in self.argv], files=packed)
 
     @staticmethod
-    def from_json(kept: dict) -> "Mutant":
-        files = {name: base64.b64decode(text) for name, text in kept["files"].items()}
-        return Mutant(files, tuple(kept["argv"]))
+    def from_json(kept: dict, root: Path) -> "Mutant":
+        files = {name: zlib.decompress(base64.b85decode(text)) for name, text in kept["files"].items()}
+        files = {name: data.replace(b"$ROOT", bytes(root)) for name, data in files.items()}
+        return Mutant(files, tuple(word.replace("$ROOT", str(root)) for word in kept["argv"]))
 
 
 def run_batch(module, kind, seeds: list, place: Place):
@@ -74,13 +78,15 @@ def _child(batch, kind, seeds: list, place: Place, write: int) -> None:
         out = os.open(place.root / f"batch-{place.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        folder = place.empty()
+        place.empty()
         context = batch.prepare(place)
         limit = _mapped_bytes() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for seed in seeds:
-            os.write(write, json.dumps({"begun": _name(seed)}).encode() + b"\n")
-            outcome = _judge(batch, kind, seed, context, folder)
+            mutant = mutant_of(batch, kind, seed, context, place)
+            begun = {"begun": _name(seed), "kept": mutant.to_json(place.root)}
+            os.write(write, json.dumps(begun).encode() + b"\n")
+            outcome = _judge(batch, mutant, context, place)
             os.write(write, json.dumps({"failures": outcome.failures, "kept": outcome.kept}).encode() + b"\n")
             os.truncate(1, 0)
         os._exit(0)
@@ -89,10 +95,15 @@ def _child(batch, kind, seeds: list, place: Place, write: int) -> None:
         os._exit(1)
 
 
-def _judge(batch, kind, seed, context, folder: Path) -> Outcome:
-    outcome, case = Outcome(), folder / "case"
-    rng = random.Random(f"{kind.name} {_name(seed)}")
-    mutant = Mutant.from_json(seed["kept"]) if isinstance(seed, dict) else batch.mutant(rng, context)
+def mutant_of(batch, kind, seed, context, place: Place) -> Mutant:
+    """The mutant of a seed, or the one that a corpus entry holds."""
+    if isinstance(seed, dict):
+        return Mutant.from_json(seed["kept"], place.root)
+    return batch.mutant(random.Random(f"{kind.name} {seed}"), context)
+
+
+def _judge(batch, mutant: Mutant, context, place: Place) -> Outcome:
+    outcome, folder, case = Outcome(), place.own, place.own / "case"
     shutil.rmtree(case, ignore_errors=True)
     case.mkdir()
     for name, data in mutant.files.items():
@@ -116,7 +127,7 @@ def _judge(batch, kind, seed, context, folder: Path) -> Outcome:
         outcome.fail("payload_or_escape", f"{sorted(p.name for p in set(folder.iterdir()) - before)}")
         (folder / CANARY).unlink(missing_ok=True)
     if outcome.failures:
-        outcome.kept = mutant.to_json()
+        outcome.kept = mutant.to_json(place.root)
     return outcome
 
 
@@ -146,7 +157,7 @@ def _watched(pid: int, read: int, waiting: list):
                 outcome.fail("hang", f"no end after {HANG_S:.0f} s")
             else:
                 outcome.fail("traceback" if asked else "rig", f"the process ended with {code}")
-            outcome.kept = seed.get("kept") if isinstance(seed, dict) else None
+            outcome.kept = lines.last.get("kept")
             yield _name(seed), outcome, time.monotonic() - begun
             return
         if "begun" in line:
@@ -166,7 +177,7 @@ class _Lines:
     """JSON lines of a pipe, each awaited for a time. `ended`: the other end was closed."""
 
     def __init__(self, read: int):
-        self.read, self.buffer, self.ended = read, b"", False
+        self.read, self.buffer, self.ended, self.last = read, b"", False, {}
 
     def next(self, timeout_s: float) -> dict | None:
         end = time.monotonic() + timeout_s
@@ -179,7 +190,8 @@ class _Lines:
                 return None
             self.buffer += new
         line, _, self.buffer = self.buffer.partition(b"\n")
-        return json.loads(line)
+        self.last = json.loads(line)
+        return self.last
 
 
 def _end(pid: int, kill: bool) -> int:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.config import TrainConfig
@@ -31,7 +31,7 @@ class DataBatch:
     suffix: str
     make: object
     bytes_too: float = 0.5
-    variants: tuple = field(default=())
+    variants: tuple = ()
 
     def prepare(self, place: Place):
         files = find_model(str(place.model()), None)
@@ -109,7 +109,7 @@ def odd_array(rng, length: int):
         lambda: pa.nulls(length),
         lambda: pa.array([1.5, float("nan")] * length)[:length],
         lambda: pa.array([True, None] * length)[:length],
-        lambda: pa.array([n and str(n) for n in numbers]).cast(pa.string()).cast(pa.large_binary()),
+        lambda: pa.array([None if n is None else str(n) for n in numbers], pa.string()).cast(pa.large_binary()),
     )
     return rng.choice(makers)()
 

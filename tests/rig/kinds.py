@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class Kind:
     """A kind of case. `quick`, `full`: cases of a rig run at either scale.
 
-    `function`: case(seed, place) -> Outcome of `module`; for a batched kind, the name of its Batch there.
-    `expected_s`: seconds per case on one core, for the projection. `option`: the rig option that sets its count.
+    `function`: case(seed, place) -> Outcome of `module`; of a batched kind, the name of its batch there.
     """
 
     name: str
@@ -23,6 +22,7 @@ class Kind:
 def _kinds() -> list[Kind]:
     data, model, own, flags = "data_cases", "model_cases", "own_cases", "flag_cases"
     return [
+        Kind("controls", "control_cases", "control", 6, 6, "resumes that lose a part of the state, to be noticed"),
         Kind("kills", "kill_cases", "random_kills", 5, 100, "SIGKILL at random moments, 5 a run"),
         Kind("call-kills", "kill_cases", "call_kills", 6, 60, "SIGKILL before or after a chosen system call, 5 a run"),
         Kind("rank-call-kills", "kill_cases", "rank_call_kills", 4, 40, "the same on 2 ranks, 5 a run"),

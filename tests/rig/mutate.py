@@ -53,9 +53,12 @@ def mutated_json(rng: random.Random, tree, most: int = 3):
     """A JSON value with some nodes swapped, removed, renamed, repeated, or replaced by a value of another type."""
     tree = json.loads(json.dumps(tree))
     for _ in range(rng.randint(1, most)):
-        places = list(_places(tree))
-        if not places:
+        by_depth = {}
+        for depth, *place in _places(tree):
+            by_depth.setdefault(depth, []).append(place)
+        if not by_depth:
             return odd_value(rng, tree)
+        places = by_depth[rng.choice(list(by_depth))]
         parent, key = rng.choice(places)
         kind = rng.randrange(8)
         if kind <= 3:
@@ -130,15 +133,15 @@ def json_text(rng: random.Random, tree) -> bytes:
 
 
 def _places(tree):
-    """(parent, key) of every node below the root."""
-    waiting = [tree]
+    """(depth, parent, key) of every node below the root."""
+    waiting = [(1, tree)] if isinstance(tree, (dict, list)) else []
     while waiting:
-        parent = waiting.pop()
+        depth, parent = waiting.pop()
         keys = list(parent) if isinstance(parent, dict) else range(len(parent))
         for key in keys:
-            yield parent, key
+            yield depth, parent, key
             if isinstance(parent[key], (dict, list)):
-                waiting.append(parent[key])
+                waiting.append((depth + 1, parent[key]))
 
 
 def _holds(parent, key) -> bool:
