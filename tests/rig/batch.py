@@ -69,13 +69,16 @@ def run_batch(module, kind, seeds: list, place: Place):
             os.close(read)
             _child(batch, kind, waiting, place, write)
         os.close(write)
-        yield from _watched(pid, read, waiting)
+        try:
+            yield from _watched(pid, read, waiting)
+        finally:
+            os.close(read)
 
 
 def _child(batch, kind, seeds: list, place: Place, write: int) -> None:
     try:
         os.setsid()
-        out = os.open(place.root / f"batch-{place.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        out = os.open(place.root / f"batch-{place.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         place.empty()
@@ -170,7 +173,6 @@ def _watched(pid: int, read: int, waiting: list):
         if "rig" in line:
             break
     _end(pid, kill=True)
-    os.close(read)
 
 
 class _Lines:
