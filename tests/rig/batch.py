@@ -25,7 +25,7 @@ from finetune import process
 from finetune.errors import EXPECTED, NonFiniteError
 from tests.rig.children import HANG_S
 from tests.rig.materials import Place
-from tests.rig.oracle import Outcome
+from tests.rig.oracle import Caught, Outcome
 
 MEMORY_BYTES = 4 * 2**30  # above what the process has mapped before
 KEPT_BYTES = 64 * 2**10
@@ -93,7 +93,7 @@ def _child(batch, kind, seeds: list, place: Place, write: int) -> None:
             os.write(write, json.dumps({"failures": outcome.failures, "kept": outcome.kept}).encode() + b"\n")
             os.truncate(1, 0)
         os._exit(0)
-    except BaseException:  # noqa: BLE001  a fault of the rig itself
+    finally:  # a fault of the rig itself
         os.write(write, json.dumps({"rig": traceback.format_exc()[-390:]}).encode() + b"\n")
         os._exit(1)
 
@@ -113,16 +113,15 @@ def _judge(batch, mutant: Mutant, context, place: Place) -> Outcome:
         (case / name).parent.mkdir(parents=True, exist_ok=True)
         (case / name).write_bytes(data)
     before = set(folder.iterdir())
-    try:
+    with Caught() as caught:
         batch.check(mutant, case, context)
-    except EXPECTED as error:
+    error = caught.error
+    if isinstance(error, EXPECTED):
         _judge_message(outcome, error)
-    except KeyboardInterrupt:
-        raise
-    except SystemExit as error:
+    elif isinstance(error, SystemExit):
         if error.code not in (0, None):
             outcome.fail("wrong_code", f"SystemExit {error.code}")
-    except BaseException as error:  # noqa: BLE001  that is the failure looked for
+    elif error is not None:
         where = traceback.extract_tb(error.__traceback__)
         ours = [f"{Path(f.filename).name}:{f.lineno}" for f in where if _is_ours(Path(f.filename))]
         outcome.fail("traceback", f"{type(error).__name__} at {ours[-1] if ours else '-'}: {error}")

@@ -62,9 +62,9 @@ class Child:
             try:
                 self._become()
                 process.exit_with(call)
-            except BaseException:  # noqa: BLE001  as the interpreter does, without its exit
+            finally:  # an exception ends the child as it ends the interpreter
                 traceback.print_exc()
-            os._exit(1)
+                os._exit(1)
         self.handle = os.pidfd_open(self.pid)
         return self
 

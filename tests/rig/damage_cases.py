@@ -10,15 +10,15 @@ from finetune.checkpoint.store import newest_checkpoint, verify_checkpoint
 from finetune.errors import CheckpointDamagedError
 from tests.rig.children import Child, start_ranks, start_run
 from tests.rig.materials import NUM_STEPS, VARIANTS, Place
-from tests.rig.oracle import Outcome, check_finished
+from tests.rig.oracle import Caught, Outcome, check_finished
 
 DAMAGED_STEP = 5
 TOP_LEVEL = ("run_plan.json", "metrics.jsonl", "checkpoints/latest", "base_model.json", "tokenizer_config.json")
 ONE_IN_RESUMED = 40  # of the damages to a checkpoint, a restart is tried in one in so many
 ONE_IN_TOP_LEVEL = 12
-SILENT = ("run_id", "format_version")  # of a manifest: a change that verifies can only be in these
 REFUSED = (2, 76)
 WAIT_S = 10
+NUM_FILES = 5  # of a checkpoint, at least
 
 
 @dataclass
@@ -151,18 +151,18 @@ def _is_noticed(outcome: Outcome, damage: Damage) -> bool:
     if not damage.file.is_file():  # reading a pipe never ends: in a child
         found = Child(damage.run.parent, name="verify").start(lambda: verify_checkpoint(step) and 0).end(WAIT_S)
         return outcome.judge(found, (CheckpointDamagedError.exit_code,), f"{damage.name}, not a file")
-    try:
+    with Caught() as caught:
         saved = verify_checkpoint(step)
-    except CheckpointDamagedError as error:
-        if "\n" in str(error):
-            outcome.fail("wrong_code", f"{damage.name}: a message of several lines: {error}")
-    except BaseException as error:  # noqa: BLE001  that is the failure looked for
-        outcome.fail("traceback", f"{damage.name}: {type(error).__name__}: {error}")
-        return False
-    else:
-        if damage.file.name != "manifest.json" or len(saved.manifest["files"]) < 5:
+    error = caught.error
+    if error is None:
+        if damage.file.name != "manifest.json" or len(saved.manifest["files"]) < NUM_FILES:
             outcome.fail("differing_bits", f"{damage.name}: the damage is not noticed")
         return False
+    if not isinstance(error, CheckpointDamagedError):
+        outcome.fail("traceback", f"{damage.name}: {type(error).__name__}: {error}")
+        return False
+    if "\n" in str(error):
+        outcome.fail("wrong_code", f"{damage.name}: a message of several lines: {error}")
     found, skipped = newest_checkpoint(damage.run)
     if found is None or found.step != DAMAGED_STEP - 1 or len(skipped) != 1:
         outcome.fail("failed_restart", f"{damage.name}: falls back to {found and found.step}")

@@ -12,6 +12,19 @@ STEP = ("step", "loss", "lr", "grad_norm", "num_tokens", "num_targets")
 EVAL = ("step", "loss", "num_targets")
 
 
+class Caught:
+    """Ends an exception of any kind inside its context, as `error`: to be judged, since any of them is a finding."""
+
+    error: BaseException | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, where):
+        self.error = error
+        return not isinstance(error, KeyboardInterrupt)
+
+
 @dataclass
 class Outcome:
     """What one case tried, and its failures as (class, first line of the error).

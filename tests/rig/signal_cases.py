@@ -9,6 +9,7 @@ from tests.rig.children import start_ranks, start_run
 from tests.rig.kill_cases import finish, wait_for_first_write
 from tests.rig.materials import ONE_RANK, Place
 from tests.rig.oracle import Outcome
+from tests.support.runs import count_steps
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT"}
@@ -44,7 +45,8 @@ def signals(seed: int, place: Place) -> Outcome:
     outcome.judge(ended, allowed, f"{NAMES[number]} in {phase}, {armed and armed[1]}, save_every {save_every}")
     if time.monotonic() - sent > LATEST_S:
         outcome.fail("hang", f"{NAMES[number]} in {phase}: {time.monotonic() - sent:.0f} s until the end")
-    if ended.code == CODES[number] and phase in ("steps",) and newest_checkpoint(folder / "run")[0] is None:
+    trained = ended.code == CODES[number] and phase == "steps" and count_steps(folder / "run") > 0
+    if trained and newest_checkpoint(folder / "run")[0] is None:
         outcome.fail("failed_restart", f"{NAMES[number]} in {phase}: nothing was saved")
     return finish(outcome, place, variant, flags)
 

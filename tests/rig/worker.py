@@ -47,7 +47,7 @@ def main() -> None:
 
 def run_cases(kind, seeds: list, place):
     """Yields (seed, outcome, seconds) of each case of a kind."""
-    from tests.rig.oracle import Outcome
+    from tests.rig.oracle import Caught, Outcome
 
     module = importlib.import_module(f"tests.rig.{kind.module}")
     if kind.batched:
@@ -57,11 +57,11 @@ def run_cases(kind, seeds: list, place):
         return
     for seed in seeds:
         began = time.monotonic()
-        try:
+        with Caught() as caught:
             outcome = getattr(module, kind.function)(seed, place)
-        except BaseException:  # noqa: BLE001  a fault of the rig itself is a row of its table too
+        if caught.error is not None:  # a fault of the rig itself is a row of its table too
             outcome = Outcome()
-            outcome.fail("rig", traceback.format_exc()[-380:])
+            outcome.fail("rig", "".join(traceback.format_exception(caught.error))[-380:])
         yield seed, outcome, time.monotonic() - began
 
 
