@@ -34,6 +34,10 @@ CANARY = "canary"
 ROOT = Path(__file__).parents[2]
 
 
+class Finding(Exception):
+    """A failure that the check itself sees: its class in the table, and what it saw."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """`files`: {name: bytes} to write into the case's folder; `argv`: words of a command line."""
@@ -118,6 +122,8 @@ def _judge(batch, mutant: Mutant, context, place: Place) -> Outcome:
     error = caught.error
     if isinstance(error, EXPECTED):
         _judge_message(outcome, error)
+    elif isinstance(error, Finding):
+        outcome.fail(*error.args)
     elif isinstance(error, SystemExit):
         if error.code not in (0, None):
             outcome.fail("wrong_code", f"SystemExit {error.code}")

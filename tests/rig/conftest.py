@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.options import soak_steps
+from tests.rig.options import worker_environment
 from tests.rig.pool import Pool
 
 NEEDED_BYTES = 2 * 2**30
@@ -19,7 +19,7 @@ def pool(request, tmp_path_factory):
     if not given and memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_BYTES:
         folder = memory / f"rig-{folder.parent.name}-{folder.name}"
     folder.mkdir(parents=True, exist_ok=True)
-    made = Pool(folder.resolve(), soak_steps(request.config))
+    made = Pool(folder.resolve(), worker_environment(request.config))
     made.start()
     yield made
     made.close()

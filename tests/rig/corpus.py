@@ -21,7 +21,7 @@ def way_to_fail(entry: dict) -> tuple:
     """What two mutants that found the same fault have in common: kind, class, and the text up to its details."""
     what, text = entry["failures"][0]
     text = re.sub(r"[^ ]*/[^ ]*|'[^']*'|\d+", "#", text)
-    return entry["kind"], what, text[:60]
+    return entry["kind"], what, text[:50]
 
 
 def add(report: Path) -> int:

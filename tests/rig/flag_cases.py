@@ -7,7 +7,7 @@ from pathlib import Path
 import train
 from finetune.config import FIELDS, NAMES
 from tests.rig import mutate
-from tests.rig.batch import CANARY, Mutant
+from tests.rig.batch import CANARY, Finding, Mutant
 from tests.rig.materials import Place
 
 NUMBERS = (
@@ -66,7 +66,8 @@ class Plans:
         words = [w.replace("$DIR", str(folder)).replace("$MODEL", str(place.model())) for w in mutant.argv]
         words = [w.replace("$ROWS", str(place.rows() / "rows.jsonl")) for w in words]
         code = train.main([*words, "--dry_run"])
-        assert code in (0, 2), f"exit code {code}"
+        if code not in (0, 2):
+            raise Finding("wrong_code", f"exit code {code}")
 
 
 def odd_word(rng: random.Random, name: str) -> str:

@@ -11,6 +11,7 @@ from tests.rig.oracle import Outcome, check_finished
 
 KILLS = 5
 CALLS_AHEAD = 60  # about two saves: a chain of kills still gets forward
+CALLS_AHEAD_OF_RANK_1 = 8
 FINISHED, KILLED, RANK_LOST = 0, -9, 69
 
 
@@ -49,7 +50,7 @@ def rank_call_kills(seed: int, place: Place) -> Outcome:
     flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
     for number in range(KILLS):
         rank = rng.choice((0, 0, 1))
-        calls = CALLS_AHEAD if rank == 0 else 12
+        calls = CALLS_AHEAD if rank == 0 else CALLS_AHEAD_OF_RANK_1
         armed = (folder / "run", rng.randint(1, calls), rng.choice(intercept.KILLS))
         ranks = start_ranks(flags, folder, place.port(), {rank: armed})
         if not _count(outcome, [r.end() for r in ranks], f"kill {number + 1} of rank {rank} of {variant}: {armed[1:]}"):

@@ -10,12 +10,12 @@ from pathlib import Path
 import generate
 import train
 from tests.rig import mutate
-from tests.rig.batch import CANARY, Mutant
+from tests.rig.batch import CANARY, Finding, Mutant
 from tests.rig.materials import LORA, RUN, Place
 
 ONE_STEP = {k: v for k, v in RUN.items() if k != "resume"} | LORA
 ONE_STEP |= dict(max_steps=1, save_every=0, save_model=False, overwrite=True)
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS, ADAPTER, INDEX = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass
@@ -33,11 +33,13 @@ class ModelBatch:
 
     def check(self, mutant: Mutant, folder: Path, place: Place) -> None:
         """argv: what opens the folder: generate, plan or train."""
-        (tool,) = mutant.argv
+        tool = mutant.argv[0]
         whole = place.whole("lora") / "run" if tool == "generate" else place.model()
         for file in whole.iterdir():
             if file.is_file() and not (folder / file.name).exists() and file.name != ".lock":
                 shutil.copy(file, folder)
+        if INDEX in mutant.files:
+            (folder / WEIGHTS).rename(folder / "part.safetensors")
         if tool == "generate":
             generate.main(
                 ["--checkpoint", str(folder), "--prompt", "1 plus", "--max_new_tokens", "2", "--device", "cpu"]
@@ -49,7 +51,10 @@ class ModelBatch:
         if tool == "plan":
             flags |= dict(dry_run=True)
         state = train.fine_tune(**{k: str(v) if isinstance(v, Path) else v for k, v in flags.items()})
-        assert state.exit_code in (0, 2), f"exit code {state.exit_code}"
+        if state.exit_code not in (0, 2):
+            raise Finding("wrong_code", f"exit code {state.exit_code}")
+        if "escape" in mutant.argv:
+            raise Finding("payload_or_escape", f"{INDEX} names a file outside the folder, and it was taken")
 
 
 def make_config(rng: random.Random, place: Place) -> Mutant:
@@ -98,7 +103,26 @@ def make_tokenizer(rng: random.Random, place: Place) -> Mutant:
     return Mutant({name: mutate.json_text(rng, mutate.mutated_json(rng, tree))}, (tool,))
 
 
+def make_index(rng: random.Random, place: Place) -> Mutant:
+    """An index of shards: odd, or one whose shards lie outside the folder."""
+    names = json.loads(_header(place.model() / WEIGHTS))
+    names.pop("__metadata__", None)
+    tree = {"metadata": {"total_size": 1}, "weight_map": {name: "part.safetensors" for name in names}}
+    if rng.random() < 0.4:
+        outside = rng.choice((f"../../../model/{WEIGHTS}", str(place.model() / WEIGHTS), f"./../../../model/{WEIGHTS}"))
+        tree["weight_map"] = dict.fromkeys(names, outside)
+        return Mutant({INDEX: json.dumps(tree).encode()}, ("train", "escape"))
+    return Mutant({INDEX: mutate.json_text(rng, mutate.mutated_json(rng, tree))}, (rng.choice(("train", "plan")),))
+
+
+def _header(file: Path) -> bytes:
+    data = file.read_bytes()
+    return data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
+
+
 def make_safetensors(rng: random.Random, place: Place) -> Mutant:
+    if rng.random() < 0.15:
+        return make_index(rng, place)
     tool = rng.choice(("train", "train", "plan", "generate"))
     if tool == "generate" and rng.random() < 0.5:
         name = rng.choice(("adapter_config.json", "base_model.json"))
@@ -107,8 +131,8 @@ def make_safetensors(rng: random.Random, place: Place) -> Mutant:
     name = ADAPTER if tool == "generate" else WEIGHTS
     source = (place.whole("lora") / "run" if tool == "generate" else place.model()) / name
     data = source.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header, rest = data[8 : 8 + length], data[8 + length :]
+    header = _header(source)
+    length, rest = len(header), data[8 + len(header) :]
     kind = rng.randrange(6)
     if kind == 0:
         return Mutant({name: mutate.mutated_bytes(rng, data)}, (tool,))

@@ -1,9 +1,9 @@
 """The rig's options and its one table: tests/conftest.py takes its hooks from here."""
 
 import json
-import os
 from pathlib import Path
 
+from backend_manager import versions
 from tests.rig.kinds import KINDS
 from tests.rig.oracle import CLASSES
 
@@ -41,9 +41,11 @@ def seeds_of(config, kind) -> list[int]:
     return list(range(first, first + count))
 
 
-def soak_steps(config) -> int:
-    given = config.getoption("--rig-soak")
-    return given or (10_000 if config.getoption("--rig-scale") == "full" else 300)
+def worker_environment(config) -> dict[str, str]:
+    """What the cases in the workers take from the options."""
+    full = config.getoption("--rig-scale") == "full"
+    steps = config.getoption("--rig-soak") or (10_000 if full else 300)
+    return {"RIG_SOAK": str(steps), "RIG_FLOOD_BYTES": str(300 * 10**6 if full else 20 * 10**6)}
 
 
 def add_result(config, kind, answers: list[dict], seconds: float) -> list[dict]:
@@ -86,5 +88,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         terminalreporter.write_line(line)
     file = config.getoption("--rig-json")
     if file:
-        versions = json.loads(os.environ.get("RIG_VERSIONS", "{}"))
-        Path(file).write_text(json.dumps(dict(rows=RESULTS, versions=versions), indent=1) + "\n")
+        facts = dict(
+            scale=config.getoption("--rig-scale"), versions=versions(), seconds=sum(r["seconds"] for r in RESULTS)
+        )
+        Path(file).write_text(json.dumps(dict(facts, rows=RESULTS), indent=1) + "\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import train
 from finetune.checkpoint.store import digest_of
 from tests.rig import mutate
-from tests.rig.batch import Mutant
+from tests.rig.batch import Finding, Mutant
 from tests.rig.materials import NUM_STEPS, Place
 
 STEP = f"checkpoints/step-{NUM_STEPS - 1}"
@@ -104,7 +104,7 @@ def after_resume(run: Path) -> None:
         try:
             json.loads(line)
         except (ValueError, RecursionError):
-            raise AssertionError(f"metrics.jsonl holds a torn line after a resume: {line[:80]!r}") from None
+            raise Finding("differing_bits", f"metrics.jsonl holds a torn line after a resume: {line[:80]!r}") from None
 
 
 def resign(step: Path, name: str) -> None:

@@ -17,10 +17,10 @@ LOST_S = 1500.0  # longer than any case or batch, hangs included
 
 
 class Pool:
-    """The workers of one rig run. `root`: the folder they share."""
+    """The workers of one rig run. `root`: the folder they share; `environment`: what the options tell the cases."""
 
-    def __init__(self, root: Path, soak_steps: int):
-        self.root, self.soak_steps, self.workers = root, soak_steps, {}
+    def __init__(self, root: Path, environment: dict[str, str]):
+        self.root, self.environment, self.workers = root, environment, {}
 
     def run(self, kind, seeds: list) -> list[dict]:
         """The answer of every case of a kind, in order of completion."""
@@ -57,7 +57,7 @@ class Pool:
     def start(self) -> None:
         """Starts the workers, and waits until they have imported what a run imports."""
         library = intercept.build(self.root)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "RIG_SOAK": str(self.soak_steps)}
+        environment = os.environ | self.environment | {"OMP_NUM_THREADS": "1"}
         environment |= {"LD_PRELOAD": str(library)} if library else {}
         for number in range(WORKERS):
             log = open(self.root / f"worker-{number}.log", "wb")  # noqa: SIM115  open as long as the worker

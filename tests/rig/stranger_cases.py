@@ -13,7 +13,7 @@ from tests.rig.kill_cases import wait_for_first_write
 from tests.rig.materials import LORA, RANKS, RUN, Place
 from tests.rig.oracle import STEP, Outcome, events, first_difference
 
-FLOOD_BYTES = int(os.environ.get("RIG_FLOOD_BYTES", 20 * 10**6))
+FLOOD_BYTES = int(os.environ["RIG_FLOOD_BYTES"])
 FLOOD_S = 2.0
 HELD_S = 0.5
 JOB = RUN | LORA | RANKS | dict(num_epochs=400, max_steps=80, save_every=0, rank_timeout=8)
