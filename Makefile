@@ -1,4 +1,4 @@
-# make train: set up and run the demo.  make test: set up and run the default suite.
+# make train: set up and run the demo.  make test: set up and run the default suite.  make test-rig: the rig, see docs/reliability.md.
 PYTHON ?= python3
 BIN := .venv/bin
 .PHONY: train test test-all test-rig lint setup setup-test clean
@@ -14,7 +14,8 @@ test-all: .venv/.installed-test
 
 # make test-rig RIG="--rig-kills 1000 --rig-scale full": kills, faults and damaged files, as often as the options say.
 test-rig: .venv/.installed-test
-	$(BIN)/python -m pytest -m rig --rig-json rig.json --rig-report rig-failures.jsonl $(RIG)
+	mkdir -p outputs
+	$(BIN)/python -m pytest -m rig --rig-json outputs/rig.json --rig-report outputs/rig-failures.jsonl $(RIG)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The pool of warm workers of a rig run."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ NEEDED_BYTES = 2 * 2**30
 def pool(request, tmp_path_factory):
     """The workers, on a file system in memory where there is one: the runs sync every file."""
     given, memory = request.config.getoption("--rig-folder"), Path("/dev/shm")
-    folder = Path(given) if given else tmp_path_factory.mktemp("rig")
-    if not given and memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_BYTES:
-        folder = memory / f"rig-{folder.parent.name}-{folder.name}"
+    in_memory = memory.is_dir() and shutil.disk_usage(memory).free > NEEDED_BYTES
+    above = memory if in_memory else tmp_path_factory.mktemp("rig")
+    folder = Path(given or tempfile.mkdtemp(prefix="rig-", dir=above))
     folder.mkdir(parents=True, exist_ok=True)
     made = Pool(folder.resolve(), worker_environment(request.config))
     made.start()

@@ -15,7 +15,7 @@ COUNTED = CLASSES[:-1]
 def pytest_addoption(parser):
     group = parser.getgroup("rig", "reliability rig: pytest -m rig")
     group.addoption("--rig-scale", choices=("quick", "full"), default="quick", help="how many cases of each kind")
-    group.addoption("--rig-kills", type=int, help="kills in all, three fifths of them at system calls")
+    group.addoption("--rig-kills", type=int, help="kills in all, half of them at system calls")
     group.addoption("--rig-count", action="append", default=[], metavar="KIND=N", help="cases of one kind")
     group.addoption("--rig-soak", type=int, metavar="STEPS", help="steps of the long run")
     group.addoption("--rig-json", metavar="FILE", help="write the table as JSON")
@@ -55,6 +55,8 @@ def add_result(config, kind, answers: list[dict], seconds: float) -> list[dict]:
     for name in CLASSES:
         row[name] = sum(any(f[0] == name for f in answer["failures"]) for answer in failed)
     row |= dict(failed=len(failed), seconds=round(seconds, 1))
+    facts = [a["kept"]["facts"] for a in answers if a["kept"] and "facts" in a["kept"]]
+    row |= dict(facts="; ".join(facts)) if facts else {}
     RESULTS.append(row)
     report = config.getoption("--rig-report")
     if report and failed:
@@ -66,7 +68,8 @@ def add_result(config, kind, answers: list[dict], seconds: float) -> list[dict]:
 
 def bound(row: dict) -> str:
     """The 95 % bound of the failure rate where none was seen: 3/n."""
-    return "" if row["failed"] or not row["tried"] else f"{3 / row['tried']:.2%}"
+    few = row["cases"] < 3 or not row["tried"]
+    return "" if row["failed"] or few else f"{3 / row['tried']:.2%}"
 
 
 def table_lines(rows: list[dict]) -> list[str]:
@@ -84,7 +87,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     if not RESULTS:
         return
     terminalreporter.section("rig")
-    for line in table_lines(RESULTS):
+    for line in (*table_lines(RESULTS), *(f"{row['kind']}: {row['facts']}" for row in RESULTS if "facts" in row)):
         terminalreporter.write_line(line)
     file = config.getoption("--rig-json")
     if file:

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md from a rig run: `python -m tests.rig.report rig.json` writes both."""
+"""The table of docs/reliability.md from a rig run: `python -m tests.rig.report outputs/rig.json` writes both."""
 
 import json
 import shutil
@@ -33,6 +33,7 @@ def table(run: dict) -> str:
             lines.append(f"| {kind.name} | {kind.what} | - | - | | |")
             continue
         found = ", ".join(f"{row[c]} {text}" for c, text in CLASSES.items() if row[c])
+        found = "; ".join(part for part in (found, row.get("facts")) if part)
         lines.append(f"| {kind.name} | {kind.what} | {row['tried']:,} | {row['failed']} | {found} | {bound(row)} |")
     return "\n".join([BEGIN, *lines, END])
 
