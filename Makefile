@@ -1,7 +1,7 @@
-# make train: set up and run the demo.  make test: set up and run the default suite.
+# make train: set up and run the demo.  make test: set up and run the default suite.  make test-rig: the rig, see docs/reliability.md.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: train test test-all lint setup setup-test clean
+.PHONY: train test test-all test-rig lint setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
@@ -10,7 +10,12 @@ test: .venv/.installed-test
 	$(BIN)/python -m pytest
 
 test-all: .venv/.installed-test
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or rig or not slow"
+
+# make test-rig RIG="--rig-kills 1000 --rig-scale full": kills, faults and damaged files, as often as the options say.
+test-rig: .venv/.installed-test
+	mkdir -p outputs
+	$(BIN)/python -m pytest -m rig --rig-json outputs/rig.json --rig-report outputs/rig-failures.jsonl $(RIG)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import expand
+from tests.rig.options import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of the rig
 from tests.support import tiny
 from tests.support.commands import command, finish
 from tests.support.runs import PLAIN, RUN

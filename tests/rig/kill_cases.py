@@ -1,0 +1,97 @@
+"""SIGKILL at random moments and at chosen system calls: the restarts go on, and no bit differs."""
+
+import random
+import time
+from pathlib import Path
+
+from tests.rig import intercept
+from tests.rig.children import Child, start_ranks, start_run
+from tests.rig.materials import ONE_RANK, TWO_RANKS, Place
+from tests.rig.oracle import Outcome, check_finished
+
+KILLS = 5
+CALLS_AHEAD = 60  # about two saves: a chain of kills still gets forward
+CALLS_AHEAD_OF_RANK_1 = 8
+FINISHED, KILLED, RANK_LOST = 0, -9, 69
+
+
+def random_kills(seed: int, place: Place) -> Outcome:
+    """A run killed five times, each anywhere in loading, steps and saves."""
+    rng, folder = random.Random(f"kills {seed}"), place.empty()
+    variant = rng.choice(ONE_RANK)
+    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
+    for number in range(KILLS):
+        child = start_run(flags, folder, name=f"run{number}")
+        wait_for_first_write(child, folder / "run")
+        time.sleep(rng.uniform(0, 0.15))
+        child.send(9)
+        if not _count(outcome, [child.end()], f"kill {number + 1} of {variant}"):
+            break
+    return finish(outcome, place, variant, flags)
+
+
+def call_kills(seed: int, place: Place) -> Outcome:
+    """A run killed five times, each at a system call."""
+    rng, folder = random.Random(f"call-kills {seed}"), place.empty()
+    variant = rng.choice(ONE_RANK)
+    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
+    for number in range(KILLS):
+        armed = (folder / "run", rng.randint(1, CALLS_AHEAD), rng.choice(intercept.KILLS))
+        ended = start_run(flags, folder, name=f"run{number}", armed=armed).end()
+        if not _count(outcome, [ended], f"kill {number + 1} of {variant}: {armed[1:]}"):
+            break
+    return finish(outcome, place, variant, flags)
+
+
+def rank_call_kills(seed: int, place: Place) -> Outcome:
+    """A run of two ranks of which one is killed at a system call, five times."""
+    rng, folder = random.Random(f"rank-call-kills {seed}"), place.empty()
+    variant = rng.choice(TWO_RANKS)
+    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
+    for number in range(KILLS):
+        rank = rng.choice((0, 0, 1))
+        calls = CALLS_AHEAD if rank == 0 else CALLS_AHEAD_OF_RANK_1
+        armed = (folder / "run", rng.randint(1, calls), rng.choice(intercept.KILLS))
+        ranks = start_ranks(flags, folder, place.port(), {rank: armed})
+        if not _count(outcome, [r.end() for r in ranks], f"kill {number + 1} of rank {rank} of {variant}: {armed[1:]}"):
+            break
+    return finish(outcome, place, variant, flags, ranks=2)
+
+
+def wait_for_first_write(child: Child, run: Path, timeout_s: float = 20.0) -> None:
+    """Returns when the child has logged something new, or has ended."""
+    file, end = run / "metrics.jsonl", time.monotonic() + timeout_s
+    before = file.stat().st_mtime_ns if file.exists() else None
+    while child.running() and time.monotonic() < end:
+        if file.exists() and file.stat().st_mtime_ns != before:
+            return
+        time.sleep(0.002)
+
+
+def _count(outcome: Outcome, ended: list, what: str) -> bool:
+    """Counts a kill; False if the run went on to its end, or failed otherwise."""
+    killed = [e.code == KILLED for e in ended]
+    if not any(killed):
+        for one in ended:
+            outcome.judge(one, (FINISHED,), what)
+        return False
+    outcome.tried += 1
+    for one in ended:
+        if not outcome.judge(one, (KILLED, RANK_LOST, FINISHED), what):
+            return False
+    return True
+
+
+def finish(outcome: Outcome, place: Place, variant: str, flags: dict, ranks: int = 1) -> Outcome:
+    """Starts the same command once more; it must end as the uninterrupted run."""
+    folder = place.own
+    if ranks == 1:
+        last = [start_run(flags, folder, name="last").end(60)]
+    else:
+        last = [child.end(60) for child in start_ranks(flags, folder, place.port())]
+    for rank, ended in enumerate(last):
+        if not outcome.judge(ended, (FINISHED,), f"restart of {variant}, rank {rank}"):
+            outcome.fail("failed_restart", ended.first_line)
+            return outcome
+    check_finished(outcome, place, variant, folder / "run")
+    return outcome
