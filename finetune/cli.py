@@ -130,6 +130,10 @@ def _parse_choice(meta, value: str, where: str) -> str:
 def _check_text(meta, value: str, where: str) -> None:
     if "\0" in value:
         raise PlanError(f"{where}: contains a NUL byte. Remove it.")
+    try:
+        os.fsencode(value)  # as the system passes names that are not UTF-8
+    except UnicodeEncodeError as error:
+        raise PlanError(f"{where}: is not Unicode text (character {error.start + 1}). Change it.") from None
     if meta["nonempty"] and not value.strip():
         raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
     if meta["path"]:
@@ -295,7 +299,7 @@ def _read_yaml(path: str, text: str):
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or error}. Fix the YAML.") from None
+        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or _fact(error)}. Fix the YAML.") from None
     except PlanError:
         raise
     except (ValueError, RecursionError) as error:  # yaml raises ValueError for a date such as 2026-13-45

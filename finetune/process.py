@@ -5,6 +5,7 @@ No framework is imported here: libraries read the environment at import.
 
 import contextlib
 import errno
+import locale
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ def prepare_environment() -> None:
     """
     if sys.platform == "win32":
         raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
+    if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
+        with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -117,10 +121,11 @@ def open_standard_streams() -> None:
 
 
 def out_of_memory(error) -> str | None:
-    """The line of a failure to allocate memory or to start a thread; None for any other error."""
-    if isinstance(error, MemoryError):
-        return f"out of memory ({str(error).splitlines()[0] if str(error) else 'no detail'}). {MORE_MEMORY}"
-    return f"out of memory ({error}). {MORE_MEMORY}" if "can't start new thread" in str(error) else None
+    """The line of a failure to allocate memory, to map a library or to start a thread; None for any other error."""
+    known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if known or any(text in str(error) for text in ("can't start new thread", "failed to map segment")):
+        return f"out of memory ({(str(error).splitlines() or ['no detail'])[0][:200]}). {MORE_MEMORY}"
+    return None
 
 
 def parse_or_exit(parser) -> None:
@@ -153,17 +158,15 @@ def exit_with(main) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        log_error(f"{error.filename or 'output'}: {error.strerror}. Free some space.")
-        code = StorageError.exit_code
-    except (MemoryError, RuntimeError) as error:
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
         line = out_of_memory(error)
-        if line is None:
+        if line is not None:
+            code = OutOfMemoryError.exit_code
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            line, code = f"{error.filename or 'output'}: {error.strerror}. Free some space.", StorageError.exit_code
+        else:
             raise
         log_error(line)
-        code = OutOfMemoryError.exit_code
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

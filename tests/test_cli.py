@@ -239,6 +239,8 @@ def test_a_misspelled_required_flag_is_named_before_it_is_found_missing():
         (f"{'x' * 900}: 1\n", f": unknown key '{'x' * 80}...'"),
         (f"precision: {'x' * 9000}\n", f": precision {'x' * 80}...: not one of"),
         ("? [a, b]\n: 1\n", ""),
+        ('output_dir: "\\ud83d"\n', ": output_dir: is not Unicode text (character 1). Change it."),
+        ("lr: \0\n", ": unacceptable character #x0000"),
         ("1: 1\n'1': 2\n", ":2: key '1' is given twice. Give it once."),
     ],
 )

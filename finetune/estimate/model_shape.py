@@ -141,7 +141,8 @@ class ModelShape:
     @property
     def known(self) -> bool:
         """True if enough dimensions are known to predict memory."""
-        return bool(self.num_weights and self.num_layers and self.hidden_size and self.vocab_size)
+        counted = self.num_weights and self.num_layers and self.hidden_size and self.vocab_size
+        return bool(counted and self.num_heads and self.num_kv_heads and self.head_dim)
 
     @property
     def linear_weights(self) -> int:

@@ -156,6 +156,7 @@ def read_config(folder: Path, said: str) -> dict:
     check_readable(path, said)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(config, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{said}: config.json is not JSON ({one_line(error)}). {AGAIN}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):

@@ -23,6 +23,8 @@ def load_tokenizer(folder: Path):
         if isinstance(limit, bool) or not isinstance(limit, int | float):
             raise TypeError(f"model_max_length is {json.dumps(limit)[:80]}, must be a number")
         tokenizer.decode(tokenizer("a b").input_ids)
+        # It is saved with the adapter, as UTF-8: half a surrogate pair fails here and not after training.
+        json.dumps([tokenizer.init_kwargs, tokenizer.chat_template], default=str, ensure_ascii=False).encode()
     if not tokenizer.is_fast:
         raise PlanError(
             f"{folder}: has only a slow tokenizer, without character offsets. Save a tokenizer.json next to it."

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from finetune.errors import PlanError
 from finetune.model_files.files import INDEX, find_model
 from tests.support import tiny
@@ -283,6 +284,14 @@ def test_whatever_transformers_raises_for_a_config_is_one_line(tiny_model, tmp_p
     folder = with_config(tiny_model, tmp_path, **change)
     with contextlib.suppress(PlanError):
         load_dense(find_model(str(folder)).folder, torch.float32)
+
+
+def test_a_config_without_head_counts_is_trained_or_refused_in_one_line(flags, tiny_model, tmp_path):
+    folder = with_config(tiny_model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "heads" not in k}))
+    with pytest.raises(PlanError, match="is .* in its files, .* by its config|does not run|not that of a causal"):
+        train.fine_tune(**flags | {"model_name": str(folder)})
 
 
 def test_an_index_with_a_name_too_long_for_a_file_is_refused(sharded):

@@ -86,7 +86,9 @@ def test_a_damaged_tokenizer_file_is_one_line(tiny_model, tmp_path, text):
             assert name == "tokenizer_config.json"
 
 
-@pytest.mark.parametrize("change", [{"model_max_length": "x"}, {"chat_template": {"a": 5}}, {"eos_token": 5}])
+@pytest.mark.parametrize(
+    "change", [{"model_max_length": "x"}, {"chat_template": {"a": 5}}, {"eos_token": 5}, {"x": "\ud83d"}]
+)
 def test_odd_values_of_a_tokenizer_config_are_one_line(flags, tiny_model, tmp_path, change):
     folder = tokenizer_with(tiny_model, tmp_path, "tokenizer_config.json", change)
     if "chat_template" in change:
