@@ -28,12 +28,13 @@ def way_to_fail(entry: dict) -> tuple:
 def add(report: Path, file: Path, mutants: bool) -> int:
     """Appends the report's new failures, the smallest of each; how many."""
     found = entries(file)
-    known, before = {way_to_fail(entry) for entry in found}, len(found)
+    known, before = {tuple(entry["way"]) for entry in found}, len(found)
     for entry in map(json.loads, sorted(report.read_text().splitlines(), key=len)):
         fits = len(json.dumps(entry)) <= LARGEST_BYTES and entry["failures"][0][0] != "rig"
         has_files = "files" in (entry["kept"] or {})
         if fits and has_files == mutants and way_to_fail(entry) not in known:
-            known.add(way_to_fail(entry))
+            entry["way"] = way_to_fail(entry)
+            known.add(entry["way"])
             entry["failures"] = [[what, re.sub(r"/[^ ]*/", "", text)[:160]] for what, text in entry["failures"][:1]]
             found.append(entry)
     found.sort(key=lambda e: (e["kind"], e["seed"]))

@@ -13,7 +13,15 @@ from tests.rig.materials import NUM_STEPS, VARIANTS, Place
 from tests.rig.oracle import Caught, Outcome, check_finished
 
 DAMAGED_STEP = 5
-TOP_LEVEL = ("run_plan.json", "metrics.jsonl", "checkpoints/latest", "base_model.json", "tokenizer_config.json")
+TOP_LEVEL = (
+    "run_plan.json",
+    "run_plan.json",
+    "run_plan.json",
+    "metrics.jsonl",
+    "checkpoints/latest",
+    "base_model.json",
+    "tokenizer_config.json",
+)
 ONE_IN_RESUMED = 40  # of the damages to a checkpoint, a restart is tried in one in so many
 ONE_IN_TOP_LEVEL = 12
 REFUSED = (2, 76)
