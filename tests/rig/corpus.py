@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from tests.rig.kinds import KINDS
+
 FOLDER = Path(__file__).with_name("corpus")
 MUTANTS, RUNS = FOLDER / "mutants.jsonl", FOLDER / "runs.jsonl"
 LARGEST_BYTES = 12_000  # of a line
@@ -31,11 +33,13 @@ def add(report: Path, file: Path, mutants: bool) -> int:
     known, before = {tuple(entry["way"]) for entry in found}, len(found)
     for entry in map(json.loads, sorted(report.read_text().splitlines(), key=len)):
         fits = len(json.dumps(entry)) <= LARGEST_BYTES and entry["failures"][0][0] != "rig"
-        has_files = "files" in (entry["kept"] or {})
-        if fits and has_files == mutants and way_to_fail(entry) not in known:
+        kept = "files" in (entry["kept"] or {})
+        if fits and kept == KINDS[entry["kind"]].batched == mutants and way_to_fail(entry) not in known:
             entry["way"] = way_to_fail(entry)
             known.add(entry["way"])
-            entry["failures"] = [[what, re.sub(r"/[^ ]*/", "", text)[:160]] for what, text in entry["failures"][:1]]
+            entry["failures"] = [
+                [what, re.sub(r"(?<![^ \"'])/[^ ]*/", "", text)[:160]] for what, text in entry["failures"][:1]
+            ]
             found.append(entry)
     found.sort(key=lambda e: (e["kind"], e["seed"]))
     file.write_text("".join(json.dumps(entry, sort_keys=True) + "\n" for entry in found))
