@@ -1,7 +1,7 @@
-"""Mutants that once failed, kept as files: `python -m tests.rig.corpus REPORT` adds those of a report to the corpus.
+"""Cases that once failed, kept in corpus/: `python -m tests.rig.corpus REPORT` adds those of a report.
 
-A line per mutant: its kind and seed, how it failed, and the bytes themselves, since a seed gives another mutant once a
-mutator has changed. One mutant is kept for each way to fail.
+A line per case. Of a mutant it holds the bytes themselves, since its seed gives another one once a mutator has changed;
+of a run that was disturbed, the seed. One case is kept for each way to fail.
 """
 
 import json
@@ -9,37 +9,48 @@ import re
 import sys
 from pathlib import Path
 
-FILE = Path(__file__).with_name("corpus") / "mutants.jsonl"
+from tests.rig.kinds import KINDS
+
+FOLDER = Path(__file__).with_name("corpus")
+MUTANTS, RUNS = FOLDER / "mutants.jsonl", FOLDER / "runs.jsonl"
 LARGEST_BYTES = 12_000  # of a line
 
 
-def entries(file: Path = FILE) -> list[dict]:
+def entries(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def way_to_fail(entry: dict) -> tuple:
-    """What two mutants that found the same fault have in common: kind, class, and the text up to its details."""
+    """What two cases that found the same fault have in common: kind, class, and the text up to its details."""
     what, text = entry["failures"][0]
     text = re.sub(r"[^ ]*/[^ ]*|'[^']*'|\d+", "#", text)
     return entry["kind"], what, text[:50]
 
 
-def add(report: Path) -> int:
-    """Appends the report's new failures, the smallest mutant of each; how many."""
-    found = entries()
-    known = {way_to_fail(entry) for entry in found}
-    lines = [line for line in report.read_text().splitlines() if len(line) <= LARGEST_BYTES]
-    new = [e for e in map(json.loads, sorted(lines, key=len)) if e["kept"] and "files" in e["kept"]]
-    before = len(found)
-    for entry in new:
-        if way_to_fail(entry) not in known and entry["failures"][0][0] != "rig":
-            known.add(way_to_fail(entry))
+def add(report: Path, file: Path, mutants: bool) -> int:
+    """Appends the report's new failures, the smallest of each; how many."""
+    found = entries(file)
+    known, before = {tuple(entry["way"]) for entry in found}, len(found)
+    for entry in map(json.loads, sorted(report.read_text().splitlines(), key=len)):
+        fits = len(json.dumps(entry)) <= LARGEST_BYTES and entry["failures"][0][0] != "rig"
+        kept = "files" in (entry["kept"] or {})
+        if fits and kept == KINDS[entry["kind"]].batched == mutants and way_to_fail(entry) not in known:
+            entry["way"] = way_to_fail(entry)
+            known.add(entry["way"])
+            entry["failures"] = [
+                [what, re.sub(r"(?<![^ \"'])/[^ ]*/", "", text)[:160]] for what, text in entry["failures"][:1]
+            ]
             found.append(entry)
     found.sort(key=lambda e: (e["kind"], e["seed"]))
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text("".join(json.dumps(entry, sort_keys=True) + "\n" for entry in found))
+    file.write_text("".join(json.dumps(entry, sort_keys=True) + "\n" for entry in found))
     return len(found) - before
 
 
+def main(report: str) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for file in (MUTANTS, RUNS):
+        print(f"{file.name}: {add(Path(report), file, file == MUTANTS)} added, {len(entries(file))} in all")
+
+
 if __name__ == "__main__":
-    print(f"{add(Path(sys.argv[1]))} added, {len(entries())} in {FILE.name}")
+    main(sys.argv[1])

@@ -9,11 +9,19 @@ from pathlib import Path
 from finetune.checkpoint.store import newest_checkpoint, verify_checkpoint
 from finetune.errors import CheckpointDamagedError
 from tests.rig.children import Child, start_ranks, start_run
-from tests.rig.materials import NUM_STEPS, VARIANTS, Place
+from tests.rig.materials import NUM_STEPS, ONE_RANK, TWO_RANKS, VARIANTS, Place
 from tests.rig.oracle import Caught, Outcome, check_finished
 
 DAMAGED_STEP = 5
-TOP_LEVEL = ("run_plan.json", "metrics.jsonl", "checkpoints/latest", "base_model.json", "tokenizer_config.json")
+TOP_LEVEL = (
+    "run_plan.json",
+    "run_plan.json",
+    "run_plan.json",
+    "metrics.jsonl",
+    "checkpoints/latest",
+    "base_model.json",
+    "tokenizer_config.json",
+)
 ONE_IN_RESUMED = 40  # of the damages to a checkpoint, a restart is tried in one in so many
 ONE_IN_TOP_LEVEL = 12
 REFUSED = (2, 76)
@@ -49,7 +57,7 @@ def crashed_run(place: Place, variant: str) -> Path:
 
 
 def choose(rng: random.Random, place: Place) -> Damage:
-    variant = rng.choice(list(VARIANTS))
+    variant = rng.choice(ONE_RANK + TWO_RANKS)
     run = crashed_run(place, variant)
     top_level = rng.randrange(ONE_IN_TOP_LEVEL) == 0
     if top_level:

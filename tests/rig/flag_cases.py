@@ -1,5 +1,6 @@
 """Random command lines and YAML configs: a plan, or one line that says what is wrong."""
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ def make_flags(rng: random.Random, place: Place) -> Mutant:
         words += rng.choice(([f"--{spelled}", word], [f"--{spelled}={word}"], [f"--{spelled}"]))
     if rng.random() < 0.1:
         words.insert(rng.randrange(len(words) + 1), rng.choice(("x", "--", "-", "-h5", "--=", "@file", "---")))
-    return Mutant({}, tuple(words))
+    # As the interpreter passes on bytes that are not UTF-8.
+    return Mutant({}, tuple(os.fsdecode(word.encode(errors="surrogatepass")) for word in words))
 
 
 # ---- YAML

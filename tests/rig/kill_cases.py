@@ -23,7 +23,7 @@ def random_kills(seed: int, place: Place) -> Outcome:
     for number in range(KILLS):
         child = start_run(flags, folder, name=f"run{number}")
         wait_for_first_write(child, folder / "run")
-        time.sleep(rng.uniform(0, 0.15))
+        time.sleep(rng.uniform(0, 0.08))
         child.send(9)
         if not _count(outcome, [child.end()], f"kill {number + 1} of {variant}"):
             break

@@ -23,7 +23,7 @@ def _kinds() -> list[Kind]:
     data, model, own, flags = "data_cases", "model_cases", "own_cases", "flag_cases"
     return [
         Kind("controls", "control_cases", "control", 6, 6, "resumes that lose a part of the state, to be noticed"),
-        Kind("kills", "kill_cases", "random_kills", 20, 100, "SIGKILL at random moments, 5 a run"),
+        Kind("kills", "kill_cases", "random_kills", 20, 130, "SIGKILL at random moments, 5 a run"),
         Kind("call-kills", "kill_cases", "call_kills", 20, 60, "SIGKILL before or after a chosen system call, 5 a run"),
         Kind("rank-call-kills", "kill_cases", "rank_call_kills", 8, 50, "the same on 2 ranks, 5 a run"),
         Kind("io-faults", "fault_cases", "fault", 150, 100_000, "every call of a run x every fault that applies"),

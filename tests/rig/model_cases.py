@@ -16,6 +16,7 @@ from tests.rig.materials import LORA, RUN, Place
 ONE_STEP = {k: v for k, v in RUN.items() if k != "resume"} | LORA
 ONE_STEP |= dict(max_steps=1, save_every=0, save_model=False, overwrite=True)
 WEIGHTS, ADAPTER, INDEX = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 
 
 @dataclass
@@ -40,6 +41,8 @@ class ModelBatch:
                 shutil.copy(file, folder)
         if INDEX in mutant.files:
             (folder / WEIGHTS).rename(folder / "part.safetensors")
+        if PICKLED in mutant.files:
+            (folder / WEIGHTS).unlink()
         if tool == "generate":
             generate.main(
                 ["--checkpoint", str(folder), "--prompt", "1 plus", "--max_new_tokens", "2", "--device", "cpu"]
@@ -141,7 +144,7 @@ def make_safetensors(rng: random.Random, place: Place) -> Mutant:
         return Mutant({name: struct.pack("<Q", length) + header + rest}, (tool,))
     if kind == 2:
         payload = b"\x80\x04cos\nsystem\n(S'touch " + str(place.own / CANARY).encode() + b"'\ntR."
-        return Mutant({rng.choice((name, "pytorch_model.bin")): payload}, (tool,))
+        return Mutant({rng.choice((name, name if tool == "generate" else PICKLED)): payload}, (tool,))
     if kind == 3:
         header = mutate.mutated_bytes(rng, header)
     else:
