@@ -1,5 +1,8 @@
 """Other people's files in the hands of libraries that raise whatever they happen to meet."""
 
+import os
+import re
+
 from finetune.errors import EXPECTED, PlanError
 
 MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
@@ -32,3 +35,15 @@ def first_line(error: BaseException) -> str:
     if not text or isinstance(error, LookupError | ArithmeticError | AssertionError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text
+
+
+class rust_errors:  # noqa: N801  used as a statement
+    """A context in which the plain Exception that tokenizers raises for a failed write is the OSError that it was."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        number = re.search(r"\(os error (\d+)\)", str(error)) if kind is Exception else None
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

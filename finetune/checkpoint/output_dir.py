@@ -44,6 +44,7 @@ from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
@@ -347,7 +348,13 @@ class OutputDir:
             replace_text(folder / name, json.dumps(content, indent=2) + "\n")
 
     def save_tokenizer(self, tokenizer) -> None:
-        tokenizer.save_pretrained(self.root)
+        """Writes the tokenizer's files, each atomically."""
+        beside = self.root / f".tmp-tokenizer-{os.getpid()}"
+        with storage(self.root), rust_errors():
+            tokenizer.save_pretrained(beside)
+            for file in beside.iterdir():
+                file.replace(self.root / file.name)
+            beside.rmdir()
 
     def finish(self, state: TrainState) -> None:
         self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))

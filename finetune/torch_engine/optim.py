@@ -103,10 +103,11 @@ def check_known(keys, named) -> None:
         raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
 
 
-def check_moments(tensors: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
+def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
     """Raises CheckpointDamagedError if saved moments do not fit the weights.
 
-    `tensors`: {'<name>.<moment>': array, or anything with a shape}; `shapes`: {name: shape of the weight}.
+    `tensors`: {'<name>.<moment>': array, or anything with a shape}; `counts`: {'<name>.step': number}; `shapes`: {name:
+    shape of the weight}.
     `may_be_empty`: no step may have been applied yet.
     """
     expected, found = MOMENTS.get(optimizer), {}
@@ -125,6 +126,8 @@ def check_moments(tensors: dict, shapes: dict, optimizer: str, may_be_empty: boo
                 f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
                 f"{', '.join(sorted(expected))}"
             )
+        if optimizer != "sgd" and not counts.get(f"{name}.step", 0) > 0:
+            raise CheckpointDamagedError(f"train_state.json: engine.counts has no step of {name}")
     if not found and not may_be_empty:
         raise CheckpointDamagedError("optimizer.safetensors: has no moments")
 

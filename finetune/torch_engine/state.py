@@ -158,7 +158,8 @@ class EngineState:
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         shapes = {key: self.place.full_shape(name) for key, name in names.items()}
         optim.check_known((*optimizer, *values["counts"]), names)
-        optim.check_moments(optimizer, shapes, self.settings.optimizer, may_be_empty=values["scale"] is not None)
+        fp16 = values["scale"] is not None
+        optim.check_moments(optimizer, values["counts"], shapes, self.settings.optimizer, may_be_empty=fp16)
         self.parallel.load_moments(names, optimizer, values["counts"])
         self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)

@@ -59,7 +59,9 @@ class OwnBatch:
 
     def check(self, mutant: Mutant, folder: Path, place: Place) -> None:
         run, whole = folder / "run", place.whole("lora") / "run"
-        shutil.copytree(whole, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_left_out(mutant, folder)))
+        shutil.copytree(whole, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_left_out(mutant)))
+        if "run/train_state.json" not in mutant.files:
+            (run / "train_state.json").unlink()  # it had not finished
         for name, data in mutant.files.items():
             (folder / name).write_bytes(data)
             if name.removeprefix("run/") in SIGNED:
@@ -75,7 +77,7 @@ class OwnBatch:
             after_resume(run)
 
 
-def _left_out(mutant: Mutant, folder: Path) -> list[str]:
+def _left_out(mutant: Mutant) -> list[str]:
     """The run as it died after step 5, unless the mutant is the file of a finished one."""
     finished = "run/train_state.json" in mutant.files
     return [".lock"] if finished else [".lock", f"step-{NUM_STEPS}", "step-1", "step-2", "step-3"]
