@@ -22,6 +22,8 @@ TEXTS = (
 
 
 def main(file: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's
+        signal.signal(number, signal.SIG_IGN)
     size = os.path.getsize(file)
     with contextlib.suppress(ImportError, ValueError, OSError):  # macOS rejects the limit; that of time still applies
         import resource
