@@ -145,8 +145,8 @@ def _check_text(meta, value: str, where: str) -> None:
 
 
 def _shown(value) -> str:
-    """A value as messages show it, truncated to 80 characters."""
-    text = str(value)
+    """A value as messages show it: in one line, truncated to 80 characters."""
+    text = str(value).replace("\n", "\\n")
     return text if len(text) <= 80 else text[:80] + "..."
 
 
