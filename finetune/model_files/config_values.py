@@ -81,6 +81,10 @@ def check_values(config: dict, said: str) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
                 raise PlanError(f"{said}: config.json's {key} is {value}, must be a positive integer. {AGAIN}")
+        for key in SIZES:
+            if not isinstance(part.get(key), int | float | None):
+                kind = type(part[key]).__name__
+                raise PlanError(f"{said}: config.json's {key} is {kind}, must be a positive integer. {AGAIN}")
         for key in LAYERS:
             if (part.get(key) or 0) > MAX_LAYERS:
                 raise PlanError(f"{said}: config.json's {key} is {part[key]}, the maximum is {MAX_LAYERS}. {AGAIN}")
