@@ -163,8 +163,8 @@ def _expanded(folder: str, where: str) -> str:
 
 
 def _shown(value) -> str:
-    """A value as messages show it, truncated to 80 characters."""
-    text = str(value)
+    """A value as messages show it: in one line, truncated to 80 characters."""
+    text = str(value).replace("\n", "\\n")
     return text if len(text) <= 80 else text[:80] + "..."
 
 

@@ -240,6 +240,7 @@ def test_a_misspelled_required_flag_is_named_before_it_is_found_missing():
         (f"precision: {'x' * 9000}\n", f": precision {'x' * 80}...: not one of"),
         ("? [a, b]\n: 1\n", ""),
         ('output_dir: "\\ud83d"\n', ": output_dir: is not Unicode text (character 1). Change it."),
+        ("precision: |\n  a\n  b\n", ": precision a\\nb\\n: not one of"),
         ("lr: \0\n", ": unacceptable character #x0000"),
         ("1: 1\n'1': 2\n", ":2: key '1' is given twice. Give it once."),
     ],

@@ -99,7 +99,8 @@ class TemplateRenderer:
             self.folder = tempfile.TemporaryDirectory(prefix="finetune-render-")
             pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             command = python_command("finetune.data.render_process")
-            self.child = subprocess.Popen(command, cwd=self.folder.name, **pipes)
+            # A session of its own: Ctrl-C is for this process, which stops between steps.
+            self.child = subprocess.Popen(command, cwd=self.folder.name, start_new_session=True, **pipes)
             with contextlib.suppress(BrokenPipeError):
                 self.child.stdin.write(json.dumps(self.start).encode() + b"\n")
                 self.child.stdin.flush()

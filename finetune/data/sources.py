@@ -20,6 +20,7 @@ from finetune.data.readers import (
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
 from finetune.model_files.hub import endpoint, hub_cache, offline
+from finetune.untrusted import untrusted
 
 
 def check_local(dataset: str | None, flag: str) -> None:
@@ -205,8 +206,9 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
         else:
             info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
             names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
-            card = info.card_data.to_dict() if info.card_data else {}
-            chosen, commit = _hub_choice(names, card, config, split, what), info.sha
+            with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
+                card = info.card_data.to_dict() if info.card_data else {}
+                chosen, commit = _hub_choice(names, card, config, split, what), info.sha
             paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
         raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error

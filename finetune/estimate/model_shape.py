@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.model_files.llama_pro import read_record
+from finetune.untrusted import untrusted
 
 # Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
 # that
@@ -248,7 +249,8 @@ def shape_of_files(files) -> ModelShape:
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
     tensors = None if files.stored else read_headers(files.weight_files)
-    return ModelShape.from_config(files.config, tensors, size or None)
+    with untrusted(f"--model_name {files.name}: its config.json is not that of a model", "Save the model again."):
+        return ModelShape.from_config(files.config, tensors, size or None)
 
 
 def planned_shape(files, llama_pro_path: str | None) -> ModelShape:

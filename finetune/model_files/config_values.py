@@ -81,9 +81,16 @@ def check_values(config: dict, said: str) -> None:
             value = part.get(key)
             if isinstance(value, int | float) and (isinstance(value, float) or value < 1):
                 raise PlanError(f"{said}: config.json's {key} is {value}, must be a positive integer. {AGAIN}")
+        for key in SIZES:
+            if not isinstance(part.get(key), int | float | None):
+                kind = type(part[key]).__name__
+                raise PlanError(f"{said}: config.json's {key} is {kind}, must be a positive integer. {AGAIN}")
         for key in LAYERS:
             if (part.get(key) or 0) > MAX_LAYERS:
                 raise PlanError(f"{said}: config.json's {key} is {part[key]}, the maximum is {MAX_LAYERS}. {AGAIN}")
+        for key, value in part.items():
+            if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+                raise PlanError(f"{said}: config.json's {key} is {shown(value)}, must be 0 to 1. {AGAIN}")
         for key in ("dtype", "torch_dtype"):
             value = part.get(key)
             if value is not None and str(value).removeprefix("torch.") not in DTYPES:

@@ -40,7 +40,8 @@ class TokenizerTrial:
         self.file, self.child = file, None
         if file.is_file():
             command = python_command("finetune.model_files.tokenizer_process", str(file.absolute()))
-            self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/")
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.child = subprocess.Popen(command, cwd="/", start_new_session=True, **pipes)
 
     def check(self) -> None:
         """Waits for the child. Raises PlanError for a file that ends it."""

@@ -14,6 +14,8 @@ import sys
 LOAD_S, LOAD_S_PER_BYTE = 5.0, 2e-6  # of processor time; ten times what the largest vocabulary takes
 MAX_BYTES, BYTES_PER_BYTE = 2**30, 100  # of memory: so much, and so much for each byte of the file
 MAX_GROWTH = 4096  # times as long as a text may become in a normalizer or decoder; published ones stay below 100
+ODD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # of a file of another shape
+MAX_ID = 2**24  # the library writes a vocabulary by counting to its largest id
 TEXTS = (
     "The capital of France is Paris.\n\n  def f(x):\n\treturn x + 123456\n",
     "naïve Ünïcödé 日本語 한국어 العربية עברית हिन्दी ไทย 🙂👩‍👩‍👧 ﷺ \u2028\u0000\ufffd",
@@ -22,6 +24,8 @@ TEXTS = (
 
 
 def main(file: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's
+        signal.signal(number, signal.SIG_IGN)
     size = os.path.getsize(file)
     with contextlib.suppress(ImportError, ValueError, OSError):  # macOS rejects the limit; that of time still applies
         import resource
@@ -35,11 +39,16 @@ def main(file: str) -> None:
 
 def fault_of(file: str) -> str | None:
     """Why the file is refused; None if it is not."""
-    with open(file, encoding="utf-8") as opened, contextlib.suppress(ValueError, TypeError, RecursionError):
+    with open(file, encoding="utf-8") as opened, contextlib.suppress(*ODD):
         content = json.load(opened)
         for part in ("normalizer", "decoder"):
             if isinstance(content, dict) and growth_of(content.get(part)) > MAX_GROWTH:
                 return f"its {part} makes a text over {MAX_GROWTH} times as long"
+        vocabulary = content["model"]["vocab"]
+        ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+        largest = max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=0)
+        if largest >= MAX_ID:
+            return f"has token id {largest}, the maximum is {MAX_ID - 1}"
     import tokenizers
 
     with contextlib.suppress(Exception):

@@ -1,6 +1,7 @@
 """Chat templates: the default one, and hostile ones."""
 
 import copy
+import signal
 import time
 
 import pytest
@@ -80,6 +81,17 @@ def test_a_prompt_is_rendered_within_the_same_limits(chat_tokenizer):
         prompt_ids(with_template(chat_tokenizer, LOOPS), "hi", None, raw=False)
     with pytest.raises(PlanError, match="--prompt: the chat template rejects this row .no system"):
         prompt_ids(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"), "hi", None, raw=False)
+
+
+def test_signals_of_the_terminal_do_not_end_the_process_that_renders(chat_tokenizer):
+    request = request_of(CHAT["messages"], None, [(1, True)], "row")
+    with TemplateRenderer(chat_tokenizer) as renderer:
+        (first,) = renderer.render([request], ["row"])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            renderer.child.send_signal(number)
+        assert renderer.render([request], ["row"]) == [first]
+        child = renderer.child
+    assert child.returncode is not None and renderer.child is None
 
 
 TEMPLATES = {

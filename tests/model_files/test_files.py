@@ -246,6 +246,10 @@ BAD_SIZES = {
     "a large vocabulary": ({"vocab_size": 10**9}, "config.json's vocab_size 1000000000 and width 64 are those"),
     "large layers": ({"intermediate_size": 10**12}, "config.json's intermediate_size 1000000000000 and width 64"),
     "a huge number": ({"initializer_range": 10**400}, "is an integer of 1329 bits, must be below 2**63"),
+    "dropout": ({"attention_dropout": 3.5}, "config.json's attention_dropout is 3.5, must be 0 to 1"),
+    "layers in a list": ({"num_hidden_layers": ["x"]}, "num_hidden_layers is list, must be a positive integer"),
+    "width in a list": ({"hidden_size": [64]}, "config.json's hidden_size is list, must be a positive integer"),
+    "odd dropout": ({"attn_pdrop": [1]}, "its config.json is not that of a model (float() argument"),
     "infinite": ({"rope_theta": float("inf")}, "config.json's rope_theta is inf, must be below 2**63"),
 }
 

@@ -50,6 +50,10 @@ HOSTILE = {
     ),
     "decoder bomb": ({"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}}, "its decoder makes a text over"),
     "backtracking": ({"pre_tokenizer": REGEX}, "does not load and encode a text"),
+    "a huge id": (
+        {"added_tokens": [{"id": 2**31, "content": "x"}]},
+        "has token id 2147483648, the maximum is 16777215",
+    ),
     "no model": ({"model": None}, "its tokenizer does not load"),
     "model of another kind": ({"model": {"type": "BPE", "vocab": 5, "merges": []}}, "its tokenizer does not load"),
     "tokens": ({"added_tokens": 5}, "its tokenizer does not load"),
