@@ -136,6 +136,8 @@ def build_engine(plan: RunPlan, parallel):
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule, traces = plan.schedule(state.total_steps), []
+    if state.eval_pending:
+        evaluate(engine, data, plan, state, log, output_dir, stop)
     with engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
@@ -167,6 +169,7 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outpu
     s, summary = plan.settings, log.summary
     with log.phase("scoring"):
         found = evaluation.evaluate(engine, data, plan, state.step, stop.requested)
+        state.eval_pending = found is None
         if found is None:
             return
         log.evaluation(found.values)

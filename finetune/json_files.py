@@ -6,6 +6,7 @@ add some.
 """
 
 import json
+import stat
 from pathlib import Path
 
 from finetune.errors import PlanError
@@ -30,8 +31,11 @@ class JsonFileError(PlanError):
 def read_json(path: Path, schema):
     """Content of one of our own JSON files. Raises JsonFileError; FileNotFoundError passes through."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise JsonFileError(f"{path}: has {path.stat().st_size:,} bytes, more than any such file")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would never end
+            raise JsonFileError(f"{path}: is not a regular file")
+        if found.st_size > MAX_BYTES:
+            raise JsonFileError(f"{path}: has {found.st_size:,} bytes, more than any such file")
         data = path.read_bytes()
     except FileNotFoundError:
         raise

@@ -9,6 +9,28 @@ from finetune.checkpoint.store import make_folder, open_file, storage
 from finetune.errors import OutputDirInUseError, StorageError
 
 
+def check_not_in_use(output_dir: Path) -> None:
+    """Raises OutputDirInUseError if a live process holds the lock."""
+    try:
+        handle = open_file(output_dir / ".lock", "r")
+    except OSError:
+        return
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(output_dir, handle) from None
+        except OSError:  # a file system without locks
+            return
+
+
+def in_use(output_dir: Path, lock_file) -> OutputDirInUseError:
+    """The error that names the owner."""
+    lock_file.seek(0)
+    owner = lock_file.read(200).strip() or "another process"
+    return OutputDirInUseError(f"--output_dir {output_dir}: in use by {owner}. Wait for it, or give another folder.")
+
+
 class Lock:
     """The lock, taken. `created_folder`: the output_dir did not exist before.
 
@@ -36,12 +58,8 @@ class Lock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            handle.seek(0)
-            owner = handle.read(200).strip() or "another process"
-            handle.close()
-            raise OutputDirInUseError(
-                f"--output_dir {output_dir}: in use by {owner}. Wait for it, or give another folder."
-            ) from None
+            with handle:
+                raise in_use(output_dir, handle) from None
         except OSError as error:
             raise StorageError(
                 f"--output_dir {output_dir}: its file system does not support locks ({error.strerror})."

@@ -357,6 +357,8 @@ class OutputDir:
             beside.rmdir()
 
     def finish(self, state: TrainState) -> None:
+        """Writes the final state, which makes the run complete."""
+        clean_leftovers(self.root)
         self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))
 
 
@@ -374,6 +376,9 @@ class NonMasterOutputDir(OutputDir):
         return []
 
     def close(self) -> None:
+        pass
+
+    def finish(self, state: TrainState) -> None:
         pass
 
     def write_json(self, name: str, content: dict) -> None:

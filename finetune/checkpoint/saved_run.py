@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from finetune import cli
+from finetune.checkpoint.lock import check_not_in_use
 from finetune.checkpoint.store import MANIFEST, newest_run, read_manifest, steps_of, verified_json
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
@@ -38,6 +39,7 @@ STATE_SCHEMA = {
     "before?": OPTIONAL_SCORES,
     "scores?": OPTIONAL_SCORES,
     "exit_code?": int,
+    "eval_pending?": bool,
 }
 # What the train_state.json of a checkpoint holds beside that.
 CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {
@@ -52,7 +54,7 @@ NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume
 def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
     """The run that --resume names; None to start from scratch (unset, or auto and nothing saved).
 
-    Raises PlanError, CheckpointDamagedError.
+    Raises PlanError, CheckpointDamagedError, OutputDirInUseError.
     """
     if resume is None:
         return None
@@ -60,7 +62,21 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
         root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
         if root is None or not (os.path.isfile(root / PLAN) or steps_of(root)):
             return None
-        return _of_output_dir(root, "--resume auto")
+        return _unless_in_use(root, lambda: _of_output_dir(root, "--resume auto"))
+    return _named(resume, output_dir)
+
+
+def _unless_in_use(root: Path, find):
+    """find(). What looks damaged may be what its owner is writing: then the owner is named, or it is read once more."""
+    try:
+        return find()
+    except CheckpointDamagedError:
+        check_not_in_use(root)
+        return find()
+
+
+def _named(resume: str, output_dir: str | None) -> SavedRun:
+    """The run that `--resume PATH` names."""
     said = f"--resume {resume}"
     root = local_path(resume, said)
     if not root.exists():
@@ -69,12 +85,13 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
         raise PlanError(f"{said}: is a file. Give an output_dir or one of its checkpoints/step-N.")
     full = root.resolve()
     if full.parent.name == "checkpoints" and full.name.startswith("step-") and full.name[5:].isdigit():
-        return _of_checkpoint(full.parent.parent, full)
+        root = full.parent.parent
+        return _unless_in_use(root, lambda: _of_checkpoint(root, full))
     if os.path.isfile(root / MANIFEST):
         if not output_dir:
             raise PlanError(f"{said}: is a checkpoint outside of a run's folder. Give the --output_dir to continue in.")
         return _of_checkpoint(Path(output_dir), full)
-    saved = _of_output_dir(root, said)
+    saved = _unless_in_use(root, lambda: _of_output_dir(root, said))
     if not steps_of(root) and finished_state(root) is None:
         raise PlanError(f"{said}: {NO_CHECKPOINT}")
     return saved

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +90,19 @@ def make_folder(path: Path) -> bool:
 
 
 def open_file(path: Path, mode: str, **options):
-    """open() that refuses a link: whoever may write a folder could otherwise empty any file of the run's user."""
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+    """open() of a regular file that is not a link.
+
+    Whoever may write a folder could otherwise empty any file of the run's user; a pipe would never open.
+    """
+    return open(path, mode, opener=_open_regular, **options)
+
+
+def _open_regular(name, flags: int) -> int:
+    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is not a regular file", name)
+    return handle
 
 
 def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int, run_id: str) -> Path:

@@ -156,6 +156,7 @@ class TrainState:
     before: dict | None = None  # the evaluation at step 0
     scores: dict | None = None
     exit_code: int = 0
+    eval_pending: bool = False  # a signal ended the evaluation that was due at this step
 
     @property
     def cursor(self) -> Cursor:
