@@ -21,6 +21,21 @@ from functools import cached_property
 from pathlib import Path
 
 GIB = 2**30
+# What torch raises where a device, its driver or a kernel is missing.
+PROBE_FAILURES = (
+    RuntimeError,
+    AssertionError,
+    ImportError,
+    AttributeError,
+    NotImplementedError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class Backend(str, Enum):
@@ -43,22 +58,27 @@ class BackendCapabilities:
     `reasons`: per setting, why it is unsupported or differs from the documented baseline.
     """
 
-    quantization_bits: tuple[int, ...]
-    quantization_backends: tuple[str, ...]
-    precisions: tuple[str, ...]
-    supports_distributed: bool
-    supports_fsdp: bool
-    supports_bfloat16: bool
-    supports_flash_attention: bool
-    max_model_size_b: float | None
-    distributed_backend: str | None
-    engine: str
-    notes: str
+    quantization_bits: tuple[int, ...] = (16,)
+    quantization_backends: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ("fp32",)
+    supports_distributed: bool = False
+    supports_fsdp: bool = False
+    supports_bfloat16: bool = False
+    supports_flash_attention: bool = False
+    max_model_size_b: float | None = None
+    distributed_backend: str | None = None
+    engine: str = "torch"
+    notes: str = ""
     bfloat16_speed: float | None = None  # measured matmul speed of bf16 relative to fp32
     memory_bytes: int | None = None  # of the device, or of the system with unified memory
     probed: bool = False
     quantizers: dict = field(default_factory=dict)  # {'method/bits': result of quantization_wrapper.probe}
     reasons: dict = field(default_factory=dict)
+
+    @property
+    def max_model_size(self) -> float | None:
+        """Older name of max_model_size_b."""
+        return self.max_model_size_b
 
 
 def auto_precision(backend: Backend, supports_bfloat16: bool) -> str:
@@ -246,11 +266,15 @@ class BackendManager:
 
     `backend`: a Backend, its name in any case, 'auto' or None (= auto).
 
-    Raises ValueError for an unknown or unavailable backend, listing the available ones.
+    Raises ValueError for an unknown or unavailable backend, listing the available ones. A subclass adds a backend by
+    overriding `_detect_available_backends`.
     """
 
+    CAPABILITIES = CAPABILITIES
+
     def __init__(self, backend=None, verbose: bool = True):
-        self.available = self._detect_available_backends()
+        self.unavailable = {}
+        self.available = list(self._detect_available_backends())
         self.requested = self._named(backend)
         self.backend = self._choose() if self.requested is None else self._checked(self.requested)
         if verbose:
@@ -288,7 +312,7 @@ class BackendManager:
 
     def _detect_available_backends(self) -> list[Backend]:
         """Backends available here, best first; sets `self.unavailable` to the reasons for the others."""
-        build, self.unavailable = torch_build(), {}
+        build = torch_build()
         found = []
         if build["version"] is None:
             for backend in (Backend.CUDA, Backend.MPS, Backend.XPU):
@@ -301,28 +325,69 @@ class BackendManager:
             found.append(Backend.MLX)
         return sorted(found, key=AUTO_ORDER.index) + [Backend.CPU]
 
+    @property
+    def _available_backends(self) -> list[Backend]:
+        """Older name of `available`."""
+        return self.available
+
     def _detect_torch_gpus(self, build: dict) -> list[Backend]:
-        found, version = [], f"torch {build['version']}"
-        if not (build["cuda"] or build["hip"]):
-            self.unavailable[Backend.CUDA] = f"{version} was built without CUDA: {INSTALL[Backend.CUDA]}"
-        elif os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
-            self.unavailable[Backend.CUDA] = "CUDA_VISIBLE_DEVICES hides all devices"
-        elif build["hip"] and glob.glob("/dev/kfd"):
-            found.append(Backend.CUDA)
-        elif build["cuda"] and _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount") > 0:
-            found.append(Backend.CUDA)
-        else:
-            self.unavailable[Backend.CUDA] = f"{version} has CUDA, but the driver reports no device"
-        if sys.platform == "darwin" and platform.machine() == "arm64":
-            found.append(Backend.MPS)
-        else:
-            self.unavailable[Backend.MPS] = "it needs an Apple silicon Mac"
-        if build["xpu"] and glob.glob("/dev/dri/renderD*"):
-            found.append(Backend.XPU)
-        else:
-            why = "no Intel GPU was found" if build["xpu"] else f"{version} was built without XPU"
-            self.unavailable[Backend.XPU] = why
+        """Backends of torch: what torch itself says if it is imported already, else from files and drivers."""
+        if hasattr(sys.modules.get("torch"), "cuda"):
+            return self._ask_torch(sys.modules["torch"], build)
+        found = []
+        devices = {
+            Backend.CUDA: lambda: (
+                bool(build["hip"] and glob.glob("/dev/kfd"))
+                or bool(build["cuda"])
+                and _driver_device_count("libcuda.so.1", "cuInit", "cuDeviceGetCount") > 0
+            ),
+            Backend.MPS: lambda: True,
+            Backend.XPU: lambda: bool(glob.glob("/dev/dri/renderD*")),
+        }
+        missing = {
+            Backend.CUDA: f"torch {build['version']} has CUDA, but the driver reports no device",
+            Backend.XPU: "no Intel GPU was found",
+        }
+        for backend, has_device in devices.items():
+            why = self._reason_of_build(backend, build)
+            if why is None and has_device():
+                found.append(backend)
+            else:
+                self.unavailable[backend] = why or missing[backend]
         return found
+
+    def _ask_torch(self, torch, build: dict) -> list[Backend]:
+        """Backends that an imported torch can use; a driver that it cannot use is a reason."""
+        answers = {
+            Backend.CUDA: torch.cuda.is_available,
+            Backend.MPS: torch.backends.mps.is_available,
+            Backend.XPU: torch.xpu.is_available,
+        }
+        found = []
+        for backend, is_available in answers.items():
+            try:
+                answer, why = bool(is_available()), f"torch {build['version']} finds no device that it can use"
+            except (RuntimeError, AssertionError, AttributeError, OSError) as error:
+                answer, why = False, f"torch {build['version']} cannot use it: {_first_line(error)}"
+            if answer:
+                found.append(backend)
+            else:
+                self.unavailable[backend] = self._reason_of_build(backend, build) or why
+        return found
+
+    @staticmethod
+    def _reason_of_build(backend: Backend, build: dict) -> str | None:
+        """Why the installed torch or this machine can never have the backend; None if it could."""
+        version = f"torch {build['version']}"
+        if backend is Backend.CUDA and not (build["cuda"] or build["hip"]):
+            return f"{version} was built without CUDA: {INSTALL[Backend.CUDA]}"
+        if backend is Backend.CUDA and os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+            return "CUDA_VISIBLE_DEVICES hides all devices"
+        if backend is Backend.MPS and not (sys.platform == "darwin" and platform.machine() == "arm64"):
+            return "it needs an Apple silicon Mac"
+        if backend is Backend.XPU and not build["xpu"]:
+            return f"{version} was built without XPU"
+        return None
 
     @staticmethod
     def _mlx_has_gpu() -> bool:
@@ -347,7 +412,10 @@ class BackendManager:
             return base
         facts = self.cache.read()
         if "bfloat16_speed" not in facts and run:
-            facts = self.cache.add(probe_torch(str(self.backend)))
+            try:
+                facts = self.cache.add(probe_torch(str(self.backend)))
+            except PROBE_FAILURES as error:
+                return replace(base, reasons={"probes": f"failed here: {_first_line(error)}"})
         if "bfloat16_speed" not in facts:
             return replace(base, reasons={"probes": "documented, not probed: a run probes first"})
         return _merged(self.backend, base, facts)
@@ -391,8 +459,13 @@ class BackendManager:
         """Quantizers that are documented or passed a probe, without those that failed all probes."""
         return self.capabilities.quantization_backends
 
-    def get_device(self):
+    @property
+    def device(self):
         """The torch.device; for MLX, mlx's default device."""
+        return self.get_device()
+
+    def get_device(self):
+        """`device`, as a method."""
         if self.backend is Backend.MLX:
             import mlx.core
 
@@ -412,7 +485,10 @@ class BackendManager:
         return CAPABILITIES[self.backend].distributed_backend
 
     def get_memory_info(self) -> dict:
-        """Memory in bytes: total and available (of the device, or unified), allocated and reserved by torch."""
+        """Memory in bytes: total and available (of the device, or unified), allocated and reserved by torch.
+
+        total_memory, free_memory, allocated_memory and reserved_memory are older names of the same.
+        """
         total, available = system_memory()
         info = {"total": total, "available": available, "allocated": 0, "reserved": 0, "unified": True}
         if self.backend is Backend.CPU:
@@ -434,19 +510,37 @@ class BackendManager:
             free, total = module.mem_get_info()
             info.update(total=total, available=free, unified=False)
             info.update(allocated=module.memory_allocated(), reserved=module.memory_reserved())
-        return info
+        older = {"free_memory": info["available"]}
+        older |= {f"{name}_memory": info[name] for name in ("total", "allocated", "reserved")}
+        return info | older
 
-    def get_optimal_batch_size(self, model_size_b: float = 7, context_length: int = 512) -> int:
+    def get_optimal_batch_size(
+        self, model_size_b: float = 7, context_length: int = 512, sequence_length: int | None = None
+    ) -> int:
         """Rows of `context_length` tokens that fit in one forward in the memory available now; at least 1.
 
         Predicted for qlora with activation checkpointing on a Llama-like model of `model_size_b` billion parameters.
+        `sequence_length`: older name of context_length.
         """
         available = self.get_memory_info()["available"]
-        return max(1, rows_that_fit(model_size_b, context_length, available, str(self.backend)))
+        return max(1, rows_that_fit(model_size_b, sequence_length or context_length, available, str(self.backend)))
 
-    def validate_model_size(self, model_size_b: float) -> bool:
+    def fits_model_size(self, model_size_b: float) -> bool:
         """True if qlora with activation checkpointing on one row of 512 tokens is predicted to fit in memory."""
         return rows_that_fit(model_size_b, 512, self.get_memory_info()["total"], str(self.backend)) > 0
+
+    def validate_model_size(self, model_size_b: float) -> bool:
+        """True if `fits_model_size`. Raises ValueError with the largest size that fits otherwise."""
+        if self.fits_model_size(model_size_b):
+            return True
+        low, high = 0.0, float(model_size_b)
+        while high - low > 0.01 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.fits_model_size(middle) else (low, middle)
+        raise ValueError(
+            f"model of {model_size_b:g} B parameters: exceeds the recommended limit of {low:.1f} B for "
+            f"{self.backend} with {self.get_memory_info()['total'] / GIB:.1f} GiB. Use a smaller model or more devices."
+        )
 
     # ---- reports
 
@@ -748,6 +842,11 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
 def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
     """A manager for `backend`, else for FSDP_BACKEND, else for the detected backend."""
     return BackendManager.from_env(verbose=verbose) if backend is None else BackendManager(backend, verbose=verbose)
+
+
+def get_device(backend=None):
+    """The torch.device (for MLX, mlx's default device) of `backend`, else of FSDP_BACKEND, else of the detected one."""
+    return get_backend_manager(backend).device
 
 
 def detect_backend() -> Backend:

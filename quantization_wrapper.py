@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
+from backend_manager import PROBE_FAILURES, Backend
+
 
 class QuantizationMethod(str, Enum):
     """Method names, including those of the older scripts."""
@@ -173,16 +175,37 @@ class QuantizationConfig:
         return METHOD_OF[self.method][0]
 
 
-def validate_quantization_config(config: QuantizationConfig) -> None:
-    """Raises ValueError for an unsupported combination, listing the values the method supports."""
+def validate_quantization_config(config: QuantizationConfig, backend=None) -> list[str] | None:
+    """Raises ValueError for an unsupported combination, listing the values the method supports.
+
+    With `backend`, as in the older scripts, a list of issues instead, empty if there are none; the backend's own too:
+    a package that is not installed, a method that its documentation does not name.
+    """
+    issue = _issue_of(config)
+    if backend is None:
+        if issue:
+            raise ValueError(issue)
+        return None
+    issues = [issue] if issue else []
+    name = config.backend
+    if name == "none":
+        return issues
+    word, method = str(Backend(str(backend))), METHODS[name]
+    if word == "mlx" and name != "mlx":
+        issues.append(f"method {name}: backend mlx has mlx only.")
+    if method.package and not _importable(method.package):
+        issues.append(f"method {name}: {method.package} is not installed: {method.install}")
+    return issues
+
+
+def _issue_of(config: QuantizationConfig) -> str | None:
     name, widths, _ = METHOD_OF[config.method]
     if name == "none":
-        return
+        return None
     if config.bits not in widths:
-        raise ValueError(f"bits {config.bits}: {config.method} has {', '.join(map(str, widths))}.")
+        return f"bits {config.bits}: {config.method} has {', '.join(map(str, widths))}."
     problem = unsupported(name, config.bits, config.quant_type, config.group_size, config.double_quant)
-    if problem:
-        raise ValueError(problem.removeprefix("--"))
+    return problem.removeprefix("--") if problem else None
 
 
 def unsupported(
@@ -265,12 +288,38 @@ def config_for(
     )
 
 
-def get_recommended_config(backend="cpu", bits: int = 4) -> QuantizationConfig:
-    """Config of the first method in AUTO_ORDER with these bits that is documented for `backend` (mlx: only its own)."""
+# Memory of a model's weights in 16 bits per billion parameters, and what a run takes beside them, as a factor.
+GB_PER_BILLION, BESIDE_WEIGHTS = 2.0, 1.2
+
+
+def get_recommended_config(
+    backend="cpu",
+    model_size_b: float | None = None,
+    available_memory_gb: float | None = None,
+    *,
+    bits: int | None = None,
+) -> QuantizationConfig:
+    """Config of the first method in AUTO_ORDER with `bits` (mlx: only its own).
+
+    Or, as in the older scripts, from a model's size and the memory for it: none if 16 bits fit with a fifth to spare,
+    else 8 bits if those fit, else 4. Raises ValueError for bits that no method has, and if one of the two is missing.
+    """
+    if (model_size_b is None) != (available_memory_gb is None):
+        raise ValueError(
+            f"get_recommended_config({backend}, {model_size_b or available_memory_gb}): is that a size or bits? Give "
+            "model_size_b and available_memory_gb, or bits=."
+        )
+    if model_size_b is not None:
+        if bits is not None:
+            raise ValueError("bits: contradicts model_size_b and available_memory_gb. Give one of them.")
+        needed = GB_PER_BILLION * BESIDE_WEIGHTS * model_size_b
+        bits = 16 if needed <= available_memory_gb else 8 if needed / 2 <= available_memory_gb else 4
+    if bits == 16:
+        return QuantizationConfig(QuantizationMethod.NONE)
     names = ("mlx",) if str(backend) == "mlx" else AUTO_ORDER
     for name in names:
-        if bits in METHODS[name].bits:
-            return config_for(name, bits)
+        if (bits or 4) in METHODS[name].bits:
+            return config_for(name, bits or 4)
     raise ValueError(f"bits {bits}: not supported by any method on {backend}.")
 
 
@@ -318,16 +367,16 @@ def is_conv1d(module) -> bool:
 def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     """Replaces the model's linears with quantized ones, one layer at a time, and returns the model.
 
-    `names`: modules to replace; None: every nn.Linear not in `config.skip_modules`. `device`: where to quantize and
-    keep them. `config.layer_configs[name]` overrides fields of QuantizationConfig per layer. ValueError names the
-    layer whose shape does not fit the method.
+    `names`: modules to replace; None: every nn.Linear whose name contains none of `config.skip_modules`. `device`:
+    where to quantize and keep them. `config.layer_configs[name]` overrides fields of QuantizationConfig per layer.
+    ValueError names the layer whose shape does not fit the method.
     """
     from torch import nn
 
     wanted = set(names) if names is not None else None
     for name, module in list(model.named_modules()):
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
-        chosen = name in wanted if wanted is not None else not any(s in name.split(".") for s in config.skip_modules)
+        chosen = name in wanted if wanted is not None else not any(s in name for s in config.skip_modules)
         if not (linear and chosen):
             continue
         own = config_of_layer(config, name)
@@ -344,16 +393,24 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     return model
 
 
-def replace_linear_with_quantized(model, config: QuantizationConfig, skip_modules=None):
-    """Deprecated alias of quantize_model."""
+# ---- names of the older scripts
+
+
+def replace_linear_with_quantized(model, config, skip_modules=None):
+    """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
+    config = config.config if isinstance(config, QuantizationAdapter) else config
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
-@dataclass(frozen=True)
 class QuantizationAdapter:
-    """Deprecated wrapper around a config, kept for the older scripts."""
+    """A config and the backend it is for, as the older scripts pass them around."""
 
-    config: QuantizationConfig
+    methods = tuple(METHODS)
+
+    def __init__(self, config: QuantizationConfig, backend=None):
+        if config.backend not in (*self.methods, "none"):
+            raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
+        self.config, self.backend = config, None if backend is None else Backend(str(backend))
 
     def quantize_model(self, model):
         return quantize_model(model, self.config)
@@ -362,10 +419,46 @@ class QuantizationAdapter:
         """Quantizes one nn.Linear."""
         return quantized_linear(linear.weight.detach(), linear.bias, self.config)
 
+    def load_quantized_model(self, path, config: QuantizationConfig | None = None):
+        """Raises ValueError with what loads a quantized model instead."""
+        backend = (config or self.config).backend
+        raise ValueError(
+            f"load_quantized_model: use `python train.py --model_name {path} --train_type qlora "
+            f"--quantization_backend {backend}`, which quantizes while it loads, or quantize_model on a loaded model."
+        )
 
-def create_quantization_adapter(config: QuantizationConfig) -> QuantizationAdapter:
-    """Deprecated constructor of QuantizationAdapter, kept for the older scripts."""
-    return QuantizationAdapter(config)
+
+class BitsAndBytesAdapter(QuantizationAdapter):
+    methods = ("bnb", "nf4")
+
+
+class HQQAdapter(QuantizationAdapter):
+    methods = ("hqq",)
+
+
+class MLXAdapter(QuantizationAdapter):
+    methods = ("mlx",)
+
+
+class QuantoAdapter(QuantizationAdapter):
+    methods = ("quanto",)
+
+
+ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
+
+
+def create_quantization_adapter(*args, config=None, backend=None) -> QuantizationAdapter:
+    """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
+    for value in args:
+        if isinstance(value, QuantizationConfig) and config is None:
+            config = value
+        elif isinstance(value, str) and backend is None:
+            backend = value
+        else:
+            raise ValueError(f"create_quantization_adapter: {value!r} is neither a QuantizationConfig nor a backend.")
+    if config is None:
+        raise ValueError("create_quantization_adapter: has no QuantizationConfig. Give (backend, config) or (config).")
+    return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)
 
 
 # ---- probing
@@ -389,15 +482,15 @@ def probe(name: str, bits: int, device: str) -> dict:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(1024, 1024, generator=generator).to(device)
-    x = torch.randn(256, 1024, generator=generator).to(device).requires_grad_()
     try:
+        weight = torch.randn(1024, 1024, generator=generator).to(device)
+        x = torch.randn(256, 1024, generator=generator).to(device).requires_grad_()
         layer = quantized_linear(weight, None, config_for(name, bits))
         y = layer(x)
         (grad,) = torch.autograd.grad(y.sum(), x)
         dense = layer.weight_of(layer.stored(), torch.float32)
         slowdown = _seconds(layer, x) / _seconds(lambda t: torch.nn.functional.linear(t, dense), x)
-    except (RuntimeError, ImportError, NotImplementedError, AttributeError, OSError, ValueError) as error:
+    except PROBE_FAILURES as error:
         return {"error": f"failed on {device}: {(str(error).splitlines() or [type(error).__name__])[0]}"}
     with torch.no_grad():
         expected = x @ dense.T

@@ -252,7 +252,7 @@ def test_batch_and_model_sizes_have_sensible_bounds():
     sizes = [0.001, 0.1, 1, 7, 70, 1000]
     rows = [manager.get_optimal_batch_size(size) for size in sizes]
     assert all(type(n) is int and n >= 1 for n in rows) and rows == sorted(rows, reverse=True)
-    assert manager.validate_model_size(0.1) is True and manager.validate_model_size(1000) is False
+    assert manager.fits_model_size(0.1) is True and manager.fits_model_size(1000) is False
     for size in (0.01, 0.1, 1, 7, 70, 1000):
         assert llama_like(size * 1e9).num_weights == pytest.approx(size * 1e9, rel=0.2)
 

@@ -63,10 +63,10 @@ def test_configs_say_what_a_method_has():
         QuantizationConfig(method="mlx_int4", group_size=24)
     with pytest.raises(ValueError, match="double_quant true: not supported by hqq at 4 bits"):
         QuantizationConfig(method="hqq", double_quant=True)
-    assert get_recommended_config("cpu", 4).method is QuantizationMethod.NF4
-    assert get_recommended_config("mlx", 4).method is QuantizationMethod.MLX
+    assert get_recommended_config("cpu", bits=4).method is QuantizationMethod.NF4
+    assert get_recommended_config("mlx", bits=4).method is QuantizationMethod.MLX
     with pytest.raises(ValueError, match="bits 7"):
-        get_recommended_config("cpu", 7)
+        get_recommended_config("cpu", bits=7)
 
 
 def test_the_older_adapter_object_applies_its_config():
