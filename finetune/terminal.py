@@ -27,10 +27,11 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
 
 def log_error(text) -> None:
     """Prints the one-line message of a failure to stderr."""
-    line = " ".join(str(text).split("\n"))
+    line = clean(" ".join(str(text).split("\n")))
+    line = line if line.startswith("error") else f"error: {line}"
     if len(line) > MAX_LINE:
-        line = f"{line[: MAX_LINE - 300]} ... {line[-300:]}"
-    say(line if line.startswith("error") else f"error: {line}", file=sys.stderr)
+        line = f"{line[: MAX_LINE - 305]} ... {line[-300:]}"
+    say(line, file=sys.stderr, styled=True)
 
 
 def clean(text: str) -> str:

@@ -46,3 +46,9 @@ def test_an_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: a\\x1b[31m b\nerror: c\n"
     log_error("a" * 10**6 + ". Fix it.")
     assert len(line := capsys.readouterr().err) < 2100 and line.endswith("a. Fix it.\n")
+
+
+def test_an_error_is_at_most_2000_characters_however_its_text_is_escaped(capsys):
+    log_error("--model_name " + "\x1b" * 3000)
+    line = capsys.readouterr().err
+    assert line.startswith("error: --model_name \\x1b") and len(line) <= 2001 and line.count("\n") == 1

@@ -23,6 +23,7 @@ MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
 BATCH_ROWS = 64  # of Parquet and Arrow in memory at a time; a page of a few bytes may hold a GiB
 ROW_BYTES = 100  # of a row in memory whatever it holds
+FEWER = "Read fewer with --dataset_samples, or split the file."
 EXPANSION = (2**28, 1000)  # bytes in memory that a compressed file may take: so many, and so many for each of its own
 SAVE_AGAIN = "Save the dataset again with save_to_disk."
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
@@ -341,6 +342,13 @@ def _check_columns(schema, label: str) -> None:
 
 
 def _arrow_rows(batches, path: Path, label: str):
+    try:
+        yield from _validated_rows(batches, path, label)
+    except MemoryError:  # a size in the file, or a long entry that many rows refer to
+        raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
+
+
+def _validated_rows(batches, path: Path, label: str):
     """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file."""
     file_bytes, number, size = path.stat().st_size, 0, 0
     limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
@@ -353,7 +361,7 @@ def _arrow_rows(batches, path: Path, label: str):
             if size > limit:
                 raise PlanError(
                     f"{label}: its first {number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB, of a file of "
-                    f"{file_bytes / 2**20:.1f} MiB. Read fewer with --dataset_samples, or split the file."
+                    f"{file_bytes / 2**20:.1f} MiB. {FEWER}"
                 )
             rows = _python_rows(batch, is_valid)
             if isinstance(rows, str):  # only some of its rows are to blame

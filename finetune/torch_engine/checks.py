@@ -204,7 +204,7 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
     except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
-    size = alone.abs().max().item()
+    size = alone.abs().max().item() or 1.0  # all weights may be zero
     leak = (packed[first_length:] - changed[first_length:]).abs().max().item() / size
     off = (packed - alone).abs().max().item() / size
     exact = autocast is no_autocast and weights_dtype(model) == torch.float32

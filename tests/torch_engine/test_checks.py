@@ -71,3 +71,10 @@ def test_weights_that_are_not_finite_are_not_called_a_leak():
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(PlanError, match="gives logits that are not finite before any training"):
         check_causal(model, no_autocast)
+
+
+def test_a_model_of_zeros_passes_without_a_division():
+    model = tiny.build("llama")
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert check_padding_free(model, no_autocast, 64).holds
