@@ -359,10 +359,8 @@ def _validated_rows(batches, path: Path, label: str):
             batch = _without_dictionaries(batch) if is_valid else batch
             size += batch.nbytes + ROW_BYTES * batch.num_rows
             if size > limit:
-                raise PlanError(
-                    f"{label}: its first {number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB, of a file of "
-                    f"{file_bytes / 2**20:.1f} MiB. {FEWER}"
-                )
+                taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
+                raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
             rows = _python_rows(batch, is_valid)
             if isinstance(rows, str):  # only some of its rows are to blame
                 rows = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
