@@ -5,7 +5,7 @@ import re
 
 from finetune.errors import EXPECTED, PlanError
 
-MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
+MEMORY = ("can't allocate memory", "out of memory", "can't start new thread", "bad_alloc")
 PASS = (*EXPECTED, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
