@@ -76,6 +76,7 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_all_answer_what_rank_0_answers(base, tmp_path):
     """Rank 0 hosts the store: it must not leave before the others have read `already complete` or a refusal."""
     assert [p.wait(120) for p in by_hand(base, tmp_path / "out", "--max_steps 1")] == [0, 0]
