@@ -30,7 +30,7 @@ def log_error(text) -> None:
     line = clean(" ".join(str(text).split("\n")))
     line = line if line.startswith("error") else f"error: {line}"
     if len(line) > MAX_LINE:
-        line = f"{line[: MAX_LINE - 305]} ... {line[-300:]}"
+        line = f"{line[: MAX_LINE - 320]} ... {line[-300:]}"
     say(line, file=sys.stderr, styled=True)
 
 

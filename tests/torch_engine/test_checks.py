@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
-from finetune.torch_engine.checks import check_causal, check_padding_free, no_autocast
+from finetune.torch_engine.checks import check_causal, check_head, check_padding_free, no_autocast
 from tests.support import tiny
 from tests.support.engines import batches, engine
 
@@ -78,3 +78,4 @@ def test_a_model_of_zeros_passes_without_a_division():
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     assert check_padding_free(model, no_autocast, 64).holds
+    assert check_head(model, "padding_free", no_autocast).holds
