@@ -34,7 +34,8 @@ PROBE_FAILURES = (
 )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line; its type if it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -368,7 +369,7 @@ class BackendManager:
             try:
                 answer, why = bool(is_available()), f"torch {build['version']} finds no device that it can use"
             except (RuntimeError, AssertionError, AttributeError, OSError) as error:
-                answer, why = False, f"torch {build['version']} cannot use it: {_first_line(error)}"
+                answer, why = False, f"torch {build['version']} cannot use it: {first_line(error)}"
             if answer:
                 found.append(backend)
             else:
@@ -415,7 +416,7 @@ class BackendManager:
             try:
                 facts = self.cache.add(probe_torch(str(self.backend)))
             except PROBE_FAILURES as error:
-                return replace(base, reasons={"probes": f"failed here: {_first_line(error)}"})
+                return replace(base, reasons={"probes": f"failed here: {first_line(error)}"})
         if "bfloat16_speed" not in facts:
             return replace(base, reasons={"probes": "documented, not probed: a run probes first"})
         return _merged(self.backend, base, facts)
@@ -770,7 +771,7 @@ def probe_torch(device: str) -> dict:
     try:
         facts["bfloat16_speed"] = _bfloat16_speed(device)
     except (RuntimeError, TypeError) as error:
-        facts["bfloat16_error"] = str(error).splitlines()[0]
+        facts["bfloat16_error"] = first_line(error)
     return facts
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
-from backend_manager import PROBE_FAILURES, Backend
+from backend_manager import PROBE_FAILURES, Backend, first_line
 
 
 class QuantizationMethod(str, Enum):
@@ -491,7 +491,7 @@ def probe(name: str, bits: int, device: str) -> dict:
         dense = layer.weight_of(layer.stored(), torch.float32)
         slowdown = _seconds(layer, x) / _seconds(lambda t: torch.nn.functional.linear(t, dense), x)
     except PROBE_FAILURES as error:
-        return {"error": f"failed on {device}: {(str(error).splitlines() or [type(error).__name__])[0]}"}
+        return {"error": f"failed on {device}: {first_line(error)}"}
     with torch.no_grad():
         expected = x @ dense.T
         off = ((y - expected).norm() / expected.norm()).item()

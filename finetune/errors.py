@@ -1,6 +1,11 @@
 """Expected failures of a run, each with a stable exit code for scripts."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line, at most 200 characters; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class PlanError(ValueError):
     """An error the user can fix: one line naming the flag or file, the fact and the remedy.
 

@@ -9,11 +9,11 @@ import json
 import stat
 from pathlib import Path
 
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 
 MAX_BYTES = 256 * 2**20  # far above the index of any model; anything longer is not one of our files
 NUMBER = (int, float)
-OPTIONAL_INT, OPTIONAL_NUMBER, OPTIONAL_STR = (int, type(None)), (int, float, type(None)), (str, type(None))
+OPTIONAL_NUMBER = (int, float, type(None))
 JSON_NAMES = {
     dict: "an object",
     list: "a list",
@@ -51,7 +51,7 @@ def parse_json(data: bytes, schema, where: str):
     except RecursionError:
         raise JsonFileError(f"{where}: is not JSON (nested too deeply)") from None
     except ValueError as error:  # also UnicodeDecodeError
-        raise JsonFileError(f"{where}: is not JSON ({str(error).splitlines()[0][:200]})") from None
+        raise JsonFileError(f"{where}: is not JSON ({first_line(error)})") from None
     check(content, schema, where)
     return content
 

@@ -144,6 +144,15 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
+def digest_of(path: Path) -> str:
+    """sha256 of a file, as write_file returns it."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
 def index_of(folder: Path, written: dict[str, dict]) -> dict:
     """Content of parts.json for the shard files in `folder`, from their headers. `written`: {file: size and digest}."""
     files: dict[str, dict] = {}

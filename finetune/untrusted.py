@@ -10,7 +10,7 @@ PASS = (*EXPECTED, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
-    """A context in which any failure is a PlanError: `fact (first line of the failure). remedy`.
+    """A context in which any failure is a PlanError: `fact (what the failure says). remedy`.
 
     transformers validates configs by classes of its own and fails on what they let through with any built-in error;
     tokenizers raises plain Exception, and PanicException, which is none. A list of types would never be complete.
@@ -25,10 +25,10 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     def __exit__(self, kind, error, traceback):
         if error is None or isinstance(error, PASS) or any(text in str(error).lower() for text in MEMORY):
             return False
-        raise PlanError(f"{self.fact} ({first_line(error)}). {self.remedy}") from error
+        raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 
 
-def first_line(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     """What an error says, in one line; its type too where the text alone says nothing, as of a KeyError."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = " ".join(line for line in lines if line)[:200].rstrip(".")

@@ -1,7 +1,6 @@
 """A run's output_dir while it trains: its lock, the content of its checkpoints, restoring and publishing."""
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from finetune.checkpoint.store import (
     holds_a_run,
     keep_aside,
     newest_checkpoint,
+    numbered,
     replace_tensors,
     replace_text,
     save_checkpoint,
@@ -62,8 +62,7 @@ def with_own_folder(plan: RunPlan) -> RunPlan:
     first = Path(plan.settings.output_dir)
     with storage(first):
         first.parent.mkdir(exist_ok=True)
-        for i in itertools.count(1):
-            name = first if i == 1 else first.with_name(f"{first.name}-{i}")
+        for name in numbered(first):
             with contextlib.suppress(FileExistsError):
                 name.mkdir()
                 return replace(plan, settings=replace(plan.settings, output_dir=str(name)))

@@ -9,13 +9,14 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from finetune import cli
 from finetune.checkpoint.lock import check_not_in_use
 from finetune.checkpoint.store import MANIFEST, newest_run, read_manifest, steps_of, verified_json
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
-from finetune.json_files import NUMBER, OPTIONAL_INT, OPTIONAL_NUMBER, OPTIONAL_STR, JsonFileError, read_json
+from finetune.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 from finetune.model_files.files import local_path
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
@@ -24,22 +25,10 @@ PLAN, STATE = "run_plan.json", "train_state.json"
 # Files that every checkpoint has beside its weights and moments.
 REQUIRED = (PLAN, STATE, "rng.safetensors")
 PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
-OPTIONAL_SCORES = (dict, type(None))
+# Fields of TrainState that earlier versions did not save.
+LATER = ("output_dir", "before", "scores", "exit_code", "eval_pending")
 STATE_SCHEMA = {
-    "step": int,
-    "total_steps": int,
-    "epoch": int,
-    "index": int,
-    "num_tokens": int,
-    "loss": OPTIONAL_NUMBER,
-    "best_loss": OPTIONAL_NUMBER,
-    "best_step": OPTIONAL_INT,
-    "status": str,
-    "output_dir?": OPTIONAL_STR,
-    "before?": OPTIONAL_SCORES,
-    "scores?": OPTIONAL_SCORES,
-    "exit_code?": int,
-    "eval_pending?": bool,
+    name + "?" * (name in LATER): get_args(kind) or (kind,) for name, kind in get_type_hints(TrainState).items()
 }
 # What the train_state.json of a checkpoint holds beside that.
 CHECKPOINT_STATE_SCHEMA = STATE_SCHEMA | {

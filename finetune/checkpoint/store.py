@@ -6,13 +6,13 @@ deleted. Tensors are safetensors, everything else is JSON; no pickle anywhere. S
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import json
 import os
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.json_files import JsonFileError, read_json
+from finetune.safetensors_io import digest_of
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -87,6 +88,11 @@ def make_folder(path: Path) -> bool:
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     return not existed
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """The path, then path-2, path-3 and so on, for what must not meet its like."""
+    return (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in itertools.count(1))
 
 
 def open_file(path: Path, mode: str, **options):
@@ -224,18 +230,6 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def digest_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while chunk := file.read(2**20):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def read_manifest(folder: Path, required: tuple = ()) -> dict:
     """The manifest of the checkpoint in `folder`, which names every file there and those `required`, with its size.
 
@@ -332,11 +326,10 @@ def keep_aside(output_dir: Path, step: int) -> list[tuple[str, str]]:
     moved = []
     for folder in steps_of(output_dir):
         if int(folder.name[5:]) > step:
-            names = (f"{ASIDE}{folder.name}" + (f"-{i}" if i > 1 else "") for i in itertools.count(1))
-            name = next(name for name in names if not os.path.lexists(folder.with_name(name)))
+            aside = next(p for p in numbered(folder.with_name(f"{ASIDE}{folder.name}")) if not os.path.lexists(p))
             with storage(folder):
-                folder.rename(folder.with_name(name))
-            moved.append((folder.name, name))
+                folder.rename(aside)
+            moved.append((folder.name, aside.name))
     return moved
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from backend_manager import system_memory
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 from finetune.untrusted import untrusted
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -317,7 +317,7 @@ def _json_fact(error) -> str:
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at column {error.colno})"
-    return f"is not usable JSON ({_first_line(error)})"
+    return f"is not usable JSON ({first_line(error)})"
 
 
 def _rows_of_object(text: str, label: str, split: str):
@@ -387,7 +387,7 @@ def _fault_of(batch) -> str | None:
     try:
         batch.validate(full=True)
     except pyarrow.ArrowException as error:
-        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({_first_line(error)})"
+        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({first_line(error)})"
 
 
 def _python_rows(batch, is_valid: bool) -> list[dict] | str:
@@ -398,7 +398,7 @@ def _python_rows(batch, is_valid: bool) -> list[dict] | str:
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError, TypeError, RecursionError) as error:  # such as a date after the year 9999
-        return f"cannot be read ({_first_line(error)})"
+        return f"cannot be read ({first_line(error)})"
 
 
 def first_repeated(names) -> str | None:
@@ -443,7 +443,3 @@ def _kind(value) -> str:
         type(None): "null",
     }
     return names.get(type(value), type(value).__name__)
-
-
-def _first_line(error) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

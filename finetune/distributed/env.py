@@ -30,6 +30,11 @@ class RankEnv:
     launcher: str | None = None
 
     @property
+    def is_local(self) -> bool:
+        """True if all ranks are on this host."""
+        return self.size == self.local_size
+
+    @property
     def folder(self) -> Path | None:
         """Folder shared with the process that spawned the ranks; None under a launcher."""
         return Path(os.environ[FOLDER]) if self.launcher == "spawned" else None
@@ -117,11 +122,13 @@ def _number(e, name, default=None) -> int:
 
 
 def network_address(env: RankEnv, store, timeout_s: float) -> str:
-    """This host's IPv4 address on the network to the other hosts. Collective.
+    """This host's IPv4 address on the network to the other ranks; loopback if all are local. Collective.
 
     `store`: a torch Store (set, wait, get). A host's own name may resolve to a loopback address
     (Debian's 127.0.1.1), so the first host uses the route to another rank instead.
     """
+    if env.is_local:
+        return "127.0.0.1"
     mine = _address_towards(os.environ.get("MASTER_ADDR", env.host))
     store.set(f"address-{env.rank}", mine)
     if mine.startswith("127."):
@@ -150,7 +157,7 @@ def rendezvous_address(env: RankEnv, patience_s: float = 30.0) -> str:
                     "Set it to the host or IPv4 address of rank 0."
                 ) from None
             time.sleep(0.5)
-    if env.size > env.local_size:
+    if not env.is_local:
         return address
     if not _is_of_this_host(address):
         raise PlanError(
@@ -163,7 +170,7 @@ def rendezvous_address(env: RankEnv, patience_s: float = 30.0) -> str:
 def listen_for_ranks(env: RankEnv) -> socket.socket:
     """Rank 0's listening socket on MASTER_PORT, on loopback if all ranks are local. Raises PlanError."""
     address = rendezvous_address(env)
-    if env.size > env.local_size and (address.startswith("127.") or not _is_of_this_host(address)):
+    if not env.is_local and (address.startswith("127.") or not _is_of_this_host(address)):
         address = ""  # the other hosts reach this one by an address that it cannot tell: listen on all of its own
     try:
         return socket.create_server((address, env.port), backlog=min(4096, max(128, env.size)))

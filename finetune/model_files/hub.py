@@ -6,7 +6,7 @@ import re
 import threading
 from pathlib import Path
 
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 
 HUB_PROBE_S = 3.0
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
@@ -31,10 +31,6 @@ def nearest(folder: Path) -> str:
     close = difflib.get_close_matches(wanted, beside, n=3, cutoff=0.5) or beside[:3]
     where = "this folder" if parent == Path(".") else str(parent)
     return f"In {where}: {', '.join(close)}. Check the path." if close else f"{where} has no folders. Check the path."
-
-
-def one_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # ---- the Hub
@@ -91,16 +87,16 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     except hub.LocalEntryNotFoundError as error:
         if cached_only:
             return None
-        reason = "HF_HUB_OFFLINE is set" if offline() else one_line(error.__cause__ or error)
+        reason = "HF_HUB_OFFLINE is set" if offline() else first_line(error.__cause__ or error)
     except hub.RepositoryNotFoundError:
         reason = f"{endpoint()} does not have it, or it is private and {token_state()}"
     except hub.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         reason = f"{endpoint()} answers {status}" + (f", and {token_state()}" if status in (401, 403) else "")
     except hub.HTTPError as error:  # errors of the HTTP library: connection refused, reset, or timed out
-        reason = f"{endpoint()}: {one_line(error)}"
+        reason = f"{endpoint()}: {first_line(error)}"
     except hub.HFValidationError as error:
-        reason = one_line(error)
+        reason = first_line(error)
     raise PlanError(
         f"{said}: no such folder, and no Hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
     )
@@ -125,7 +121,7 @@ def hub_problem(repo_id: str) -> str | None:
         except urllib.error.HTTPError as error:
             found.append(f"it answers {error.code}")
         except (OSError, ValueError) as error:
-            found.append(one_line(getattr(error, "reason", error)))
+            found.append(first_line(getattr(error, "reason", error)))
 
     thread = threading.Thread(target=ask, daemon=True)  # DNS can hang longer than any socket timeout
     thread.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.errors import CheckpointDamagedError, PlanError, first_line
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
@@ -196,7 +196,7 @@ class EngineState:
         try:
             torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         except RuntimeError as error:
-            raise CheckpointDamagedError(f"rng.safetensors: {str(error).splitlines()[0]}") from None
+            raise CheckpointDamagedError(f"rng.safetensors: {first_line(error)}") from None
         device = self.groups.device
         if device.type in rng:
             state = torch.from_numpy(np.array(rng[device.type]))

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file, save_file
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.output_dir import with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run
-from finetune.checkpoint.store import digest_of, steps_of, verify_checkpoint
+from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
 from finetune.metrics import read_events
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
 from tests.support.commands import refused
 from tests.support.plans import plan_of
-from tests.support.runs import copy_up_to, rewrite_json, steps
+from tests.support.runs import copy_up_to, resign, rewrite_json, steps
 from train import fine_tune
 
 
@@ -365,11 +365,7 @@ def test_a_manifest_that_this_tool_cannot_have_written_is_one_line(uninterrupted
 def rewrite_tensors(step_folder, name, edit):
     arrays = edit(load_file(step_folder / name))
     save_file(arrays, step_folder / name)
-    rewrite_json(step_folder, "train_state.json", lambda content: None)
-    manifest = json.loads((step_folder / "manifest.json").read_text())
-    file = step_folder / name
-    manifest["files"][name] = {"size": file.stat().st_size, "sha256": digest_of(file)}
-    (step_folder / "manifest.json").write_text(json.dumps(manifest))
+    resign(step_folder, name)
 
 
 def transposed(arrays):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from finetune.checkpoint.store import digest_of, newest_checkpoint, steps_of, verify_checkpoint
+from finetune.checkpoint.store import newest_checkpoint, steps_of, verify_checkpoint
 from tests.support.commands import command, finish
-from tests.support.runs import WHOLE_STATE, copy_up_to, losses, same_files, steps
+from tests.support.runs import WHOLE_STATE, copy_up_to, losses, resign, same_files, steps
 from train import fine_tune
 
 
@@ -68,21 +68,12 @@ def break_schedule(folder):
 def edit_state(folder, **changes):
     content = json.loads((folder / "train_state.json").read_text())
     (folder / "train_state.json").write_text(json.dumps({**content, **changes}))
-    resign(folder)
+    resign(folder, "train_state.json")
 
 
 def rewrite(folder, name, arrays):
     save_file(arrays, folder / name)
-    resign(folder)
-
-
-def resign(folder):
-    """A manifest that fits the changed files, so that they are loaded."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in manifest["files"]:
-        path = folder / name
-        manifest["files"][name] = {"size": path.stat().st_size, "sha256": digest_of(path)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    resign(folder, name)
 
 
 @pytest.mark.parametrize("control", [break_rng, break_cursor, break_optimizer, break_schedule])

@@ -1,17 +1,16 @@
 """Resumes that lose a part of the state on purpose: the oracle must notice every one, or its zeros mean nothing."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from finetune.checkpoint.store import digest_of
 from tests.rig.children import start_run
 from tests.rig.damage_cases import DAMAGED_STEP, crashed_run
 from tests.rig.materials import ONE_RANK, Place
 from tests.rig.oracle import Outcome, differences
+from tests.support.runs import resign
 
 LOST = ("rng.safetensors", "optimizer.safetensors")
 
@@ -38,6 +37,4 @@ def forget(step: Path, name: str) -> None:
     else:
         arrays = {key: np.zeros_like(array) for key, array in arrays.items()}
     save_file(arrays, step / name)
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"][name] = {"size": (step / name).stat().st_size, "sha256": digest_of(step / name)}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    resign(step, name)

@@ -17,45 +17,50 @@ FINISHED, KILLED, RANK_LOST = 0, -9, 69
 
 def random_kills(seed: int, place: Place) -> Outcome:
     """A run killed five times, each anywhere in loading, steps and saves."""
-    rng, folder = random.Random(f"kills {seed}"), place.empty()
-    variant = rng.choice(ONE_RANK)
-    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
-    for number in range(KILLS):
+
+    def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
         child = start_run(flags, folder, name=f"run{number}")
         wait_for_first_write(child, folder / "run")
         time.sleep(rng.uniform(0, 0.08))
         child.send(9)
-        if not _count(outcome, [child.end()], f"kill {number + 1} of {variant}"):
-            break
-    return finish(outcome, place, variant, flags)
+        return [child.end()], ""
+
+    return _killed_five_times(f"kills {seed}", place, ONE_RANK, kill)
 
 
 def call_kills(seed: int, place: Place) -> Outcome:
     """A run killed five times, each at a system call."""
-    rng, folder = random.Random(f"call-kills {seed}"), place.empty()
-    variant = rng.choice(ONE_RANK)
-    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
-    for number in range(KILLS):
+
+    def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
         armed = (folder / "run", rng.randint(1, CALLS_AHEAD), rng.choice(intercept.KILLS))
-        ended = start_run(flags, folder, name=f"run{number}", armed=armed).end()
-        if not _count(outcome, [ended], f"kill {number + 1} of {variant}: {armed[1:]}"):
-            break
-    return finish(outcome, place, variant, flags)
+        return [start_run(flags, folder, name=f"run{number}", armed=armed).end()], f": {armed[1:]}"
+
+    return _killed_five_times(f"call-kills {seed}", place, ONE_RANK, kill)
 
 
 def rank_call_kills(seed: int, place: Place) -> Outcome:
     """A run of two ranks of which one is killed at a system call, five times."""
-    rng, folder = random.Random(f"rank-call-kills {seed}"), place.empty()
-    variant = rng.choice(TWO_RANKS)
-    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
-    for number in range(KILLS):
+
+    def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
         rank = rng.choice((0, 0, 1))
         calls = CALLS_AHEAD if rank == 0 else CALLS_AHEAD_OF_RANK_1
         armed = (folder / "run", rng.randint(1, calls), rng.choice(intercept.KILLS))
         ranks = start_ranks(flags, folder, place.port(), {rank: armed})
-        if not _count(outcome, [r.end() for r in ranks], f"kill {number + 1} of rank {rank} of {variant}: {armed[1:]}"):
+        return [r.end() for r in ranks], f", rank {rank}: {armed[1:]}"
+
+    return _killed_five_times(f"rank-call-kills {seed}", place, TWO_RANKS, kill, ranks=2)
+
+
+def _killed_five_times(seed: str, place: Place, variants: tuple, kill, ranks: int = 1) -> Outcome:
+    """A run started over and over and ended by kill(rng, flags, folder, number) -> (ends, where), then finished."""
+    rng, folder = random.Random(seed), place.empty()
+    variant = rng.choice(variants)
+    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
+    for number in range(KILLS):
+        ended, where = kill(rng, flags, folder, number)
+        if not _count(outcome, ended, f"kill {number + 1} of {variant}{where}"):
             break
-    return finish(outcome, place, variant, flags, ranks=2)
+    return finish(outcome, place, variant, flags, ranks)
 
 
 def wait_for_first_write(child: Child, run: Path, timeout_s: float = 20.0) -> None:

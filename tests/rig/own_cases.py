@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import train
-from finetune.checkpoint.store import digest_of
 from tests.rig import mutate
 from tests.rig.batch import Finding, Mutant
 from tests.rig.materials import NUM_STEPS, Place
+from tests.support.runs import resign
 
 STEP = f"checkpoints/step-{NUM_STEPS - 1}"
 FILES = (
@@ -107,13 +107,6 @@ def after_resume(run: Path) -> None:
             json.loads(line)
         except (ValueError, RecursionError):
             raise Finding("differing_bits", f"metrics.jsonl holds a torn line after a resume: {line[:80]!r}") from None
-
-
-def resign(step: Path, name: str) -> None:
-    """Enters the changed file's size and digest into the manifest, so that only its content is odd."""
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"][name] = {"size": (step / name).stat().st_size, "sha256": digest_of(step / name)}
-    (step / "manifest.json").write_text(json.dumps(manifest))
 
 
 OWN = OwnBatch()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finetune.checkpoint.store import MANIFEST, digest_of, newest_checkpoint, steps_of
+from finetune.checkpoint.store import MANIFEST, newest_checkpoint, steps_of
 from finetune.metrics import read_events
+from finetune.safetensors_io import digest_of
 from tests.support.cases import LOSS
 
 # With dropout, accumulation, shuffling and warm-up; 24 rows in steps of 4 over two epochs are 12 steps.
@@ -90,10 +91,18 @@ def assert_same_moments(one: Path, other: Path) -> None:
 
 def rewrite_json(step_folder: Path, name: str, edit) -> None:
     """Changes a JSON file of a checkpoint by edit(content), with its new size and digest in the manifest."""
-    file, manifest_file = step_folder / name, step_folder / MANIFEST
+    file = step_folder / name
     content = json.loads(file.read_text())
     edited = edit(content)
     file.write_text(json.dumps(content if edited is None else edited))
-    manifest = json.loads(manifest_file.read_text())
-    manifest["files"][name] = {"size": file.stat().st_size, "sha256": digest_of(file)}
-    manifest_file.write_text(json.dumps(manifest))
+    resign(step_folder, name)
+
+
+def resign(step_folder: Path, *names: str) -> None:
+    """Enters the size and digest of changed files into the manifest, so that only their content is odd."""
+    file = step_folder / MANIFEST
+    manifest = json.loads(file.read_text())
+    for name in names:
+        path = step_folder / name
+        manifest["files"][name] = {"size": path.stat().st_size, "sha256": digest_of(path)}
+    file.write_text(json.dumps(manifest))

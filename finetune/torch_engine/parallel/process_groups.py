@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, network_address, rendezvous_address
+from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, rendezvous_address
 from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
 from finetune.distributed.parallel_dims import AXES, ParallelDims
 from finetune.distributed.watchdog import Watchdog
@@ -47,18 +47,17 @@ def create_store(env: RankEnv):
 
 def _listening_store(env: RankEnv, listener, wait_for_workers: bool):
     port = listener.getsockname()[1]
-    host = "127.0.0.1" if env.size == env.local_size else listener.getsockname()[0]
+    host = "127.0.0.1" if env.is_local else listener.getsockname()[0]
     return dist.TCPStore(
         host, port, env.size, True, LONGEST_WAIT, wait_for_workers=wait_for_workers, master_listen_fd=listener.detach()
     )
 
 
-def start_watchdog(env: RankEnv, store, timeout_s: float, stacks, log_error) -> Watchdog:
+def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, log_error) -> Watchdog:
     """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
 
-    Raises RankLostError if rank 0 does not answer.
+    `address`: this host's, see env.network_address. Raises RankLostError if rank 0 does not answer.
     """
-    address = "127.0.0.1" if env.size == env.local_size else network_address(env, store, timeout_s)
     common = env, timeout_s, stacks, log_error, is_peer_failure
     if env.rank == 0:
         listener, token = Watchdog.listen(address), secrets.token_hex(32)
@@ -71,12 +70,12 @@ def start_watchdog(env: RankEnv, store, timeout_s: float, stacks, log_error) -> 
     return watchdog
 
 
-def init_process_group(env: RankEnv, store, device: torch.device, timeout_s: float) -> None:
-    """Joins the default process group. Over loopback if all ranks are on this host."""
-    if env.size == env.local_size:
+def init_process_group(env: RankEnv, store, address: str, device: torch.device, timeout_s: float) -> None:
+    """Joins the default process group over the interface with this host's `address`."""
+    if env.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     else:
-        interface = interface_with(network_address(env, store, timeout_s))
+        interface = interface_with(address)
         if interface:  # gloo alone would take whatever the host's name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if device.type in COMMUNICATION:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from finetune import process
-from finetune.distributed.env import RankEnv
+from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, write_failure, write_result
-from finetune.errors import EXPECTED, RankLostError
+from finetune.errors import EXPECTED, RankLostError, first_line
 from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.torch_engine.device import device_of
@@ -59,8 +59,7 @@ def _from_rank0(env: RankEnv, store) -> bytes:
         store.set(f"read-{env.rank}", "")
     except dist.DistError as error:
         raise RankLostError(
-            f"rank 0 of {env.size} ended before it sent the plan ({str(error).splitlines()[0]}). Rerun with "
-            "--resume auto."
+            f"rank 0 of {env.size} ended before it sent the plan ({first_line(error)}). Rerun with --resume auto."
         ) from None
     return message
 
@@ -77,14 +76,15 @@ def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
     plan = replace(plan, files=find_model_of(asdict(s)))
+    address = network_address(env, store, s.rank_timeout)
     try:
-        watchdog = start_watchdog(env, store, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
+        watchdog = start_watchdog(env, store, address, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
     except RankLostError as error:
         if env.folder:
             write_failure(env, error.exit_code, str(error))
         raise
     try:
-        init_process_group(env, store, device_of(plan.backend, env.local_rank), s.rank_timeout)
+        init_process_group(env, store, address, device_of(plan.backend, env.local_rank), s.rank_timeout)
         state = run(plan, env, watchdog)
         destroy_process_group()
         watchdog.close()
@@ -101,6 +101,4 @@ def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
     except RuntimeError as error:
         if not watchdog.caused_by_peer(error):
             raise
-        raise RankLostError(
-            f"a rank stopped responding ({str(error).splitlines()[0]}). Rerun with --resume auto."
-        ) from error
+        raise RankLostError(f"a rank stopped responding ({first_line(error)}). Rerun with --resume auto.") from error
