@@ -1,5 +1,7 @@
 """Expected failures of a run, each with a stable exit code for scripts."""
 
+import errno
+
 
 def first_line(error: BaseException) -> str:
     """What an error says in its first line, at most 200 characters; its type if it says nothing."""
@@ -52,6 +54,16 @@ class CheckpointDamagedError(RuntimeError):
     """The requested checkpoint does not verify, and there is no valid older one to fall back to."""
 
     exit_code = 76
+
+
+# What libraries say when memory, or an address for a thread, a lock or a library, is refused.
+MEMORY_REFUSED = ("can't allocate", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory was refused, whatever type the library raised."""
+    refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return refused or any(text in str(error).lower() for text in MEMORY_REFUSED)
 
 
 # Failures reported as one line and an exit code, without a traceback.

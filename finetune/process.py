@@ -12,7 +12,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, StorageError
+from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, StorageError, is_out_of_memory
 from finetune.terminal import log_error
 
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or --batch_size."
@@ -121,9 +121,8 @@ def open_standard_streams() -> None:
 
 
 def out_of_memory(error) -> str | None:
-    """The line of a failure to allocate memory, to map a library or to start a thread; None for any other error."""
-    known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-    if known or any(text in str(error) for text in ("can't start new thread", "failed to map segment")):
+    """The line of a failure for want of memory; None for any other error."""
+    if is_out_of_memory(error):
         return f"out of memory ({(str(error).splitlines() or ['no detail'])[0][:200]}). {MORE_MEMORY}"
     return None
 

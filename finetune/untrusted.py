@@ -3,10 +3,9 @@
 import os
 import re
 
-from finetune.errors import EXPECTED, PlanError
+from finetune.errors import EXPECTED, PlanError, is_out_of_memory
 
-MEMORY = ("can't allocate memory", "out of memory", "can't start new thread", "bad_alloc")
-PASS = (*EXPECTED, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
+PASS = (*EXPECTED, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
@@ -23,7 +22,7 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
         return self
 
     def __exit__(self, kind, error, traceback):
-        if error is None or isinstance(error, PASS) or any(text in str(error).lower() for text in MEMORY):
+        if error is None or isinstance(error, PASS) or is_out_of_memory(error):
             return False
         raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 
