@@ -21,7 +21,7 @@ from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel import fsdp, placement, process_groups
-from tests.support import engine_access, tiny
+from tests.support import engine_access, ranks, tiny
 from tests.support.build import torch_engine
 
 LAYOUTS = {
@@ -112,7 +112,7 @@ FAST = {
 STEPS, ROWS_PER_STEP = 6, 7
 # A rank sums other terms than one process: fp32 rounding of a mean over some hundred targets.
 LOSS = 1e-6
-CPU = torch.device("cpu")
+DEVICE = ranks.compute_device()
 # Six documents per rank have unequal targets; 7 rows per step never divide evenly.
 DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_PER_STEP)))
 
@@ -153,14 +153,14 @@ def check(figures: dict, dims: ParallelDims) -> None:
 
 def build(
     case: Case,
-    ranks=process_groups.SINGLE_PROCESS,
+    groups=process_groups.SINGLE_PROCESS,
     architecture: str = "llama",
     deep: bool = False,
     distribution: str = "ptd",
 ) -> Engine:
     """The engine of a tiny model; the same weights for every world size."""
     # Wide enough that half a row is a multiple of a block of scales.
-    sizes = {"num_hidden_layers": 4} if ranks.dims.pp > 2 or deep else {}
+    sizes = {"num_hidden_layers": 4} if groups.dims.pp > 2 or deep else {}
     model = tiny.build(architecture, intermediate_size=128, **sizes)
     settings = dataclasses.replace(
         TrainConfig(),
@@ -179,7 +179,8 @@ def build(
     if case.view_bf16:
         fsdp.view_as_bf16(model)
     reshard = not case.kept
-    engine = torch_engine(model, settings, CPU, ranks=ranks, reshard_after_forward=reshard, distribution=distribution)
+    model.to(groups.device)
+    engine = torch_engine(model, settings, ranks=groups, reshard_after_forward=reshard, distribution=distribution)
     engine.verify("auto")
     return engine
 
@@ -252,8 +253,8 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
 
 def packed_in_forward(rank: int, size: int, kind: str) -> dict:
     """{'layers': number, 'different': names of those whose codes or scales differ from one process's}, in a forward."""
-    ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), CPU)
-    engine, seen = build(CASES[kind], ranks), {}
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), DEVICE)
+    engine, seen = build(CASES[kind], groups), {}
     for name, layer in layers(engine.model).items():
         keep = partial(seen.setdefault, name)
         layer.register_forward_pre_hook(
@@ -304,10 +305,10 @@ class CollectiveBytes(TorchDispatchMode):
 def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
     """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
     dims, case = LAYOUTS[layout], CASES[kind]
-    ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU)
-    engine = build(case, ranks, architecture)
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
+    engine = build(case, groups, architecture)
     batches = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
-    count = int(max(ranks.all_gather_scalars([len(batches)])[:, 0]))
+    count = int(max(groups.all_gather_scalars([len(batches)])[:, 0]))
     batches += [engine_access.empty_batch(engine)] * (count - len(batches))
     with CollectiveBytes() as counted:
         engine.train_step(batches, 1e-3)
@@ -339,7 +340,7 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     )
     return [
         {k: n for k, n in counted.bytes.items() if n},
-        communication.bytes_per_step(dims, work, ranks.coordinate("pp")),
+        communication.bytes_per_step(dims, work, groups.coordinate("pp")),
     ]
 
 
@@ -372,8 +373,8 @@ def accelerated(rank: int, size: int, method: str, kinds: list, architecture: st
         AcceleratorState._reset_state(reset_partial_state=True)  # accelerate allows one way per process
         # First, as ZeRO-3 changes how later models of the process are built.
         one = train(build(CASES[kind], architecture=architecture)) if rank == 0 else None
-        ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_replicate=size), CPU)
-        many = train(build(CASES[kind], ranks, architecture, distribution=method))
+        groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_replicate=size), DEVICE)
+        many = train(build(CASES[kind], groups, architecture, distribution=method))
         found = {"layout": method, "kind": kind, "architecture": architecture}
         if rank == 0:
             found |= compare(one, many)
@@ -386,14 +387,14 @@ def matrix(rank: int, size: int, wanted: list) -> list[dict]:
     figures = []
     for layout, kind, architecture in wanted:
         dims = LAYOUTS[layout]
-        ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU)
+        groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
         found = {"layout": layout, "kind": kind, "architecture": architecture}
         try:
-            many = train(build(CASES[kind], ranks, architecture))
+            many = train(build(CASES[kind], groups, architecture))
         except PlanError as error:  # on every rank
             figures.append(found | {"refused": str(error)})
             continue
-        found["bytes"] = many["bytes"] == expected_bytes(many, ranks)
+        found["bytes"] = many["bytes"] == expected_bytes(many, groups)
         found["held"] = sum(many["bytes"].values())
         if rank == 0:
             one = build(CASES[kind], architecture=architecture, deep=dims.pp > 2)

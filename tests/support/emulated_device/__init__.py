@@ -61,6 +61,7 @@ def _module(device) -> types.ModuleType:
     module.manual_seed = module.manual_seed_all = seeds.manual_seed
     module.get_rng_state = lambda device=NAME: seeds.get_state()
     module.set_rng_state = lambda state, device=NAME: seeds.set_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # what autocast asks of a PrivateUse1
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.synchronize = module.empty_cache = lambda: None
