@@ -175,7 +175,7 @@ def build(
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
-        add_frozen_base_and_adapters(model, case, settings)
+        add_frozen_base_and_adapters(model, case, settings, groups.device)
     if case.view_bf16:
         fsdp.view_as_bf16(model)
     reshard = not case.kept
@@ -185,7 +185,7 @@ def build(
     return engine
 
 
-def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig) -> None:
+def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, device: torch.device) -> None:
     model.to(torch.bfloat16 if case.bf16 else torch.float32)
     if case.method:
         config = quantization_wrapper.config_for(
@@ -193,12 +193,13 @@ def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig) -> No
         )
         quantization_wrapper.quantize_model(model, config, linear_names(model))
         experts.quantize(model, config, list(experts.reachable(model)))
+    model.to(device)
     add_adapters(model, target_names(model, "all", settings.use_dora), settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             if name.endswith("lora_B"):
-                parameter.normal_(std=0.05, generator=generator)
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
 
 
 def rank_batches(engine: Engine, rows) -> list:

@@ -134,20 +134,25 @@ def dispatch_key(device_type: str) -> str:
 def install(device_type: str) -> list[str]:
     """Supplies what is missing on the device; one line for each shim installed. Raises ImportError."""
     check_private_names()
-    module, installed = torch.get_device_module(device_type), []
-    missing = missing_pieces(device_type)
-    for name, value in pieces(module).items():
-        if name in missing:
-            setattr(module, name, value)
+    installed, missing = [], install_pieces(device_type)
     if missing:
         installed.append(f"torch.{device_type}: {', '.join(missing)}")
-    operators = install_operators(module, dispatch_key(device_type))
+    operators = install_operators(torch.get_device_module(device_type), dispatch_key(device_type))
     if operators:
         installed.append(f"FSDP2 operators: {', '.join(operators)}")
     if refuses_resize(device_type):
         free_without_resize(device_type)
         installed.append("weights are freed and refilled without resizing their storage, which the device refuses")
     return installed
+
+
+def install_pieces(device_type: str) -> list[str]:
+    """Completes the device's module; the names that were missing."""
+    module, missing = torch.get_device_module(device_type), missing_pieces(device_type)
+    for name, value in pieces(module).items():
+        if name in missing:
+            setattr(module, name, value)
+    return missing
 
 
 def install_operators(module: types.ModuleType, key: str) -> list[str]:

@@ -71,3 +71,9 @@ def _module(device) -> types.ModuleType:
     module.recommended_max_memory = lambda: MEMORY_BYTES
     module.Event = Event
     return module
+
+
+def environment() -> dict:
+    """Environment of a process that imports the device and the project from anywhere."""
+    root = str(Path(__file__).parents[3])
+    return {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

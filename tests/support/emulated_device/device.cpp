@@ -22,7 +22,7 @@ namespace {
 
 const at::Device DEVICE(at::kPrivateUse1, 0);
 std::atomic<int64_t> live_bytes{0}, peak_bytes{0}, num_fallbacks{0};
-std::atomic<bool> refuses_resize{false};
+std::atomic<bool> refuses_resize{false}, refuses_bfloat16{false}, ignores_offsets{false};
 
 struct Block {
   void* data;
@@ -94,10 +94,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 Hooks hooks;
 const bool registered = [] { return at::RegisterPrivateUse1HooksInterface(&hooks), true; }();
 
+void check_dtype(std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(!refuses_bfloat16 || dtype != at::kBFloat16, "BFloat16 is not supported on the emulated device");
+}
+
 at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
     std::optional<bool>, std::optional<at::MemoryFormat> format) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  check_dtype(dtype);
   return at::detail::empty_generic(size, &allocator, keys, c10::dtype_or_default(dtype), format);
 }
 
@@ -105,6 +110,7 @@ at::Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<at::Device>, std::optional<bool>) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+  check_dtype(dtype);
   return at::detail::empty_strided_generic(size, stride, &allocator, keys, c10::dtype_or_default(dtype));
 }
 
@@ -116,8 +122,12 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
 }
 
+// Told to, it reads a contiguous source from the beginning of its storage: a wrong answer of the kind MPS has given.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
-  on_cpu(self).copy_(on_cpu(source));
+  auto from = source;
+  if (ignores_offsets && source.is_privateuseone() && self.is_cpu() && source.is_contiguous() && source.numel())
+    from = source.as_strided(source.sizes(), source.strides(), 0);
+  on_cpu(self).copy_(on_cpu(from));
   return self;
 }
 
@@ -169,4 +179,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [] { peak_bytes = live_bytes.load(); });
   m.def("num_fallbacks", [] { return num_fallbacks.load(); });
   m.def("refuse_resize", [](bool refuses) { refuses_resize = refuses; });
+  m.def("refuse_bfloat16", [](bool refuses) { refuses_bfloat16 = refuses; });
+  m.def("ignore_offsets", [](bool ignores) { ignores_offsets = ignores; });
 }
