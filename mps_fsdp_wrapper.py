@@ -285,9 +285,10 @@ class MPSFSDPWrapper:
             offload_policy=CPUOffloadPolicy(pin_memory=False) if config.cpu_offload else OffloadPolicy(),
         )
         full = config.sharding_strategy is ShardingStrategy.FULL_SHARD
+        names = {module: name or "the model" for name, module in model.named_modules()}
         for module, shard_module in fsdp.units(model, modules, full, **options):
+            logger.debug("unit %s: %s", names[module], type(module).__name__)
             shard_module()
-            logger.debug("unit %s: %d parameters", type(module).__name__, sum(1 for _ in module.parameters()))
         for unit, following in zip(modules, modules[1:], strict=False):
             unit.set_modules_to_forward_prefetch([following] if config.forward_prefetch else [])
         for scalar in scalars:  # FSDP2 shards none

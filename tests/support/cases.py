@@ -55,8 +55,8 @@ class Case:
     # Blocks of 128 values span rows of the tiny model, whose rows have 64.
     group_size: int = 32
     use_dora: bool = False
-    # 16-bit base.
-    bf16: bool = False
+    # Dtype of the base, and of products in full fine-tuning, whose weights stay fp32: fp32, bf16 or fp16.
+    precision: str = "fp32"
     # Packed codes viewed as bf16, as for a torch that shards no integers.
     view_bf16: bool = False
     no_sync: bool = False
@@ -67,9 +67,13 @@ class Case:
     @property
     def id(self) -> str:
         words = [self.method or ("dora" if self.use_dora else self.train_type)]
-        words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128) + ["bf16"] * self.bf16
+        words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
+        words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
         return " ".join(words + ["kept"] * self.kept)
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def by_id(*cases: Case) -> dict[str, Case]:
@@ -96,7 +100,7 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
-CASES = MATRIX | by_id(Case(method="nf4", bf16=True), Case("full", recomputed=True))
+CASES = MATRIX | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -164,7 +168,7 @@ def build(
     model = tiny.build(architecture, intermediate_size=128, **sizes)
     settings = dataclasses.replace(
         TrainConfig(),
-        precision="bf16" if case.bf16 else "fp32",
+        precision=case.precision + "_autocast" * (case.train_type == "full" and case.precision != "fp32"),
         lr=1e-3,
         grad_norm=0.5,
         lora_rank=4,
@@ -186,7 +190,7 @@ def build(
 
 
 def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, device: torch.device) -> None:
-    model.to(torch.bfloat16 if case.bf16 else torch.float32)
+    model.to(DTYPES[case.precision])
     if case.method:
         config = quantization_wrapper.config_for(
             case.method, group_size=case.group_size, double_quant=case.double_quant
@@ -402,3 +406,97 @@ def matrix(rank: int, size: int, wanted: list) -> list[dict]:
             found |= compare(train(one), many)
         figures.append(found)
     return figures
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+KINDS_OF_TRAINING = {
+    "full": Case("full"),
+    "lora": Case("lora"),
+    "affine": Case(method="mlx"),
+    "nf4": Case(method="nf4"),
+}
+
+
+def strategies(rank: int, size: int, wanted: list) -> list[dict]:
+    """Figures of each (strategy, precision, kind) on the ranks' device against one process on the CPU."""
+    figures = []
+    for strategy, precision, kind in wanted:
+        case = dataclasses.replace(KINDS_OF_TRAINING[kind], precision=precision, kept=strategy == "SHARD_GRAD_OP")
+        dims = ParallelDims(dp_replicate=size) if strategy == "NO_SHARD" else ParallelDims(dp_shard=size)
+        groups = process_groups.ProcessGroups(device=DEVICE)
+        if size > 1:
+            groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
+        many, found = train(build(case, groups)), {"cell": [strategy, precision, kind]}
+        found["losses"], found["norms of steps"] = many["losses"], many["norms"]
+        found["bytes"] = size == 1 or many["bytes"] == expected_bytes(many, groups)
+        figures.append(found | (compare(train(build(case)), many) if rank == 0 else {}))
+    return figures
+
+
+def check_strategy(figures: dict) -> None:
+    """fp32 as every layout of ranks. In 16 bits a rank's microbatches have other shapes than one process's, so products
+    round elsewhere: to 2^-11 in fp16, and eight times that in bf16.
+    """
+    assert figures["bytes"], figures
+    if "loss" not in figures:
+        return
+    loss, gradients, norm = {"fp32": (LOSS, 2e-6, 1e-6), "fp16": (1e-4, 2e-2, 2e-3), "bf16": (8e-4, 0.16, 3e-2)}[
+        figures["cell"][1]
+    ]
+    assert figures["loss"] <= loss and figures["gradients"] <= gradients and figures["norm"] <= norm, figures
+
+
+def bytes_of_a_step(rank: int, size: int, recomputed: bool, kind: str) -> dict:
+    """Exact bytes on the emulated device: [live after a step, peak in it] per step; what this rank holds of the model,
+    its moments, the full model, its largest unit.
+    """
+    import gc
+
+    from tests.support import emulated_device
+
+    device = emulated_device.extension()
+    before = device.live_bytes()
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), DEVICE)
+    case = dataclasses.replace(KINDS_OF_TRAINING[kind], recomputed=recomputed)
+    engine = build(case, groups, deep=True)
+    live = []
+    batches = rank_batches(engine, torch.arange(size).numpy())  # one row per rank: activations are small
+    for _ in range(3):
+        gc.collect()
+        device.reset_peak()
+        engine.train_step(batches, 1e-3)
+        gc.collect()
+        live.append([device.live_bytes() - before, device.peak_bytes() - before])
+    held = sum(placement.local_shard(p.detach()).nbytes for p in engine.model.parameters())
+    moments = sum(t.nbytes for s in engine_access.optimizer(engine).state.values() for t in s.values() if t.dim())
+    full = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    buffers = sum(b.nbytes for b in engine.model.buffers())
+    unit = max(
+        sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in fsdp.decoder_layers(engine.model)
+    )
+    return {"live": live, "held": held + buffers, "moments": moments, "full": full, "unit": unit}
+
+
+def completed_device(rank: int, size: int) -> dict:
+    """What the emulated device lacks, what was installed, what a second installation adds; MPS's operators before and
+    after; whether checkpointing asks the device for its random state, without the pieces and with them.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    from finetune.torch_engine.parallel import device_shims
+    from tests.support import emulated_device
+
+    emulated_device.load()
+    module, asked, restores = torch.get_device_module(emulated_device.NAME), [], []
+    state = module.get_rng_state
+    module.get_rng_state = lambda *a, **k: asked.append(True) or state()
+    x = torch.ones(4, device=emulated_device.NAME, requires_grad=True)
+    found = {"missing": device_shims.missing_pieces(emulated_device.NAME)}
+    for install in (list, lambda: device_shims.install(emulated_device.NAME)):
+        found["installed"] = install()
+        asked.clear()
+        checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        restores.append(bool(asked))
+    found |= {"again": device_shims.install_pieces(emulated_device.NAME), "restores random state": restores}
+    operators = [device_shims.install_operators(torch.mps, "MPS"), device_shims.missing_operators("MPS")]
+    return found | {"operators": operators}

@@ -21,7 +21,8 @@ def run(
     """Calls function(rank, size, **arguments) in every rank; its results, in rank order.
 
     Arguments and results go through JSON. AssertionError with the ranks' output if one failed. `device`: where the
-    ranks compute (`compute_device()`); "emulated" shards as on an Apple GPU.
+    ranks compute (`compute_device()`); "emulated" shards as on an Apple GPU,
+    "emulated+resize" lets storages be resized.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{function.__module__}:{function.__name__}"
@@ -79,9 +80,9 @@ def compute_device():
 
     from tests.support import emulated_device
 
-    name = os.environ.get(DEVICE, "cpu")
+    name, _, option = os.environ.get(DEVICE, "cpu").partition("+")
     if name == emulated_device.NAME:
-        emulated_device.load()
+        emulated_device.load(refuses_resize=option != "resize")
     return torch.device(name)
 
 

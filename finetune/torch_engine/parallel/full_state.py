@@ -131,7 +131,9 @@ def _load_optimizer(model, optimizer, content, rest: dict) -> None:
         if dtype is not None:
             dtype = getattr(torch, dtype.removeprefix("torch."))
             full = _broadcast(content[OPTIMIZER]["state"][name][key] if content else torch.empty(shape, dtype=dtype))
-            value = full if list(shape) != list(p.shape) or not shape else _like(full, p)
+            value = (
+                _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
+            )  # torch counts on the CPU
         optimizer.state[p][key] = value
     for group, saved in zip(optimizer.param_groups, rest["groups"] or [], strict=False):
         group.update({key: value for key, value in saved.items() if key != "params"})

@@ -64,17 +64,43 @@ class StagedGloo(dist.ProcessGroup):
         self.store, self.timeout, self.devices = store, timeout, devices
         self.global_ranks = global_ranks or list(range(size))
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        for device in devices:
-            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self.gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.gloo._set_sequence_number_for_group()
         self.buffers, self.num_operations = StagingBuffers(), 0
+        self.names = {"name": "", "description": ""}
 
     def getBackendName(self) -> str:
         return NAME
 
     def _get_backend_name(self) -> str:
         return NAME
+
+    # torch keeps a group's name and description in its backends, and this group registers none.
+    def setGroupName(self, name: str) -> None:
+        self.names["name"] = name
+
+    def getGroupName(self) -> str:
+        return self.names["name"]
+
+    def setGroupDesc(self, description: str) -> None:
+        self.names["description"] = description
+
+    def getGroupDesc(self) -> str:
+        return self.names["description"]
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def _get_backend(self, device: torch.device):
+        return self.gloo
+
+    @property
+    def _device_types(self) -> list:
+        return [torch.device(device) for device in self.devices]
+
+    def shutdown(self) -> None:
+        """Ends Gloo's threads now. Meshes may keep this object until the interpreter is gone, which would abort it."""
+        self.gloo = None
+
+    abort = shutdown
 
     # ---- agreement and diagnosis
 

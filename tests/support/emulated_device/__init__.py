@@ -47,12 +47,18 @@ def load(refuses_resize: bool = True):
 
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is there
     device = build("emulated_device", [str(Path(__file__).with_name("device.cpp"))], extra_cflags=["-O1"])
+    sys.modules["emulated_device"] = device
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _module(device))
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     device.refuse_resize(refuses_resize)
     return device
+
+
+def extension():
+    """The extension, once it is loaded."""
+    return sys.modules["emulated_device"]
 
 
 def _module(device) -> types.ModuleType:
