@@ -37,16 +37,19 @@ class CollectiveError(dist.DistBackendError):
     """A collective that failed: what each rank was doing, and which ranks do not answer."""
 
 
-def register(*device_types: str) -> None:
+def register(*device_types: str, copies_cpu: bool = False) -> None:
     """Makes `dist.init_process_group("staged_gloo")` and `dist.new_group(backend="staged_gloo")` work.
 
-    The group serves these devices and the CPU, whose tensors go to Gloo as they are.
+    The group serves these devices and the CPU, whose tensors go to Gloo as they are. `copies_cpu`: those too are
+    staged, which measures what staging costs.
     """
     devices = [*dict.fromkeys([*device_types, "cpu"])]
 
     def create(options, _):
         store, rank, size = options.store, options.group_rank, options.group_size
-        return StagedGloo(store, rank, size, options.timeout, devices, list(options.global_ranks_in_group))
+        group = StagedGloo(store, rank, size, options.timeout, devices, list(options.global_ranks_in_group))
+        group.buffers.copies_cpu = copies_cpu
+        return group
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
@@ -181,7 +184,7 @@ class StagedGloo(dist.ProcessGroup):
         total = sum(t.nbytes for t in tensors)
         if total <= CHUNK_BYTES or not all(t.is_contiguous() for t in tensors):
             return self._one(what, call, inputs, outputs)
-        if all(t.device.type == "cpu" for t in tensors):
+        if not any(self.buffers.stages(t) for t in tensors):
             return self._one(what, call, inputs, outputs)
         matrices = {id(t): t.detach().view(n, -1) for t, n in zip((*inputs, *outputs), rows, strict=True)}
         width = next(iter(matrices.values())).shape[1]

@@ -8,10 +8,16 @@ import torch.distributed as dist
 
 
 class StagingBuffers:
-    """Host memory for tensors in flight, reused. Sizes are powers of two, so that shapes share buffers."""
+    """Host memory for tensors in flight, reused. Sizes are powers of two, so that shapes share buffers.
+
+    `copies_cpu`: tensors that are in host memory already are staged too.
+    """
 
     def __init__(self):
-        self.free, self.lock = {}, threading.Lock()
+        self.free, self.lock, self.copies_cpu = {}, threading.Lock(), False
+
+    def stages(self, tensor: torch.Tensor) -> bool:
+        return self.copies_cpu or tensor.device.type != "cpu"
 
     def take(self, num_bytes: int) -> torch.Tensor:
         size = 1 << max(12, (num_bytes - 1).bit_length())
@@ -31,7 +37,7 @@ class Staged:
     def __init__(self, buffers: StagingBuffers, tensor: torch.Tensor, copy_in: bool):
         self.buffers, self.tensor, self.buffer = buffers, tensor.detach(), None
         self.host = self.tensor
-        if tensor.device.type != "cpu":
+        if buffers.stages(tensor):
             self.buffer = buffers.take(tensor.nbytes)
             self.host = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             if copy_in:
