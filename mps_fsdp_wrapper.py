@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from backend_manager import GIB, BackendManager, first_line
 from finetune.config import DEFAULTS
+from finetune.errors import PlanError
 from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel import device_shims, fsdp, full_state, self_test, staged_gloo
 from finetune.torch_engine.parallel.parallelize import parallelize
@@ -503,8 +504,8 @@ def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
         found["float16_supported"] = (half + half).sum().item() == 4
         found["bfloat16_supported"] = computes_bfloat16(device)
         device_shims.check_private_names()
-    except (RuntimeError, TypeError, ImportError) as error:
-        found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, ImportError)
+    except (RuntimeError, TypeError, PlanError) as error:
+        found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, PlanError)
         found["warnings"].append(first_line(error))
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < (2, 11):

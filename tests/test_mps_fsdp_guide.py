@@ -40,7 +40,7 @@ def script() -> str:
 
 
 def test_the_guide_has_its_blocks():
-    assert len(blocks()) == 15
+    assert len(blocks()) == 20
 
 
 def test_every_block_runs_in_one_process(tmp_path):

@@ -13,6 +13,8 @@ import types
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 
+from finetune.errors import PlanError
+
 OPERATORS = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
@@ -112,14 +114,14 @@ def refuses_resize(device_type: str) -> bool:
 
 
 def check_private_names() -> None:
-    """Raises ImportError if this torch's FSDP2 is not one that the shims fit."""
+    """Raises PlanError if this torch's FSDP2 is not one that the shims fit."""
     for name, expected in EXPECTED.items():
         owner, _, method = name.rpartition(".")
         found = getattr(getattr(_fsdp_param, owner) if owner else _fsdp_collectives, method, None)
         found = getattr(found, "__wrapped__", found)
         parameters = tuple(inspect.signature(found).parameters) if found else ()
         if parameters[: len(expected)] != expected:
-            raise ImportError(
+            raise PlanError(
                 f"torch {torch.__version__}: FSDP2's {name}{parameters} is not the {name}{expected} that sharding on "
                 "this device replaces. Use torch 2.11 to 2.13, or one process (--world_size 1)."
             )
@@ -132,7 +134,7 @@ def dispatch_key(device_type: str) -> str:
 
 
 def install(device_type: str) -> list[str]:
-    """Supplies what is missing on the device; one line for each shim installed. Raises ImportError."""
+    """Supplies what is missing on the device; one line for each shim installed. Raises PlanError."""
     check_private_names()
     installed, missing = [], install_pieces(device_type)
     if missing:

@@ -74,7 +74,7 @@ def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, 
 def prepare_device(device: torch.device) -> str:
     """The backend to pass to `dist.init_process_group` for a device.
 
-    One without collectives gets what FSDP2 misses on it and staged collectives. Raises ImportError if this torch's
+    One without collectives gets what FSDP2 misses on it and staged collectives. Raises PlanError if this torch's
     FSDP2 is not one that can be completed.
     """
     if device.type in COMMUNICATION:

@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from finetune.errors import PlanError
+
 STEP_TOLERANCE = 1e-4  # of the largest gradient; fp32 sums of 64 terms in any order differ by some 1e-6
 
 
-class SelfTestError(RuntimeError):
+class SelfTestError(PlanError, RuntimeError):
     """A device or its collectives gave a wrong answer."""
 
 

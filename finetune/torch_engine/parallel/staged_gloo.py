@@ -5,6 +5,7 @@ memory, so the copies cost bandwidth only. Before each collective the ranks exch
 Gloo ends the process, or returns wrong numbers, where shapes differ.
 """
 
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -66,7 +67,9 @@ class StagedGloo(dist.ProcessGroup):
         super().__init__(rank, size)
         self.store, self.timeout, self.devices = store, timeout, devices
         self.global_ranks = global_ranks or list(range(size))
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        # Gloo's threads end with the group, on request, or before the interpreter does, which would abort otherwise.
+        self.held = [dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)]
+        weakref.finalize(self, self.held.clear)
         self.buffers, self.num_operations = StagingBuffers(), 0
         self.names = {"name": "", "description": ""}
 
@@ -99,9 +102,13 @@ class StagedGloo(dist.ProcessGroup):
     def _device_types(self) -> list:
         return [torch.device(device) for device in self.devices]
 
+    @property
+    def gloo(self):
+        return self.held[0]
+
     def shutdown(self) -> None:
-        """Ends Gloo's threads now. Meshes may keep this object until the interpreter is gone, which would abort it."""
-        self.gloo = None
+        """Ends Gloo's threads now; device meshes keep this object."""
+        self.held.clear()
 
     abort = shutdown
 

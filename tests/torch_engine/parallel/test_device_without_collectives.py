@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.errors import PlanError
 from finetune.torch_engine.parallel import device_shims
 from tests.support import cases, emulated_device, ranks
 
@@ -100,7 +101,7 @@ def test_checkpointing_restores_the_random_state_of_the_device(completed):
 def test_private_names_of_torch_are_as_the_shims_expect(monkeypatch):
     device_shims.check_private_names()
     monkeypatch.setitem(device_shims.EXPECTED, "FSDPParam.free_unsharded_param", ("self", "handle"))
-    with pytest.raises(ImportError, match=r"FSDP2's FSDPParam.free_unsharded_param\('self',\) is not .* 2.11 to 2.13"):
+    with pytest.raises(PlanError, match=r"FSDP2's FSDPParam.free_unsharded_param\('self',\) is not .* 2.11 to 2.13"):
         device_shims.check_private_names()
 
 
