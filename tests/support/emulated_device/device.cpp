@@ -96,7 +96,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 Hooks hooks;
 const bool registered = [] { return at::RegisterPrivateUse1HooksInterface(&hooks), true; }();
 
+// No float64, as on MPS; bfloat16 on request.
 void check_dtype(std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK(dtype != at::kDouble, "Cannot convert an emulated Tensor to float64 dtype");
   TORCH_CHECK(!refuses_bfloat16 || dtype != at::kBFloat16, "BFloat16 is not supported on the emulated device");
 }
 
@@ -127,6 +129,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 // Told to, it reads a contiguous source from the beginning of its storage: a wrong answer of the kind MPS has given.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   auto from = source;
+  if (source.is_privateuseone() && source.scalar_type() != self.scalar_type()) check_dtype(self.scalar_type());
   if (ignores_offsets && source.is_privateuseone() && self.is_cpu() && source.is_contiguous() && source.numel())
     from = source.as_strided(source.sizes(), source.strides(), 0);
   on_cpu(self).copy_(on_cpu(from));

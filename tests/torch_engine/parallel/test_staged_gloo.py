@@ -33,7 +33,7 @@ def test_tensors_of_many_chunks_equal_gloo_and_buffers_are_reused(tmp_path):
     ("case", "said"),
     [
         ("shape", "rank 0: all_reduce number 1 (SUM) of 10 float32; rank 1: all_reduce number 1 (SUM) of 12 float32"),
-        ("dtype", "rank 1: all_reduce number 1 (SUM) of 10 float64"),
+        ("dtype", "rank 1: all_reduce number 1 (SUM) of 10 float16"),
         ("reduction", "rank 1: all_reduce number 1 (MAX) of 10 float32"),
         ("operation", "rank 1: broadcast number 1 of 10 float32 with root 0"),
         ("output", "rank 1: all_gather number 1 with inputs and outputs of sizes that do not belong together"),
@@ -65,12 +65,16 @@ def test_a_rank_that_is_late_beyond_the_timeout_raises_on_every_rank(tmp_path):
     assert "Timed out" in found[0]["text"] and {rank["error"] for rank in found} == {"CollectiveError"}
 
 
-def test_the_device_counts_what_lives_on_it_and_refuses_to_resize():
+def test_the_device_counts_what_lives_on_it_and_refuses_what_mps_refuses():
     device = emulated_device.load()
     before = device.live_bytes()
     tensor = torch.ones(1000, device=emulated_device.NAME)
     assert device.live_bytes() - before == 4000
     with pytest.raises(RuntimeError, match="unexpected device type"):
         tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="float64"):
+        tensor.double()
+    with pytest.raises(RuntimeError, match="float64"):
+        tensor.to("cpu", torch.float64)
     del tensor
     assert device.live_bytes() == before
