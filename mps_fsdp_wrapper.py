@@ -434,11 +434,19 @@ def by_size(min_num_params: int) -> Callable:
     return policy
 
 
+def by_class(classes: tuple) -> Callable:
+    """FSDP1's policy of layers: each module of these classes is a unit."""
+
+    def policy(module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, classes)
+
+    return policy
+
+
 def units_of(model: nn.Module, policy) -> list[nn.Module]:
     """The modules that a policy makes units, inner ones first, the model itself left out."""
     if isinstance(policy, set | tuple | list):
-        classes = tuple(policy)
-        return [m for m in reversed(list(model.modules())) if m is not model and isinstance(m, classes)][::-1]
+        policy = by_class(tuple(policy))
     found, taken = [], set()
 
     def visit(module):
@@ -508,6 +516,8 @@ def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
         found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, PlanError)
         found["warnings"].append(first_line(error))
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found["macos_version"] and int(found["macos_version"].split(".")[0]) < 13:
+        found["warnings"].append(f"macOS {found['macos_version']}: MPS needs 13 or later")
     if version < (2, 11):
         found["warnings"].append(f"torch {torch.__version__}: 2.11 is the oldest that this was written for")
     return found

@@ -107,6 +107,8 @@ def test_units_by_size_by_class_and_by_a_function_of_fsdp1s_form():
     layers, inner = list(model.layers), [model.inner, model.outer]
     assert units_of(model, mps_fsdp_wrapper.by_size(200)) == layers
     assert units_of(model, {nn.Linear}) == layers + inner
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), nn.Linear(2, 2))
+    assert units_of(nested, {nn.Sequential, nn.Linear}) == [nested[0][0], nested[0], nested[1]]  # inner ones first
     assert units_of(model, lambda module, recurse, nonwrapped_numel: recurse or module is model.inner) == [model.inner]
 
 
