@@ -12,7 +12,7 @@ from dataclasses import replace
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
 from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, weight_bytes
@@ -268,6 +268,7 @@ def estimate(
         "workspace": max(0, taken),
         "overlap": min(0, taken),
         "gathered": gathered_bytes(m) if ranks > 1 else 0,
+        "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "allocator": allocator_bytes(m, microbatch, kept),
     }
@@ -296,12 +297,26 @@ def gathered_bytes(m: ModelCost) -> int:
 
     The root group is the embedding and, unless tied, the head.
     """
+    layer, root = unit_bytes(m)
+    return int(2 * layer + root)
+
+
+def staged_bytes(m: ModelCost, ranks: int) -> int:
+    """Bytes of host copies of the largest unit in an all-gather, and of the buffers kept, where collectives are staged.
+
+    Host and device share the memory of an Apple GPU.
+    """
+    return int(max(unit_bytes(m)) * (1 + 1 / ranks)) + FREE_STAGING_BYTES
+
+
+def unit_bytes(m: ModelCost) -> tuple[float, float]:
+    """Bytes of FSDP's units, in full: (a layer, the root group)."""
     shape = m.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
     one = (all_layers - outside * m.weight) / shape.num_layers
     adapters = 0 if m.full else 4 * sum(trainable_tensors(m)) / shape.num_layers
-    return int(2 * (one + adapters) + outside * m.weight)
+    return one + adapters, outside * m.weight
 
 
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:

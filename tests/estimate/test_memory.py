@@ -60,7 +60,10 @@ def test_a_sharded_rank_holds_its_shard_and_two_gathered_layers_and_the_root():
         assert four[name] == pytest.approx(one[name] / 4, abs=1)
     assert four["activations"] == one["activations"]
     layer = 4 * SMALL.linear_weights / SMALL.num_layers
-    assert four["gathered"] == pytest.approx(2 * layer + 2 * 4 * 32000 * 2048, rel=0.01)
+    root = 2 * 4 * 32000 * 2048
+    assert four["gathered"] == pytest.approx(2 * layer + root, rel=0.01) and "staged" not in four
+    on_macs = memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "mps", 4)["items"]
+    assert on_macs["staged"] == pytest.approx(max(layer, root) * 1.25 + 2**26, rel=0.01)
 
 
 def test_a_70b_base_in_nf4_is_what_arithmetic_says():

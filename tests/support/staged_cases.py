@@ -177,6 +177,7 @@ def large_tensors(rank: int, size: int) -> list[int]:
                 for g, device in ((group, emulated_device.NAME), (dist.group.WORLD, "cpu"))
             )
             assert torch.equal(mine, oracle), name
+    assert group.buffers.free_bytes == sum(b.numel() for free in group.buffers.free.values() for b in free) <= 2**26
     return [len(free) for free in group.buffers.free.values()]
 
 

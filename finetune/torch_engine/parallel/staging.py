@@ -6,29 +6,37 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from finetune.estimate.engine_limits import FREE_STAGING_BYTES
+
+MIB = 2**20
+
 
 class StagingBuffers:
-    """Host memory for tensors in flight, reused. Sizes are powers of two, so that shapes share buffers.
+    """Host memory for tensors in flight, reused: powers of two up to a MiB, then whole MiB, so that shapes share them.
+    At most FREE_STAGING_BYTES are kept between operations.
 
     `copies_cpu`: tensors that are in host memory already are staged too.
     """
 
     def __init__(self):
-        self.free, self.lock, self.copies_cpu = {}, threading.Lock(), False
+        self.free, self.free_bytes, self.lock, self.copies_cpu = {}, 0, threading.Lock(), False
 
     def stages(self, tensor: torch.Tensor) -> bool:
         return self.copies_cpu or tensor.device.type != "cpu"
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        size = 1 << max(12, (num_bytes - 1).bit_length())
+        size = 1 << max(12, (num_bytes - 1).bit_length()) if num_bytes <= MIB else -(-num_bytes // MIB) * MIB
         with self.lock:
             if self.free.get(size):
+                self.free_bytes -= size
                 return self.free[size].pop()
         return torch.empty(size, dtype=torch.uint8)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         with self.lock:
-            self.free.setdefault(buffer.numel(), []).append(buffer)
+            if self.free_bytes + buffer.numel() <= FREE_STAGING_BYTES:
+                self.free.setdefault(buffer.numel(), []).append(buffer)
+                self.free_bytes += buffer.numel()
 
 
 class Staged:
