@@ -27,8 +27,10 @@ if __name__ == "__main__":  # --help and an unknown flag are answered before num
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
 from finetune import doctor, evaluation, report
@@ -88,7 +90,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     elif Path(s.output_dir).resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {s.output_dir}: is the model's own folder. Give another.")
     if skipped:
-        why = f"auto found {skipped}, and this version trains through torch only"
+        why = f"auto found {skipped}, and this version has no engine for it"
         adjustment = Adjustment("backend", "auto", plan.backend, why)
         plan = replace(plan, adjustments=(adjustment, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
@@ -131,6 +133,49 @@ def build_engine(plan: RunPlan, parallel):
     from finetune.torch_engine.engine import TorchEngine
 
     return TorchEngine(parallel, plan.settings, plan.files.config)
+
+
+class Opened(NamedTuple):
+    """How the plan's engine is reached. `load(batches, initial_adapter)`: a model; `build(model, pad_id)`: its engine.
+
+    `baseline`: memory of the process after its imports; `loads_own_shards`: each rank reads only its rows.
+    """
+
+    load: Callable
+    build: Callable
+    baseline: int = 0
+    loads_own_shards: bool = False
+
+
+def open_engine(plan: RunPlan, env: RankEnv) -> Opened:
+    """Joins the ranks of the plan's engine. Collective."""
+    if plan.engine == "mlx":
+        return open_mlx(plan)
+    groups, local_shards, baseline = join_groups(plan, env)
+    load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
+
+    def build(model, pad_id: int):
+        return build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id))
+
+    return Opened(load, build, baseline, local_shards is not None)
+
+
+def open_mlx(plan: RunPlan) -> Opened:
+    """MLX's engine, on one process or on the ranks of mlx.launch; its logits are compared with transformers' first."""
+    from finetune.mlx_engine import fingerprint
+    from finetune.mlx_engine import load as mlx
+    from finetune.torch_engine import reference
+
+    files, s = plan.files, plan.settings
+
+    def load(batches=None, initial_adapter=None):
+        fingerprint.check(files, s, reference.logits)
+        return mlx.load_model(files.folder, files.config, s)
+
+    def build(model, pad_id: int):
+        return mlx.build_engine(*model, s, pad_id, files.config, plan.dims.world_size)
+
+    return Opened(load, build)
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
@@ -195,27 +240,26 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
             if notice:
                 log.say(f"  note: {notice}")
         process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
-        groups, local_shards, baseline = join_groups(plan, env)
+        opened = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
-        load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
         from_data = plan.settings.init_lora_weights == "eva"
-        loading = None if from_data else process.in_background(load, None, output_dir.initial_adapter())
+        loading = None if from_data else process.in_background(opened.load, None, output_dir.initial_adapter())
         data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
-        model = load(eva_batches(data, plan.settings)) if from_data else loading.result()
-        engine = build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id(tokenizer)))
+        model = opened.load(eva_batches(data, plan.settings)) if from_data else loading.result()
+        engine = opened.build(model, pad_id(tokenizer))
         plan = finalize(plan, data, engine, log.say)
         log.say("\n".join(report.engine_lines(engine)))
         output_dir.describe(engine, plan, data)
-        log.summary.loading_bytes = engine.begin_memory(baseline)
+        log.summary.loading_bytes = engine.begin_memory(opened.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         with storage(output_dir.root):
             state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
         log.open(output_dir.root, state, offset)
         if resumed_from:
             log.saved(resumed_from)
-        log.start(data, predicted_for_batch(plan, data, engine.pad_id, local_shards is not None))
+        log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
         run_steps(engine, data, plan, state, log, output_dir, stop)
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began

@@ -12,10 +12,21 @@ from tests.support.commands import ROOT
 
 SCRIPTS = ("train", "generate", "score", "export", "expand")
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
-FOLDERS = ("torch_engine", "quantizers", "plan", "estimate", "data", "model_files", "checkpoint", "distributed")
+FOLDERS = (
+    "torch_engine",
+    "mlx_engine",
+    "quantizers",
+    "plan",
+    "estimate",
+    "data",
+    "model_files",
+    "checkpoint",
+    "distributed",
+)
 # Folders without a framework, and the single files of finetune/, which are "file".
 SHARED = {"file", "plan", "estimate", "data", "model_files", "checkpoint", "distributed"}
 BOTTOM = {"quantization_wrapper", "backend_manager"}
+ENGINES = ("torch_engine", "mlx_engine", "quantizers")
 # Room -> (rooms it may import at module level, packages it may import at module level).
 ARROWS = {
     "script": (SHARED | BOTTOM, set()),
@@ -24,7 +35,8 @@ ARROWS = {
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
-    "quantizers": ({"quantizers"}, {"torch", "triton"}),
+    "mlx_engine": (SHARED | BOTTOM | {"mlx_engine", "finetune.quantizers.affine"}, {"numpy", "mlx", "mlx_lm"}),
+    "quantizers": ({"quantizers"}, {"numpy", "torch", "triton"}),
     "quantization_wrapper": ({"backend_manager"}, set()),
     "backend_manager": (set(), set()),
 }
@@ -99,7 +111,7 @@ def test_each_module_imports_only_what_its_room_may(module):
             assert name in packages, f"{module} imports {name} at module level"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")])
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ENGINES])
 def test_frameworks_are_imported_inside_functions_of_few_modules_only(module):
     allowed = INSIDE_FUNCTIONS.get(module, set())
     assert everywhere(TREES[module]) & {"torch", "transformers", "mlx", "mlx_lm"} <= allowed
@@ -116,9 +128,9 @@ def test_shared_modules_import_an_engine_only_to_open_one():
     """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
     may = {*SCRIPTS, "finetune.inference", "quantization_wrapper"}
     for module in MODULES:
-        if room(module) in ("torch_engine", "quantizers") or module in may:
+        if room(module) in ENGINES or module in may:
             continue
-        reached = {n for n in everywhere(TREES[module]) if room(n) in ("torch_engine", "quantizers")}
+        reached = {n for n in everywhere(TREES[module]) if room(n) in ENGINES}
         assert not reached, f"{module} imports {reached}"
 
 
@@ -126,6 +138,8 @@ def test_torch_and_mlx_never_meet_in_a_module_of_an_engine():
     for module in MODULES:
         if room(module) in ("torch_engine", "quantizers"):
             assert not everywhere(TREES[module]) & {"mlx", "mlx_lm"}, module
+        if room(module) == "mlx_engine":
+            assert not everywhere(TREES[module]) & {"torch", "transformers"}, module
 
 
 def test_imports_at_module_level_have_no_cycle():
@@ -147,7 +161,7 @@ def test_every_module_is_reached_from_a_script():
 
 
 def test_importing_scripts_and_shared_modules_loads_no_framework():
-    modules = [m for m in MODULES if room(m) not in ("torch_engine", "quantizers")]
+    modules = [m for m in MODULES if room(m) not in ENGINES]
     code = (
         f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"
     )

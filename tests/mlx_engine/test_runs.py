@@ -1,0 +1,140 @@
+"""train.py --backend mlx: runs, kills and resumes, and runs that move between the engines."""
+
+import json
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.metrics import read_events
+from tests.support import ranks
+from tests.support.commands import command, finish, wait_for_steps
+from tests.support.runs import copy_up_to, losses, same_files, steps
+from train import fine_tune
+
+STATE = ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors")
+# fp32 products of two libraries over 12 steps; 1e-6 here.
+MOVED = 1e-4
+
+
+@pytest.fixture(scope="module")
+def mlx_run(tiny_model, rows_file, tmp_path_factory):
+    """The output folder of 12 steps with dropout and accumulation, every step kept."""
+    folder = tmp_path_factory.mktemp("mlx") / "out"
+    state = fine_tune(**flags_of(tiny_model, rows_file, folder), lora_dropout=0.1, save_every=1, keep_last=12)
+    assert state.status == "finished" and state.step == 12
+    return folder
+
+
+def flags_of(model, rows, folder, **changes):
+    flags = dict(model_name=str(model), dataset=str(rows), output_dir=str(folder), backend="mlx", train_type="lora")
+    flags |= dict(lora_rank=4, batch_size=2, gradient_accumulation_steps=2, num_epochs=2, lr=1e-3, precision="fp32")
+    return flags | dict(context_length=64, log_to="stdout") | changes
+
+
+def test_a_run_writes_what_every_run_writes(mlx_run):
+    plan = json.loads((mlx_run / "run_plan.json").read_text())["settled"]
+    assert (plan["backend"], plan["backend_type"], plan["engine"]) == ("mlx", "mlx", "mlx")
+    found = losses(mlx_run)
+    assert len(found) == 12 and np.mean(found[-3:]) < np.mean(found[:3])
+    end = read_events(mlx_run, "end")[-1]
+    assert end["status"] == "finished" and end["peak_memory_bytes"]["total"] > 0
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_run_resumed_at_a_step_is_bitwise_the_uninterrupted_one(mlx_run, tmp_path, step):
+    folder = copy_up_to(mlx_run, step, tmp_path / "out")
+    assert fine_tune(resume="auto", output_dir=str(folder)).step == 12
+    assert steps(folder) == steps(mlx_run)
+    same_files(folder / "checkpoints" / "step-12", mlx_run / "checkpoints" / "step-12", STATE)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bitwise(tiny_model, rows_file, tmp_path):
+    flags = flags_of(tiny_model, rows_file, tmp_path / "whole", lora_dropout=0.1, max_steps=150, save_every=5)
+    assert finish(command(flags)).returncode == 0
+    killed = flags | {"output_dir": str(tmp_path / "out")}
+    process = ranks.start(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_steps(tmp_path / "out", 20, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finally:
+        ranks.kill_session(process)
+    assert finish(command(killed, "--resume auto")).returncode == 0
+    assert steps(tmp_path / "out") == steps(tmp_path / "whole")
+    one, two = (newest_checkpoint(tmp_path / name)[0].folder for name in ("whole", "out"))
+    same_files(one, two, STATE)
+
+
+QLORA = dict(train_type="qlora", quantization_backend="mlx", group_size=32)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"train_type": "full", "lr": 1e-4}, QLORA], ids=str)
+def test_a_run_that_moves_twice_is_the_run_that_stays(tiny_model, rows_file, tmp_path, changes):
+    """Four steps torch, four MLX, four torch, against twelve of torch: optimizer moments and cursor go with it."""
+    whole = flags_of(tiny_model, rows_file, tmp_path / "whole", **{"backend": "cpu", **changes})
+    if whole["train_type"] == "full":
+        del whole["lora_rank"]
+    assert fine_tune(**whole).step == 12
+    moved = whole | {"output_dir": str(tmp_path / "out"), "save_every": 1, "keep_last": 12}
+    fine_tune(**moved)
+    for upto, backend in ((4, "mlx"), (8, "cpu")):
+        folder = copy_up_to_any(tmp_path / f"out{'' if upto == 4 else '-4'}", upto, tmp_path / f"out-{upto}")
+        assert fine_tune(resume=str(folder), backend=backend).step == 12
+    assert losses(tmp_path / "out-8") == pytest.approx(losses(tmp_path / "whole"), rel=MOVED)
+    name = "model.safetensors" if changes.get("train_type") == "full" else "adapter_model.safetensors"
+    one, other = (load_file(tmp_path / folder / name) for folder in ("whole", "out-8"))
+    assert one.keys() == other.keys()
+    for key in one:  # AdamW moves each weight by about its rate per step
+        np.testing.assert_allclose(one[key], other[key], atol=1e-2 * 12 * whole["lr"])
+
+
+def copy_up_to_any(folder, step, target):
+    """copy_up_to, for a run of any train type."""
+    (folder / "adapter_model.safetensors").touch()
+    return copy_up_to(folder, step, target)
+
+
+def test_a_move_is_told_in_the_plan(mlx_run, tmp_path):
+    folder = copy_up_to(mlx_run, 5, tmp_path / "out")
+    code, out, err = finish(command(resume=folder, backend="cpu", batch_size=4, gradient_accumulation_steps=1))
+    assert code == 0, err
+    assert "moved from mlx to cpu" in out and "as batch_size 4 x accumulation 1" in out
+    assert "dropout cannot continue" in out and "saved by another engine" in out
+
+
+def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finetune.mlx_engine.load import open_trained
+    from finetune.model_files.files import find_model
+
+    engine = open_trained(mlx_run, find_model(str(tiny_model)), "fp32", 0)
+    ids = np.arange(3, 27)
+    import mlx.core as mx
+
+    ours = np.array(engine.model(mx.array(ids[None]))[0])
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), mlx_run).eval()
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(ids[None])).logits[0].numpy()
+        base = model.unload()(torch.from_numpy(ids[None])).logits[0].numpy()
+    # fp32 products of two libraries; the adapter itself moves logits by far more.
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+    assert np.abs(base - theirs).max() > 1e-3 * np.abs(theirs).max()
+
+
+def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file):
+    found = []
+    for device in ("mlx", "cpu"):
+        flags = dict(checkpoint=mlx_run, dataset=rows_file, samples=8, device=device, max_new_tokens=8)
+        code, out, err = finish(command("--json --precision fp32", script="score.py", **flags))
+        assert code == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
+    assert found[0]["exact_match"] == found[1]["exact_match"]
