@@ -7,6 +7,8 @@ and would use their defaults without a word. What this translation misses, the l
 from finetune.errors import PlanError
 
 BY_LAYER_TYPE = {"full_attention", "sliding_attention"}
+# Names that mlx-lm reads: what transformers 5 writes instead.
+OLDER_NAMES = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 # Fields that decide what a model computes, by prefix or name: one that a model class does not read may change it.
 COMPUTES = (
     "rope",
@@ -26,6 +28,9 @@ def translated(config: dict) -> dict:
     config = dict(config)
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = translated(config["text_config"])
+    for name, older in OLDER_NAMES.items():
+        if name not in config and older in config:
+            config[name] = config[older]
     rope = config.get("rope_parameters")
     if not rope:
         return config
@@ -53,9 +58,11 @@ def translated(config: dict) -> dict:
 
 def _flat(rope: dict) -> dict:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    found = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    found = {}
+    if "rope_theta" in rope:
+        found["rope_theta"] = found["rotary_emb_base"] = rope["rope_theta"]
     if "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        found["partial_rotary_factor"] = found["rotary_pct"] = rope["partial_rotary_factor"]
     found["rope_scaling"] = None if kind == "default" else {**rope, "type": kind, "rope_type": kind}
     return found
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from finetune import safetensors_io
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_engine.mlx_lm_internals import model_classes
@@ -35,26 +35,41 @@ def check(files, settings, reference) -> float | None:
         check_fields(files)
         return None
     size = sum(path.stat().st_size for path in files.weight_files)
+    ids = tokens(files.config, settings.context_length)
     if size <= WHOLE_BYTES:
-        return _compare(files.folder, files.config, files.name, reference)
+        return _compare(files.folder, files.config, ids, files.name, reference)
     with tempfile.TemporaryDirectory() as beside:
         config = first_layers(files, Path(beside))
-        return _compare(Path(beside), config, files.name, reference)
+        return _compare(Path(beside), config, ids, files.name, reference)
 
 
-def _compare(folder: Path, config: dict, name: str, reference) -> float:
-    vocab = min((config.get("text_config") or config).get("vocab_size") or 1000, 1000)
-    ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=TOKENS)
-    ours = logits(folder, config, ids)
+def tokens(config: dict, context_length: int) -> np.ndarray:
+    """Random token ids, more than the model's attention window if the run's rows may be longer than it."""
+    text = config.get("text_config") or config
+    window, vocab = text.get("sliding_window") or 0, min(text.get("vocab_size") or 1000, 1000)
+    size = window + 8 if TOKENS - 8 < window < context_length else TOKENS
+    return 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=min(size, context_length))
+
+
+def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference) -> float:
+    try:
+        ours = logits(folder, config, ids)
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        if isinstance(error, PlanError) or is_out_of_memory(error):
+            raise
+        raise PlanError(
+            f"--model_name {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). Use "
+            "--backend cpu."
+        ) from error
     theirs = reference(folder, ids)
     off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
     if ours.shape != theirs.shape or not off <= LIMIT:
         unread = unread_fields(config, _fields_read(config))
         why = f"; it does not read {', '.join(unread)}" if unread else ""
         raise PlanError(
-            f"--model_name {name}: mlx-lm's {config['model_type']} gives other logits than transformers (off by "
-            f"{off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so it would train another model. Use "
-            "--backend cpu."
+            f"--model_name {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
+            f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so it would train another "
+            "model. Use --backend cpu."
         )
     return off
 
