@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
-from finetune import doctor, evaluation, report
+from finetune import doctor, evaluation, parity, report
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
@@ -324,6 +324,8 @@ def fine_tune(**flags) -> TrainState:
     env = rank_env(os.environ, *address)
     if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
         return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
+    if overrides.get("parity"):
+        return run_parity(overrides)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
@@ -349,6 +351,24 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
+
+
+def run_parity(overrides: dict) -> TrainState:
+    """Takes the same steps on both backends of --parity; prints, writes and returns the verdict."""
+    both, tracks = parity.backends(overrides.pop("parity")), []
+    for backend in both:
+        plan = make_plan(parity.overrides_of(overrides, backend, both))
+        say("\n".join(report.plan_lines(plan)))
+        tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.settings)
+        ensure_chat_template(tokenizer)
+        data, opened = load_data(plan.settings, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
+        engine = opened.build(opened.load(), pad_id(tokenizer))
+        tracks.append(parity.follow(engine, data, finalize(plan, data, engine, say), say))
+        del engine
+    found, folder = parity.compare(*tracks, plan.settings.precision), Path(plan.settings.output_dir)
+    parity.write(found, folder)
+    say("\n".join([*parity.report(found), f"written: {folder}/parity.json, {folder}/parity.svg"]))
+    return TrainState(status="compared", output_dir=str(folder), exit_code=0 if found["same"] else PlanError.exit_code)
 
 
 def run_doctor(overrides: dict) -> TrainState:
