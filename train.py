@@ -326,6 +326,10 @@ def fine_tune(**flags) -> TrainState:
         return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
     if overrides.get("parity"):
         return run_parity(overrides)
+    if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
+        from finetune.mlx_engine.launched import run_launched
+
+        return run_launched(run, lambda: announced_plan(overrides, env), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 

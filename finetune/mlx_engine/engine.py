@@ -140,7 +140,8 @@ class MLXEngine:
             params = {n: mx.where(applies, p, self.params[n]) for n, p in params.items()}
             old = self.optimizer.moments
             moments = {k: mx.where(applies, m, old[k]) if k in old else m for k, m in moments.items()}
-            mx.eval(nll, norm, params, moments, self.key)
+            with self.ranks.waiting():
+                mx.eval(nll, norm, params, moments, self.key)
         result = StepResult(nll.item(), num_targets, num_tokens, norm.item())
         if not np.isfinite(result.grad_norm) or not np.isfinite(result.nll):
             if np.isfinite(result.nll) and self.scaler.lower():

@@ -15,6 +15,7 @@ from finetune.mlx_engine.layers import AffineLinear, DropoutKeys
 from finetune.mlx_engine.lora import PREFIX, add_adapters, set_recomputation
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
+from finetune.terminal import log_error
 from finetune.untrusted import untrusted
 
 ADAPTER = "adapter_model.safetensors"
@@ -52,6 +53,8 @@ def load_model(folder, config: dict, settings) -> tuple[models.MLXModel, Dropout
 def build_engine(loaded, keys, settings, pad_id: int, base_config: dict, world_size: int = 1) -> MLXEngine:
     """The engine of a loaded model; collective over the ranks of mlx.launch."""
     ranks = Ranks.of(world_size)
+    if world_size > 1:
+        ranks.watch(settings.rank_timeout, log_error)
     return MLXEngine(loaded, settings, keys, ranks, pad_id, base_config, MLXOptions.read(settings.mlx_config))
 
 

@@ -29,22 +29,32 @@ INITS = ("default", "gaussian")
 def mlx_limits(draft: Draft) -> None:
     """On MLX, what its engine does not do; elsewhere, --mlx_config is ignored."""
     values = draft.values
+    launcher = draft.facts.env.launcher if draft.facts.env else None
     if draft.backend is not Backend.MLX:
+        if launcher == "mlx.launch":
+            raise PlanError(
+                f"--backend {draft.backend}: mlx.launch starts ranks of MLX. Use --backend mlx or torchrun."
+            )
         if values["mlx_config"] is not None:
             draft.adjust("mlx_config", None, f"only the MLX engine reads it, and this run is on {draft.backend}")
         return
     if package_version("mlx-lm") is None:
         raise PlanError("--backend mlx: mlx-lm is not installed. pip install mlx-lm.")
     MLXOptions.read(values["mlx_config"])
-    if values["world_size"] > 1 and draft.facts.env is None:
+    world_size = draft.facts.env.size if draft.facts.env else values["world_size"]
+    if world_size > 1 and launcher != "mlx.launch":
+        by = f"under {launcher}" if launcher else "without its launcher"
         raise PlanError(
-            f"--world_size {values['world_size']}: MLX backend doesn't support distributed training of ranks that it "
-            f"starts itself. Start them with mlx.launch -n {values['world_size']} --backend ring, or use "
-            "--world_size 1."
+            f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
+            f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."
         )
     _check_settings(draft)
-    if draft.facts.env is not None or values["dp_shards"] > 1:
+    if world_size > 1:
         _replicas(draft)
+    else:
+        for name in ("dp_degree", "dp_shards"):
+            if values[name] > 1:
+                raise PlanError(f"--{name} {values[name]}: is more than this run's one process. Omit it.")
 
 
 def _check_settings(draft: Draft) -> None:
