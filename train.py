@@ -256,6 +256,8 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.summary.seconds["loading"] = time.perf_counter() - began
         with storage(output_dir.root):
             state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
+        if resumed_from and plan.quantizes_again:
+            state.eval_pending = True  # what the other base does to the loss is measured at once
         log.open(output_dir.root, state, offset)
         if resumed_from:
             log.saved(resumed_from)

@@ -188,7 +188,7 @@ class MLXEngine:
         """On a CPU products are BLAS calls: compiling gains nothing, and costs a C++ compiler's seconds per shape."""
         return self.on_gpu if self.options.compile == "auto" else self.options.compile == "true"
 
-    def _nll(self, params: dict, ids, at, labels, weights, key):
+    def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
         """Summed nll of the targets at the flat positions `at`; `key` None: without dropout."""
         self._put({n: p.astype(self.dtype) if self.settings.train_type == "full" else p for n, p in params.items()})
         if self.settings.lora_dropout:
@@ -197,9 +197,10 @@ class MLXEngine:
             logits = self.model(ids)
             logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
             nll = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, labels[:, None], axis=-1).squeeze(-1)
-            return (nll * weights).sum()
+            return (nll if weights is None else nll * weights).sum()
         hidden = self.loaded.base(ids)
-        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights)
+        trains = self.settings.train_type == "full"
+        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning)
 
     def _inputs(self, batch: Batch):
         """(ids [B, S], flat target positions, labels, weights: 0 at positions that only fill the shape)."""
@@ -210,10 +211,11 @@ class MLXEngine:
             labels = np.pad(labels, ((0, 0), (0, extra)), constant_values=IGNORE_INDEX)
         at = np.flatnonzero(labels != IGNORE_INDEX)
         fill = -len(at) % multiple if multiple > 1 else int(len(at) == 0)
-        weights = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
+        filled = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
+        weights = mx.array(filled) if fill or self._compiles() else None
         at = np.concatenate([at, np.zeros(fill, at.dtype)])
         wanted = np.maximum(labels.reshape(-1)[at], 0)
-        return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), mx.array(weights)
+        return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
         """(summed nll, targets) over all ranks, each of which takes its share of the microbatches."""
@@ -222,7 +224,7 @@ class MLXEngine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                total += self._nll(self.params, *self._inputs(batch), None).item()
+                total += self._nll(self.params, *self._inputs(batch), None, learning=False).item()
             self._put(self.params)
             count += batch.num_targets
         total, count = self.ranks.sum_numbers(total, count)

@@ -127,7 +127,8 @@ class LoRALinear(nn.Module):
 
     def __call__(self, x):
         dropped = self._dropped(x)
-        delta = ((dropped @ self.lora_A.astype(x.dtype).T) @ self.lora_B.astype(x.dtype).T) * self.scaling
+        low = (dropped @ self.lora_A.astype(x.dtype).T) * self.scaling
+        delta = low @ self.lora_B.astype(x.dtype).T
         out = self.base(x)
         if "lora_magnitude_vector" not in self:
             return out + delta

@@ -4,7 +4,7 @@ Names are those on disk, which are transformers': a weight that mlx-lm renames o
 does not train.
 """
 
-import fnmatch
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,9 +117,13 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
     """{name on disk: array, read when it is evaluated}."""
-    files = sorted(p for p in folder.iterdir() if fnmatch.fnmatch(p.name, "*.safetensors"))
-    weights = {}
-    for file in files or sorted(folder.glob("*.npz")):
+    index, weights = folder / "model.safetensors.index.json", {}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+    for file in files:
         weights |= mx.load(str(file))
     return weights
 
