@@ -89,6 +89,11 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         plan = replace(plan, notices=(*plan.notices, notice))
     elif Path(s.output_dir).resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {s.output_dir}: is the model's own folder. Give another.")
+    if files and plan.engine != "mlx" and any(path.suffix == ".npz" for path in files.weight_files):
+        raise PlanError(
+            f"--model_name {s.model_name}: holds MLX's .npz. Direct loading not supported, conversion required: "
+            "use --backend mlx, or write model.safetensors with mlx.core.save_safetensors."
+        )
     if skipped:
         why = f"auto found {skipped}, and this version has no engine for it"
         adjustment = Adjustment("backend", "auto", plan.backend, why)

@@ -10,17 +10,7 @@ BY_LAYER_TYPE = {"full_attention", "sliding_attention"}
 # Names that mlx-lm reads: what transformers 5 writes instead.
 OLDER_NAMES = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
 # Fields that decide what a model computes, by prefix or name: one that a model class does not read may change it.
-COMPUTES = (
-    "rope",
-    "sliding",
-    "layer_types",
-    "attention_",
-    "partial_rotary",
-    "logit",
-    "head_dim",
-    "tie_word",
-    "hidden_act",
-)
+COMPUTES = ("rope", "sliding", "layer_types", "attention_", "partial_rotary", "logit", "head_dim", "tie_word")
 
 
 def translated(config: dict) -> dict:

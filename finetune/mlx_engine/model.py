@@ -122,7 +122,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         files = sorted(folder / name for name in names)
     else:
-        files = sorted(folder.glob("model*.safetensors"))
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.npz"))
     for file in files:
         weights |= mx.load(str(file))
     return weights

@@ -4,12 +4,15 @@ import json
 import signal
 import subprocess
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from mlx_lm import convert
 from safetensors.numpy import load_file
 
 from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
 from finetune.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps
@@ -117,8 +120,6 @@ def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
 
     engine = open_trained(mlx_run, find_model(str(tiny_model)), "fp32", 0)
     ids = np.arange(3, 27)
-    import mlx.core as mx
-
     ours = np.array(engine.model(mx.array(ids[None]))[0])
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), mlx_run).eval()
     with torch.no_grad():
@@ -138,3 +139,50 @@ def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file):
         found.append(json.loads(out.splitlines()[-1]))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert found[0]["exact_match"] == found[1]["exact_match"]
+
+
+def stored(model, folder, bits, npz):
+    """The tiny model as mlx-lm writes it, its weights in MLX's older .npz if asked for."""
+    convert(str(model), mlx_path=str(folder), dtype="float32", quantize=bool(bits), q_bits=bits, q_group_size=32)
+    if npz:
+        mx.savez(str(folder / "weights.npz"), **mx.load(str(folder / "model.safetensors")))
+        for file in folder.glob("model*"):
+            file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("bits", "npz"), [(4, False), (4, True), (None, True)])
+def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_path, capsys, bits, npz):
+    folder = stored(tiny_model, tmp_path / "mlx", bits, npz)
+    flags = flags_of(folder, rows_file, tmp_path / "out", max_steps=2, train_type="qlora" if bits else "lora")
+    assert fine_tune(**flags).step == 2
+    told = capsys.readouterr().out
+    assert ("its weights are stored quantized (mlx at 4 bits)" in told) == bool(bits)
+    assert (".npz" in told) == npz
+    if npz:
+        with pytest.raises(PlanError, match="Direct loading not supported, conversion required"):
+            fine_tune(**flags | {"backend": "cpu", "output_dir": str(tmp_path / "cpu")})
+
+
+def test_a_base_of_another_quantizer_is_quantized_again_and_measured(tiny_model, rows_file, tmp_path):
+    changes = dict(backend="cpu", train_type="qlora", quantization_backend="nf4", validation_split=0.25, max_steps=6)
+    flags = flags_of(tiny_model, rows_file, tmp_path / "out", **changes)
+    fine_tune(**flags, eval_every=4, save_every=4, keep_last=9)
+    folder = copy_up_to(tmp_path / "out", 4, tmp_path / "moved")
+    code, out, err = finish(command(resume=folder, backend="mlx", group_size=32))
+    assert code == 0, err
+    assert "quantization_backend: nf4 -> mlx since the saved run" in out and "is quantized again" in out
+    before, after = [e["loss"] for e in read_events(folder, "eval") if e["step"] == 4][-2:]
+    assert before != after and before == pytest.approx(after, rel=0.05)  # 4 bits each, with other levels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, QLORA], ids=["lora", "affine"])
+def test_ten_steps_each_from_the_command_line_are_thirty_of_torch(tiny_model, rows_file, tmp_path, changes):
+    flags = flags_of(tiny_model, rows_file, tmp_path / "0", backend="cpu", max_steps=30, save_every=10, keep_last=9)
+    assert finish(command(flags, changes)).returncode == 0
+    for number, (step, backend) in enumerate(((10, "mlx"), (20, "cpu")), 1):
+        folder = copy_up_to(tmp_path / str(number - 1), step, tmp_path / str(number))
+        code, out, err = finish(command(resume=folder, backend=backend))
+        assert code == 0 and f"resumed from {folder}/checkpoints/step-{step} at step {step} of 30" in out, err
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "0"), rel=MOVED)
