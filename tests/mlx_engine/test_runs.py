@@ -11,11 +11,12 @@ import torch
 from mlx_lm import convert
 from safetensors.numpy import load_file
 
+import score
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
 from finetune.metrics import read_events
 from tests.support import ranks
-from tests.support.commands import command, finish, wait_for_steps
+from tests.support.commands import command, finish, wait_for_steps, words
 from tests.support.runs import copy_up_to, losses, same_files, steps
 from train import fine_tune
 
@@ -77,14 +78,23 @@ def test_a_killed_run_resumes_bitwise(tiny_model, rows_file, tmp_path):
 QLORA = dict(train_type="qlora", quantization_backend="mlx", group_size=32)
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"train_type": "full", "lr": 1e-4}, QLORA], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        QLORA,
+        pytest.param({"use_dora": True}, marks=pytest.mark.slow),
+        pytest.param({"train_type": "full", "lr": 1e-4}, marks=pytest.mark.slow),
+    ],
+    ids=["lora", "qlora", "dora", "full"],
+)
 def test_a_run_that_moves_twice_is_the_run_that_stays(tiny_model, rows_file, tmp_path, changes):
     """Four steps torch, four MLX, four torch, against twelve of torch: optimizer moments and cursor go with it."""
     whole = flags_of(tiny_model, rows_file, tmp_path / "whole", **{"backend": "cpu", **changes})
     if whole["train_type"] == "full":
         del whole["lora_rank"]
     assert fine_tune(**whole).step == 12
-    moved = whole | {"output_dir": str(tmp_path / "out"), "save_every": 1, "keep_last": 12}
+    moved = whole | {"output_dir": str(tmp_path / "out"), "save_every": 4, "keep_last": 12}
     fine_tune(**moved)
     for upto, backend in ((4, "mlx"), (8, "cpu")):
         folder = copy_up_to_any(tmp_path / f"out{'' if upto == 4 else '-4'}", upto, tmp_path / f"out-{upto}")
@@ -103,10 +113,10 @@ def copy_up_to_any(folder, step, target):
     return copy_up_to(folder, step, target)
 
 
-def test_a_move_is_told_in_the_plan(mlx_run, tmp_path):
+def test_a_move_is_told_in_the_plan(mlx_run, tmp_path, capsys):
     folder = copy_up_to(mlx_run, 5, tmp_path / "out")
-    code, out, err = finish(command(resume=folder, backend="cpu", batch_size=4, gradient_accumulation_steps=1))
-    assert code == 0, err
+    assert fine_tune(resume=str(folder), backend="cpu", batch_size=4, gradient_accumulation_steps=1).step == 12
+    out = capsys.readouterr().out
     assert "moved from mlx to cpu" in out and "as batch_size 4 x accumulation 1" in out
     assert "dropout cannot continue" in out and "saved by another engine" in out
 
@@ -130,13 +140,15 @@ def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
     assert np.abs(base - theirs).max() > 1e-3 * np.abs(theirs).max()
 
 
-def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file):
+def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file, capsys):
     found = []
     for device in ("mlx", "cpu"):
-        flags = dict(checkpoint=mlx_run, dataset=rows_file, samples=8, device=device, max_new_tokens=8)
-        code, out, err = finish(command("--json --precision fp32", script="score.py", **flags))
-        assert code == 0, err
-        found.append(json.loads(out.splitlines()[-1]))
+        flags = dict(
+            checkpoint=mlx_run, dataset=rows_file, samples=8, device=device, max_new_tokens=8, precision="fp32"
+        )
+        capsys.readouterr()
+        assert score.main(words("--json", **flags)) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert found[0]["exact_match"] == found[1]["exact_match"]
 
@@ -164,13 +176,13 @@ def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_p
             fine_tune(**flags | {"backend": "cpu", "output_dir": str(tmp_path / "cpu")})
 
 
-def test_a_base_of_another_quantizer_is_quantized_again_and_measured(tiny_model, rows_file, tmp_path):
+def test_a_base_of_another_quantizer_is_quantized_again_and_measured(tiny_model, rows_file, tmp_path, capsys):
     changes = dict(backend="cpu", train_type="qlora", quantization_backend="nf4", validation_split=0.25, max_steps=6)
     flags = flags_of(tiny_model, rows_file, tmp_path / "out", **changes)
     fine_tune(**flags, eval_every=4, save_every=4, keep_last=9)
     folder = copy_up_to(tmp_path / "out", 4, tmp_path / "moved")
-    code, out, err = finish(command(resume=folder, backend="mlx", group_size=32))
-    assert code == 0, err
+    fine_tune(resume=str(folder), backend="mlx", group_size=32)
+    out = capsys.readouterr().out
     assert "quantization_backend: nf4 -> mlx since the saved run" in out and "is quantized again" in out
     before, after = [e["loss"] for e in read_events(folder, "eval") if e["step"] == 4][-2:]
     assert before != after and before == pytest.approx(after, rel=0.05)  # 4 bits each, with other levels
