@@ -125,7 +125,11 @@ def load_model(folder, settings, groups, local_shards=None, batches=None, initia
 
 
 def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
-    """The model distributed as the plan says: a Parallelism."""
+    """The model distributed as the plan says: a Parallelism. On Apple GPUs, after known answers were right."""
+    if plan.backend == "mps":
+        from mps_fsdp_wrapper import MPSFSDPWrapper
+
+        return MPSFSDPWrapper().distribute(model, plan, groups, local_shards, pad_id)
     from finetune.torch_engine.parallel.parallelize import parallelize
 
     return parallelize(
@@ -387,7 +391,14 @@ def run_doctor(overrides: dict) -> TrainState:
     manager, _ = select_backend(overrides.get("backend"))
     if CAPABILITIES[manager.backend].engine not in ENGINES:
         raise PlanError(f"--backend {manager.backend}: this version has no engine for it. Use --backend cpu.")
-    say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), bool(overrides.get("recommend")))))
+
+    def device_facts():
+        from finetune.torch_engine.device_facts import examine
+
+        return examine(manager.device)
+
+    wanted, recommend = overrides.get("doctor", "false"), bool(overrides.get("recommend"))
+    say("\n".join(doctor.report(manager, wanted, recommend, device_facts)))
     return TrainState(status="examined")
 
 

@@ -1,6 +1,7 @@
 """Probe results as text and JSON (--doctor), and recommended settings for this machine (--recommend)."""
 
 import json
+from collections.abc import Callable
 
 import quantization_wrapper
 from backend_manager import CAPABILITIES, GIB, BackendManager, auto_precision
@@ -16,24 +17,27 @@ OOM_ADVICE = {
 LARGE_GIB = 24  # above this, guide S1's decision tree trains without quantization
 
 
-def examine(manager: BackendManager) -> dict:
+def examine(manager: BackendManager, device_facts: Callable[[], list]) -> dict:
     """Capabilities of this machine and probe results of every (quantizer, bits) pair on its device.
 
-    Probes what is not cached: about ten seconds the first time.
+    `device_facts`: the engine's, see torch_engine/device_facts.py. Probes what is not cached: about ten seconds the
+    first time.
     """
     pairs = {}
     if CAPABILITIES[manager.backend].engine == "torch":
         pairs = {f"{n}/{b}": manager.probe_quantization(n, b) for n, b in quantization_wrapper.pairs()}
     manager.capabilities  # noqa: B018  probed, so that describe() has them
-    return manager.describe() | {"quantization": pairs}
+    return manager.describe() | {"quantization": pairs, "device": device_facts()}
 
 
-def report(manager: BackendManager, doctor: str, with_recommendation: bool) -> list[str]:
+def report(
+    manager: BackendManager, doctor: str, with_recommendation: bool, device_facts: Callable[[], list] = list
+) -> list[str]:
     """What --doctor (false, true or json) and --recommend print."""
     advice = recommend(manager) if with_recommendation else []
     if doctor == "false":
         return advice
-    found = examine(manager)
+    found = examine(manager, device_facts)
     if doctor == "json":
         return [as_json(found | ({"recommend": advice} if advice else {}))]
     return [*lines(manager, found), *advice]
@@ -43,7 +47,11 @@ def lines(manager: BackendManager, found: dict) -> list[str]:
     """The probe results as lines of text."""
     text = [*manager.summary_lines(), "", *table(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}
-    return text + [f"  {pair} fails here: {why}" for pair, why in failed.items()]
+    text += [f"  {pair} fails here: {why}" for pair, why in failed.items()]
+    if not found["device"]:
+        return text
+    facts = [(f["what"], "yes" if f["works"] else "no", f["why"]) for f in found["device"]]
+    return [*text, "", *aligned([("on the device", "works", "how, or why not"), *facts])]
 
 
 HEAD = ("method", "bits", "passes", "bits/weight", "weight error", "product error", "layer time")
@@ -66,8 +74,12 @@ def table(pairs: dict) -> list[str]:
     """HEAD and rows as aligned lines."""
     if not pairs:
         return ["quantizers: this backend has its own, which are not probed"]
-    body = [HEAD, *rows(pairs)]
-    widths = [max(len(row[i]) for row in body) for i in range(len(HEAD))]
+    return aligned([HEAD, *rows(pairs)])
+
+
+def aligned(body: list[tuple[str, ...]]) -> list[str]:
+    """Rows with their columns aligned."""
+    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in body]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import conformance, ranks, tiny
+from tests.support import conformance, emulated_device, ranks, tiny
 from tests.support.accelerated import needs_deepspeed
 from tests.support.engines import engine
 
@@ -38,6 +38,13 @@ def test_two_ranks_are_one_process(layouts, implementation, tmp_path):
 def test_replicas_of_accelerate_are_one_process(tmp_path):
     arguments = dict(layouts=["DDP 2"], distribution="ddp", kinds=KINDS)
     check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), "AccelerateDDP")
+
+
+@pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
+def test_two_ranks_on_a_device_without_collectives_are_one_process(tmp_path):
+    """Through MPSFSDPWrapper, as on Apple GPUs."""
+    arguments = dict(layouts=["FSDP2 2"], distribution="ptd", kinds=["nf4"], device=emulated_device.NAME)
+    check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), "FSDP2")
 
 
 @needs_deepspeed

@@ -2,7 +2,7 @@
 use.
 """
 
-from backend_manager import Backend, package_version
+from backend_manager import GIB, Backend, package_version
 from finetune.config import DEFAULTS
 from finetune.distributed import accelerate_config
 from finetune.distributed.parallel_dims import check_settings, dims_of
@@ -37,6 +37,8 @@ def resolve_parallelism(draft: Draft) -> None:
     if world_size == 1:
         single_process(draft)
         return
+    if draft.backend is Backend.MPS:
+        ranks_on_apple_gpus(draft)
     for name in ("master_addr", "master_port") if env is None else ():
         if draft.given(name):
             draft.adjust(name, DEFAULTS[name], "ranks started here meet over loopback, on a free port")
@@ -117,6 +119,34 @@ def sharded_weights(draft: Draft) -> None:
             "--cache_dequantized true: keeps every weight dense and unsharded on every rank, which sharding avoids. "
             "Omit it, or use --sharding_strategy ddp."
         )
+
+
+def ranks_on_apple_gpus(draft: Draft) -> None:
+    """Several processes on Macs: what one memory for host and device means, and what sharding needs there."""
+    values, local = draft.values, draft.local_world_size
+    if draft.facts.environment.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
+        raise PlanError(
+            "PYTORCH_ENABLE_MPS_FALLBACK=1: operators that fall back to the CPU have given wrong results with several "
+            "ranks (pytorch#173808). Unset it, or use --world_size 1."
+        )
+    if local > 1:
+        budget = draft.memory_budget()
+        share = (
+            f"{budget.memory_bytes / GIB:.1f} GiB each, {local * budget.memory_bytes / GIB:.1f} in all; "
+            if budget
+            else ""
+        )
+        draft.notices.append(
+            f"{local} processes share this Mac's memory and GPU: {share}sharding saves nothing on one machine. It pays "
+            "over several Macs, one process each (docs/mps_fsdp.md)"
+        )
+    unquantized = values["train_type"] != "qlora"
+    if draft.dims.shards > 1 and unquantized and values["use_gradient_checkpointing"] == "auto":
+        reason = (
+            "MPS cannot resize storages: gathered weights that autograd has saved leave memory only where layers are "
+            "recomputed"
+        )
+        draft.adjust("use_gradient_checkpointing", "true", reason)
 
 
 def resolve_parallel_backend(draft: Draft, world_size: int) -> None:

@@ -12,6 +12,11 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     return torch.device(backend, local_rank)
 
 
+def fp64_device(device: torch.device) -> torch.device:
+    """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
 def set_num_threads(local_ranks: int = 1) -> None:
     """As many compute threads as cores this process may use, divided by the ranks on this host.
 

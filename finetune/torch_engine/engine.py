@@ -16,6 +16,7 @@ from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
+from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.load import out_of_memory
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
@@ -131,14 +132,13 @@ class TorchEngine:
 
     def _accumulate(self, microbatches: list[Batch], scale: float) -> torch.Tensor:
         """Forward and backward of all; this rank's part of the summed nll, fp64."""
-        device = "cpu" if self.device.type == "mps" else self.device  # MPS has no fp64
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
 
         def forward(batch):
             nonlocal total
             nll = self.forward.nll(batch)
-            total += nll.detach().to(total.device, torch.float64) * fraction
+            total += nll.detach().to(total.device).double() * fraction
             return nll * scale
 
         forwards = [partial(forward, batch) for batch in microbatches]

@@ -1,11 +1,13 @@
 """The plan's rules for several ranks and for accelerate's."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
 from backend_manager import CAPABILITIES, Backend
 from finetune import report
+from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -127,3 +129,33 @@ def test_a_rendezvous_address_that_ranks_started_here_do_not_use_is_an_adjustmen
     plan = plan_of(world_size=2, master_port=29500)
     said = [str(a) for a in plan.adjustments if a.setting == "master_port"]
     assert said == ["master_port: 29500 -> 12355 (ranks started here meet over loopback, on a free port)"]
+
+
+def on_macs(environment=None, env=None, **overrides):
+    """The plan of several ranks on Apple GPUs."""
+    facts = Facts(
+        Backend.MPS, replace(CAPABILITIES[Backend.MPS], memory_bytes=64 * 2**30), env=env, environment=environment or {}
+    )
+    return resolve_plan({"model_name": "m", "dataset": "d", "output_dir": "o", **overrides}, facts)
+
+
+def test_sharding_on_apple_gpus_recomputes_unquantized_weights_and_says_why():
+    plan = on_macs(world_size=2, train_type="lora")
+    (reason,) = [a.reason for a in plan.adjustments if a.setting == "use_gradient_checkpointing"]
+    assert plan.settings.use_gradient_checkpointing == "true" and "cannot resize storages" in reason
+    assert on_macs(world_size=2, train_type="qlora").settings.use_gradient_checkpointing == "false"
+    chosen = on_macs(world_size=2, train_type="lora", use_gradient_checkpointing="false")
+    assert chosen.settings.use_gradient_checkpointing == "false"
+
+
+def test_several_processes_on_one_mac_are_told_what_they_share():
+    (said,) = [n for n in on_macs(world_size=2, train_type="lora").notices if "share this Mac" in n]
+    assert "2 processes" in said and "32.0 GiB each, 64.0 in all" in said and "several Macs" in said
+    two_macs = on_macs(env=RankEnv(0, 2, 0, 1), train_type="lora")
+    assert not any("share this Mac" in n for n in two_macs.notices)
+
+
+def test_the_cpu_fallback_of_mps_is_refused_with_several_ranks():
+    with pytest.raises(PlanError, match=r"PYTORCH_ENABLE_MPS_FALLBACK=1: .*\(pytorch#173808\). Unset it"):
+        on_macs({"PYTORCH_ENABLE_MPS_FALLBACK": "1"}, world_size=2)
+    on_macs({"PYTORCH_ENABLE_MPS_FALLBACK": "1"}, world_size=1)

@@ -60,7 +60,8 @@ def commands(text: str) -> list[list[str]]:
 
 SHELL = [(named(p), words) for p in PAGES for _, text in blocks(p, "bash", "sh", "shell") for words in commands(text)]
 SHELL += [(named(p), words) for p in RECIPES for words in commands(p.read_text())]
-PYTHON = [(named(p), info, text) for p in PAGES for info, text in blocks(p, "python")]
+# The blocks of mps_fsdp.md need each other and a device: tests/test_mps_fsdp_guide.py runs them.
+PYTHON = [(named(p), i, text) for p in PAGES if p.name != "mps_fsdp.md" for i, text in blocks(p, "python")]
 
 
 def prose(page: Path) -> str:
@@ -267,3 +268,20 @@ def test_every_module_has_its_place_on_the_architecture_page():
     for file in [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]:
         if file.name != "__init__.py":
             assert f"`{named(file)}`" in page or f"`{file.name}`" in page, named(file)
+
+
+def test_the_job_on_an_apple_gpu_names_files_and_flags_that_exist():
+    import yaml
+
+    from train import build_parser
+
+    job = yaml.safe_load((ROOT / ".github/workflows/apple.yml").read_text())["jobs"]["macos-arm64"]
+    commands = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+    assert job["runs-on"].startswith("macos-") and len(commands) > 5
+    for command in commands:
+        for word in command.split():
+            if word.startswith("tests/"):
+                assert (ROOT / word).exists(), word
+        if "train.py" in command:
+            build_parser().parse_args(command.split("train.py")[1].split())
+    ast.parse("\n".join(line for line in commands[commands.index(".venv/bin/python - <<'PY'") + 1 :]).split("\nPY")[0])

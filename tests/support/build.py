@@ -1,9 +1,12 @@
 """Engines as tests and benchmarks build them: from a model in memory, or from a folder."""
 
+from types import SimpleNamespace
+
 import train
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from tests.support import emulated_device
 
 
 def torch_engine(
@@ -18,7 +21,16 @@ def torch_engine(
 ) -> TorchEngine:
     """The engine of a loaded model, distributed over `ranks`; `share`: its local shards."""
     groups = ranks if device is None or not ranks.single_process else ProcessGroups(device=device)
-    return TorchEngine(parallelize(model, settings, groups, share, pad_id=pad_id, **options), settings, base_config)
+    if groups.device.type == emulated_device.NAME:  # as on an Apple GPU: through the wrapper
+        from mps_fsdp_wrapper import MPSFSDPWrapper
+
+        plan = SimpleNamespace(
+            **{"settings": settings, "reshard_after_forward": True, "distribution": "ptd", **options}
+        )
+        parallel = MPSFSDPWrapper(device_type=groups.device.type).distribute(model, plan, groups, share, pad_id)
+    else:
+        parallel = parallelize(model, settings, groups, share, pad_id=pad_id, **options)
+    return TorchEngine(parallel, settings, base_config)
 
 
 def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None):

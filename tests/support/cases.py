@@ -21,7 +21,7 @@ from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel import fsdp, placement, process_groups
-from tests.support import engine_access, tiny
+from tests.support import engine_access, ranks, tiny
 from tests.support.build import torch_engine
 
 LAYOUTS = {
@@ -55,8 +55,8 @@ class Case:
     # Blocks of 128 values span rows of the tiny model, whose rows have 64.
     group_size: int = 32
     use_dora: bool = False
-    # 16-bit base.
-    bf16: bool = False
+    # Dtype of the base, and of products in full fine-tuning, whose weights stay fp32: fp32, bf16 or fp16.
+    precision: str = "fp32"
     # Packed codes viewed as bf16, as for a torch that shards no integers.
     view_bf16: bool = False
     no_sync: bool = False
@@ -67,9 +67,13 @@ class Case:
     @property
     def id(self) -> str:
         words = [self.method or ("dora" if self.use_dora else self.train_type)]
-        words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128) + ["bf16"] * self.bf16
+        words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
+        words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
         return " ".join(words + ["kept"] * self.kept)
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def by_id(*cases: Case) -> dict[str, Case]:
@@ -96,7 +100,7 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
-CASES = MATRIX | by_id(Case(method="nf4", bf16=True), Case("full", recomputed=True))
+CASES = MATRIX | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -112,7 +116,7 @@ FAST = {
 STEPS, ROWS_PER_STEP = 6, 7
 # A rank sums other terms than one process: fp32 rounding of a mean over some hundred targets.
 LOSS = 1e-6
-CPU = torch.device("cpu")
+DEVICE = ranks.compute_device()
 # Six documents per rank have unequal targets; 7 rows per step never divide evenly.
 DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_PER_STEP)))
 
@@ -153,18 +157,18 @@ def check(figures: dict, dims: ParallelDims) -> None:
 
 def build(
     case: Case,
-    ranks=process_groups.SINGLE_PROCESS,
+    groups=process_groups.SINGLE_PROCESS,
     architecture: str = "llama",
     deep: bool = False,
     distribution: str = "ptd",
 ) -> Engine:
     """The engine of a tiny model; the same weights for every world size."""
     # Wide enough that half a row is a multiple of a block of scales.
-    sizes = {"num_hidden_layers": 4} if ranks.dims.pp > 2 or deep else {}
+    sizes = {"num_hidden_layers": 4} if groups.dims.pp > 2 or deep else {}
     model = tiny.build(architecture, intermediate_size=128, **sizes)
     settings = dataclasses.replace(
         TrainConfig(),
-        precision="bf16" if case.bf16 else "fp32",
+        precision=case.precision + "_autocast" * (case.train_type == "full" and case.precision != "fp32"),
         lr=1e-3,
         grad_norm=0.5,
         lora_rank=4,
@@ -175,29 +179,31 @@ def build(
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
-        add_frozen_base_and_adapters(model, case, settings)
+        add_frozen_base_and_adapters(model, case, settings, groups.device)
     if case.view_bf16:
         fsdp.view_as_bf16(model)
     reshard = not case.kept
-    engine = torch_engine(model, settings, CPU, ranks=ranks, reshard_after_forward=reshard, distribution=distribution)
+    model.to(groups.device)
+    engine = torch_engine(model, settings, ranks=groups, reshard_after_forward=reshard, distribution=distribution)
     engine.verify("auto")
     return engine
 
 
-def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig) -> None:
-    model.to(torch.bfloat16 if case.bf16 else torch.float32)
+def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, device: torch.device) -> None:
+    model.to(DTYPES[case.precision])
     if case.method:
         config = quantization_wrapper.config_for(
             case.method, group_size=case.group_size, double_quant=case.double_quant
         )
         quantization_wrapper.quantize_model(model, config, linear_names(model))
         experts.quantize(model, config, list(experts.reachable(model)))
+    model.to(device)
     add_adapters(model, target_names(model, "all", settings.use_dora), settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             if name.endswith("lora_B"):
-                parameter.normal_(std=0.05, generator=generator)
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.05, generator=generator))
 
 
 def rank_batches(engine: Engine, rows) -> list:
@@ -252,8 +258,8 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
 
 def packed_in_forward(rank: int, size: int, kind: str) -> dict:
     """{'layers': number, 'different': names of those whose codes or scales differ from one process's}, in a forward."""
-    ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), CPU)
-    engine, seen = build(CASES[kind], ranks), {}
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), DEVICE)
+    engine, seen = build(CASES[kind], groups), {}
     for name, layer in layers(engine.model).items():
         keep = partial(seen.setdefault, name)
         layer.register_forward_pre_hook(
@@ -304,10 +310,10 @@ class CollectiveBytes(TorchDispatchMode):
 def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
     """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
     dims, case = LAYOUTS[layout], CASES[kind]
-    ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU)
-    engine = build(case, ranks, architecture)
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
+    engine = build(case, groups, architecture)
     batches = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
-    count = int(max(ranks.all_gather_scalars([len(batches)])[:, 0]))
+    count = int(max(groups.all_gather_scalars([len(batches)])[:, 0]))
     batches += [engine_access.empty_batch(engine)] * (count - len(batches))
     with CollectiveBytes() as counted:
         engine.train_step(batches, 1e-3)
@@ -339,7 +345,7 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     )
     return [
         {k: n for k, n in counted.bytes.items() if n},
-        communication.bytes_per_step(dims, work, ranks.coordinate("pp")),
+        communication.bytes_per_step(dims, work, groups.coordinate("pp")),
     ]
 
 
@@ -372,8 +378,8 @@ def accelerated(rank: int, size: int, method: str, kinds: list, architecture: st
         AcceleratorState._reset_state(reset_partial_state=True)  # accelerate allows one way per process
         # First, as ZeRO-3 changes how later models of the process are built.
         one = train(build(CASES[kind], architecture=architecture)) if rank == 0 else None
-        ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_replicate=size), CPU)
-        many = train(build(CASES[kind], ranks, architecture, distribution=method))
+        groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_replicate=size), DEVICE)
+        many = train(build(CASES[kind], groups, architecture, distribution=method))
         found = {"layout": method, "kind": kind, "architecture": architecture}
         if rank == 0:
             found |= compare(one, many)
@@ -386,17 +392,111 @@ def matrix(rank: int, size: int, wanted: list) -> list[dict]:
     figures = []
     for layout, kind, architecture in wanted:
         dims = LAYOUTS[layout]
-        ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU)
+        groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
         found = {"layout": layout, "kind": kind, "architecture": architecture}
         try:
-            many = train(build(CASES[kind], ranks, architecture))
+            many = train(build(CASES[kind], groups, architecture))
         except PlanError as error:  # on every rank
             figures.append(found | {"refused": str(error)})
             continue
-        found["bytes"] = many["bytes"] == expected_bytes(many, ranks)
+        found["bytes"] = many["bytes"] == expected_bytes(many, groups)
         found["held"] = sum(many["bytes"].values())
         if rank == 0:
             one = build(CASES[kind], architecture=architecture, deep=dims.pp > 2)
             found |= compare(train(one), many)
         figures.append(found)
     return figures
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+KINDS_OF_TRAINING = {
+    "full": Case("full"),
+    "lora": Case("lora"),
+    "affine": Case(method="mlx"),
+    "nf4": Case(method="nf4"),
+}
+
+
+def strategies(rank: int, size: int, wanted: list) -> list[dict]:
+    """Figures of each (strategy, precision, kind) on the ranks' device against one process on the CPU."""
+    figures = []
+    for strategy, precision, kind in wanted:
+        case = dataclasses.replace(KINDS_OF_TRAINING[kind], precision=precision, kept=strategy == "SHARD_GRAD_OP")
+        dims = ParallelDims(dp_replicate=size) if strategy == "NO_SHARD" else ParallelDims(dp_shard=size)
+        groups = process_groups.ProcessGroups(device=DEVICE)
+        if size > 1:
+            groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
+        many, found = train(build(case, groups)), {"cell": [strategy, precision, kind]}
+        found["losses"], found["norms of steps"] = many["losses"], many["norms"]
+        found["bytes"] = size == 1 or many["bytes"] == expected_bytes(many, groups)
+        figures.append(found | (compare(train(build(case)), many) if rank == 0 else {}))
+    return figures
+
+
+def check_strategy(figures: dict) -> None:
+    """fp32 as every layout of ranks. In 16 bits a rank's microbatches have other shapes than one process's, so products
+    round elsewhere: to 2^-11 in fp16, and eight times that in bf16.
+    """
+    assert figures["bytes"], figures
+    if "loss" not in figures:
+        return
+    loss, gradients, norm = {"fp32": (LOSS, 2e-6, 1e-6), "fp16": (1e-4, 2e-2, 2e-3), "bf16": (8e-4, 0.16, 3e-2)}[
+        figures["cell"][1]
+    ]
+    assert figures["loss"] <= loss and figures["gradients"] <= gradients and figures["norm"] <= norm, figures
+
+
+def bytes_of_a_step(rank: int, size: int, recomputed: bool, kind: str) -> dict:
+    """Exact bytes on the emulated device: [live after a step, peak in it] per step; what this rank holds of the model,
+    its moments, the full model, its largest unit.
+    """
+    import gc
+
+    from tests.support import emulated_device
+
+    device = emulated_device.extension()
+    before = device.live_bytes()
+    groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), DEVICE)
+    case = dataclasses.replace(KINDS_OF_TRAINING[kind], recomputed=recomputed)
+    engine = build(case, groups, deep=True)
+    live = []
+    batches = rank_batches(engine, torch.arange(size).numpy())  # one row per rank: activations are small
+    for _ in range(3):
+        gc.collect()
+        device.reset_peak()
+        engine.train_step(batches, 1e-3)
+        gc.collect()
+        live.append([device.live_bytes() - before, device.peak_bytes() - before])
+    held = sum(placement.local_shard(p.detach()).nbytes for p in engine.model.parameters())
+    moments = sum(t.nbytes for s in engine_access.optimizer(engine).state.values() for t in s.values() if t.dim())
+    full = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    buffers = sum(b.nbytes for b in engine.model.buffers())
+    unit = max(
+        sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in fsdp.decoder_layers(engine.model)
+    )
+    return {"live": live, "held": held + buffers, "moments": moments, "full": full, "unit": unit}
+
+
+def completed_device(rank: int, size: int) -> dict:
+    """What the emulated device lacks, what was installed, what a second installation adds; MPS's operators before and
+    after; whether checkpointing asks the device for its random state, without the pieces and with them.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    from finetune.torch_engine.parallel import device_shims
+    from tests.support import emulated_device
+
+    emulated_device.load()
+    module, asked, restores = torch.get_device_module(emulated_device.NAME), [], []
+    state = module.get_rng_state
+    module.get_rng_state = lambda *a, **k: asked.append(True) or state()
+    x = torch.ones(4, device=emulated_device.NAME, requires_grad=True)
+    found = {"missing": device_shims.missing_pieces(emulated_device.NAME)}
+    for install in (list, lambda: device_shims.install(emulated_device.NAME)):
+        found["installed"] = install()
+        asked.clear()
+        checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        restores.append(bool(asked))
+    found |= {"again": device_shims.install_pieces(emulated_device.NAME), "restores random state": restores}
+    operators = [device_shims.install_operators(torch.mps, "MPS"), device_shims.missing_operators("MPS")]
+    return found | {"operators": operators}

@@ -140,7 +140,7 @@ def parallelism(rank: int, size: int, layouts: list, distribution: str, kinds: l
     for layout in layouts:
         for kind in kinds:
             dims = cases.LAYOUTS[layout]
-            groups = ProcessGroups.of(RankEnv(rank, size), dims, cases.CPU)
+            groups = ProcessGroups.of(RankEnv(rank, size), dims, cases.DEVICE)
             deep = dims.pp > 2
 
             def build(groups=groups, kind=kind, deep=deep):

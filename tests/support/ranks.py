@@ -12,12 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DEVICE = "RANKS_DEVICE"
 
 
-def run(size: int, function: Callable, folder: Path, /, timeout_s: float = 600.0, **arguments) -> list:
+def run(
+    size: int, function: Callable, folder: Path, /, timeout_s: float = 600.0, device: str = "cpu", **arguments
+) -> list:
     """Calls function(rank, size, **arguments) in every rank; its results, in rank order.
 
-    Arguments and results go through JSON. AssertionError with the ranks' output if one failed.
+    Arguments and results go through JSON. AssertionError with the ranks' output if one failed. `device`: where the
+    ranks compute (`compute_device()`); "emulated" shards as on an Apple GPU,
+    "emulated+resize" lets storages be resized.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{function.__module__}:{function.__name__}"
@@ -26,7 +31,8 @@ def run(size: int, function: Callable, folder: Path, /, timeout_s: float = 600.0
     try:
         for rank in range(size):
             with open(folder / f"output-{rank}.txt", "w") as output:
-                started.append(start([*command, str(rank)], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT))
+                options = dict(stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+                started.append(start([*command, str(rank)], {DEVICE: device}, **options))
         end = time.monotonic() + timeout_s
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
             assert time.monotonic() < end, f"no end after {timeout_s:.0f} s"
@@ -68,15 +74,30 @@ def members(session: int) -> list[int]:
     return found
 
 
+def compute_device():
+    """The torch.device on which the ranks of this run compute."""
+    import torch
+
+    from tests.support import emulated_device
+
+    name, _, option = os.environ.get(DEVICE, "cpu").partition("+")
+    if name == emulated_device.NAME:
+        emulated_device.load(refuses_resize=option != "resize")
+    return torch.device(name)
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
+
+    from finetune.torch_engine.parallel.process_groups import prepare_device
 
     size, function, arguments, folder, rank = sys.argv[1:]
     size, rank = int(size), int(rank)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    backend = prepare_device(compute_device())
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(rank, size, **json.loads(arguments))
     (Path(folder) / f"result-{rank}.json").write_text(json.dumps(result))

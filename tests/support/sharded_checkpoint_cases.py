@@ -27,7 +27,7 @@ from tests.support.build import torch_engine
 
 def groups_of(rank: int, size: int, layout: str) -> process_groups.ProcessGroups:
     dims = ParallelDims() if layout == "alone" else cases.LAYOUTS[layout]
-    return process_groups.ProcessGroups.of(RankEnv(rank, size if layout != "alone" else 1), dims, cases.CPU)
+    return process_groups.ProcessGroups.of(RankEnv(rank, size if layout != "alone" else 1), dims, cases.DEVICE)
 
 
 def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") -> Engine:
@@ -198,7 +198,7 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
         vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8
     )
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="full", lr=1e-3)
-    engine = torch_engine(model, settings, cases.CPU, ranks=groups_of(rank, size, layout))
+    engine = torch_engine(model, settings, cases.DEVICE, ranks=groups_of(rank, size, layout))
     engine.verify("auto")
     steps(engine, 1)
     # Blocks of 1 MiB and more go back to the system when they are freed.

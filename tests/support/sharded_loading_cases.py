@@ -19,7 +19,7 @@ from finetune.torch_engine.parallel import placement, process_groups
 from tests.support import cases, engine_access
 from tests.support.build import load_model, torch_engine
 
-CPU = cases.CPU
+CPU = cases.DEVICE
 
 
 @dataclass(frozen=True)

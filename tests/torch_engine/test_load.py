@@ -22,7 +22,7 @@ def test_a_model_that_transformers_has_no_plan_for_is_refused_before_its_weights
     (tmp_path / "model.safetensors").unlink()
     settings = dataclasses.replace(TrainConfig(), precision="fp32", train_type="lora", **{flag: 2})
     with pytest.raises(PlanError, match=f"--{flag} 2: transformers has no .* Use --dp_shards instead.$"):
-        load_model(tmp_path, settings, cases.CPU)
+        load_model(tmp_path, settings, cases.DEVICE)
 
 
 QLORA = TrainConfig(

@@ -5,6 +5,7 @@ never averaged: the loss is already divided by the targets of all ranks.
 """
 
 import contextlib
+from functools import partial
 
 import torch
 from torch import nn
@@ -72,14 +73,21 @@ def shard(
     layers = decoder_layers(model)
     if other_stages:
         layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
-    for module in (*layers, root):
+    options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
+    for module, shard_module in units(root, layers, reshard_after_forward, **options):
         before = [] if other_stages else list(module.named_parameters(remove_duplicate=False))
-        # Backward begins with what the root gathered.
-        reshard = reshard_after_forward and module is not root
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored, offload_policy=policy)
+        shard_module()
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
     return root
+
+
+def units(root, modules, reshard_after_forward: bool, **options):
+    """(module, what shards it) for each of `modules`, inner ones first, then for the root that holds the rest."""
+    for module in (*modules, root):
+        # Backward begins with what the root gathered.
+        reshard = reshard_after_forward and module is not root
+        yield module, partial(fully_shard, module, reshard_after_forward=reshard, **options)
 
 
 def sum_gradients_not_average(root) -> None:

@@ -16,7 +16,8 @@ from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
 from finetune.distributed.parallel_dims import AXES, ParallelDims
 from finetune.distributed.watchdog import Watchdog
 
-COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+# Of a device's collectives. One that is not here has none: its tensors are staged through the CPU.
+COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
 LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a model
 
 
@@ -70,6 +71,21 @@ def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, 
     return watchdog
 
 
+def prepare_device(device: torch.device) -> str:
+    """The backend to pass to `dist.init_process_group` for a device.
+
+    One without collectives gets what FSDP2 misses on it and staged collectives. Raises PlanError if this torch's
+    FSDP2 is not one that can be completed.
+    """
+    if device.type in COMMUNICATION:
+        return COMMUNICATION[device.type]
+    from finetune.torch_engine.parallel import device_shims, staged_gloo  # they import FSDP2, which takes half a second
+
+    device_shims.install(device.type)
+    staged_gloo.register(device.type)
+    return staged_gloo.NAME
+
+
 def init_process_group(env: RankEnv, store, address: str, device: torch.device, timeout_s: float) -> None:
     """Joins the default process group over the interface with this host's `address`."""
     if env.is_local:
@@ -78,10 +94,11 @@ def init_process_group(env: RankEnv, store, address: str, device: torch.device, 
         interface = interface_with(address)
         if interface:  # gloo alone would take whatever the host's name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if device.type in COMMUNICATION:
+    backend = prepare_device(device)
+    if device.index is not None:
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
-        COMMUNICATION.get(device.type, "gloo"),
+        backend,
         store=dist.PrefixStore("ranks", store),
         rank=env.rank,
         world_size=env.size,

@@ -1,0 +1,146 @@
+"""Tensors on their way through host memory: reused buffers, copies of a device's tensors, and operations in flight."""
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class StagingBuffers:
+    """Host memory for tensors in flight, reused. Sizes are powers of two, so that shapes share buffers.
+
+    `copies_cpu`: tensors that are in host memory already are staged too.
+    """
+
+    def __init__(self):
+        self.free, self.lock, self.copies_cpu = {}, threading.Lock(), False
+
+    def stages(self, tensor: torch.Tensor) -> bool:
+        return self.copies_cpu or tensor.device.type != "cpu"
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        size = 1 << max(12, (num_bytes - 1).bit_length())
+        with self.lock:
+            if self.free.get(size):
+                return self.free[size].pop()
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        with self.lock:
+            self.free.setdefault(buffer.numel(), []).append(buffer)
+
+
+class Staged:
+    """One tensor's copy in host memory, or the tensor itself if it is there already."""
+
+    def __init__(self, buffers: StagingBuffers, tensor: torch.Tensor, copy_in: bool):
+        self.buffers, self.tensor, self.buffer = buffers, tensor.detach(), None
+        self.host = self.tensor
+        if buffers.stages(tensor):
+            self.buffer = buffers.take(tensor.nbytes)
+            self.host = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if copy_in:
+                self.host.copy_(self.tensor)
+        elif not tensor.is_contiguous():
+            self.host = self.tensor.contiguous()
+
+    def copy_back(self) -> None:
+        if self.host is not self.tensor:
+            self.tensor.copy_(self.host)
+
+    def release(self) -> None:
+        if self.buffer is not None:
+            self.buffers.give_back(self.buffer)
+            self.buffer = self.host = None
+
+
+class StagedWork(dist.Work):
+    """An operation in flight.
+
+    `diagnosed`: turns a failure of the operation `what` into the error to raise. `pieces`: (Gloo's work, its staged
+    inputs, its staged outputs), in the order posted.
+    """
+
+    def __init__(self, diagnosed, what: str, pieces: list, outputs: list):
+        super().__init__()
+        self.diagnosed, self.what, self.pieces, self.outputs = diagnosed, what, pieces, outputs
+        self.lock, self.done, self.error = threading.Lock(), False, None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the outputs are on their device. Raises what `diagnosed` returns."""
+        with self.lock:
+            if not self.done:
+                self.done = True
+                try:
+                    self._finish(timeout)
+                except RuntimeError as error:
+                    self.error = self.diagnosed(self.what, error)
+        if self.error:
+            raise self.error
+        return True
+
+    def _finish(self, timeout: timedelta | None) -> None:
+        for work, inputs, outputs in self.pieces:
+            work.wait(*([timeout] if timeout else []))
+            for staged in outputs:
+                staged.copy_back()
+            for staged in {id(s): s for s in (*inputs, *outputs)}.values():
+                staged.release()
+        self.pieces = []
+
+    def is_completed(self) -> bool:
+        return self.done or all(work.is_completed() for work, _, _ in self.pieces) and self.wait()
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self):
+        return self.error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list:
+        return self.outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Completed by a thread of its own, since the copies back must be made by somebody."""
+        future = torch.futures.Future()
+
+        def finish():
+            try:
+                self.wait()
+                future.set_result(self.outputs)
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        threading.Thread(target=finish, daemon=True).start()
+        return future
+
+
+class Receiving:
+    """A receive whose shape is checked first, in a thread: it must be posted at once, and the check has to wait."""
+
+    def __init__(self, receive):
+        self.error = None
+
+        def run():
+            try:
+                receive()
+            except RuntimeError as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.thread.join(timeout.total_seconds() if timeout else None)
+        if self.thread.is_alive():
+            raise RuntimeError(f"Timed out waiting {timeout} for recv operation to complete")
+        if self.error:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return not self.thread.is_alive()

@@ -1,0 +1,523 @@
+"""Sharded training on Apple GPUs: FSDP2 over collectives that are staged through host memory.
+
+    model = MPSFSDPWrapper(MPSFSDPConfig(sharding_strategy="FULL_SHARD")).wrap_model(model)
+
+Usable alone on any nn.Module, in one process or under torchrun; train.py --backend mps uses it too. `device_type` lets
+the same code run on another device. It was not run on an Apple GPU yet: see docs/hardware.md.
+"""
+
+import contextlib
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from backend_manager import GIB, BackendManager, first_line
+from finetune.config import DEFAULTS
+from finetune.errors import PlanError
+from finetune.torch_engine.memory_stats import current_resident_bytes
+from finetune.torch_engine.parallel import device_shims, fsdp, full_state, self_test, staged_gloo
+from finetune.torch_engine.parallel.parallelize import parallelize
+from finetune.torch_engine.parallel.process_groups import ProcessGroups, prepare_device
+
+logger = logging.getLogger("mps_fsdp_wrapper")
+FALLBACK_SWITCH = "PYTORCH_ENABLE_MPS_FALLBACK"  # torch reads it when it is imported
+
+
+class NamedEnum(Enum):
+    @classmethod
+    def of(cls, value):
+        """The member that `value` is or names; torch's own members are known by their names. Raises ValueError."""
+        name = value if isinstance(value, str) else getattr(value, "name", str(value))
+        if name not in cls.__members__:
+            raise ValueError(f"{cls.__name__} {name}: unknown. Use one of {', '.join(cls.__members__)}.")
+        return cls[name]
+
+
+class ShardingStrategy(NamedEnum):
+    """What is divided over the ranks: weights too, weights only between steps, or nothing."""
+
+    FULL_SHARD = 1
+    SHARD_GRAD_OP = 2
+    NO_SHARD = 3
+
+
+class BackwardPrefetch(NamedEnum):
+    BACKWARD_PRE = 1
+    BACKWARD_POST = 2
+
+
+def _gloo(name: str) -> str:
+    if str(name).lower() != "gloo":
+        warnings.warn(f"MPS only supports Gloo: backend {name} becomes gloo, staged through host memory", stacklevel=4)
+    return "gloo"
+
+
+COERCED = {
+    "sharding_strategy": ShardingStrategy.of,
+    "backward_prefetch": lambda value: None if value is None else BackwardPrefetch.of(value),
+    "min_num_params": int,
+    "backend": _gloo,
+}
+
+
+@dataclass
+class MPSFSDPConfig:
+    """Fields may be changed after construction; the next wrap or use sees them. `counterparts` says which of them
+    FSDP2 has no counterpart for.
+
+    `unified_memory_pool_size`: bytes. `compute_dtype`, `reduce_dtype`, `buffer_dtype`: of mixed precision.
+    """
+
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    min_num_params: int = int(1e6)
+    use_mixed_precision: bool = True
+    compute_dtype: torch.dtype = torch.float16
+    reduce_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype = torch.float16
+    cpu_offload: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = True
+    limit_all_gathers: bool = True
+    backend: str = "gloo"
+    world_size: int = 1
+    rank: int = 0
+    sync_module_states: bool = True
+    use_orig_params: bool = True
+    unified_memory_pool_size: int | None = None
+    aggressive_memory_optimization: bool = False
+    debug_mode: bool = False
+    profile_memory: bool = False
+    fallback_to_cpu_ops: set = field(default_factory=lambda: {"aten::_fused_adam", "aten::_foreach_addcdiv_"})
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, COERCED[name](value) if name in COERCED else value)
+
+    def counterparts(self) -> list[str]:
+        """A line for each value that FSDP2 cannot follow, with what happens instead."""
+        lines = []
+        if not self.use_orig_params:
+            lines.append("use_orig_params False: FSDP2 always keeps the model's own parameters")
+        if not self.limit_all_gathers:
+            lines.append("limit_all_gathers False: FSDP2 always limits them, to two units in flight")
+        if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            name = getattr(self.backward_prefetch, "name", None)
+            lines.append(f"backward_prefetch {name}: FSDP2 always gathers the next unit before the present backward")
+        return lines
+
+
+class UnifiedMemoryOptimizer:
+    """Decisions about the one memory that host and device share. `reason`: why the last one was taken."""
+
+    def __init__(self, config: MPSFSDPConfig, device_type: str = "mps"):
+        self.config, self.device_type, self.reason = config, device_type, ""
+
+    def available_bytes(self) -> int:
+        """What the device may use: the pool's size if one is set."""
+        total = getattr(torch.get_device_module(self.device_type), "recommended_max_memory", None)
+        total = total() if total else BackendManager("cpu", verbose=False).get_memory_info()["total"]
+        return min(total, self.config.unified_memory_pool_size or total)
+
+    def optimize_sharding_strategy(self, model_size: int, available_memory: int) -> ShardingStrategy:
+        """NO_SHARD below a quarter of the memory, SHARD_GRAD_OP to four fifths, FULL_SHARD above. Sizes in bytes.
+
+        A larger ratio never shards less. Several processes on one Mac share its memory: there sharding saves nothing.
+        """
+        pool = self.config.unified_memory_pool_size
+        memory = min(available_memory, pool) if pool else available_memory
+        ratio = model_size / memory if memory > 0 else float("inf")
+        strategy = ShardingStrategy.FULL_SHARD
+        if ratio < 0.25:
+            strategy = ShardingStrategy.NO_SHARD
+        elif ratio < 0.8:
+            strategy = ShardingStrategy.SHARD_GRAD_OP
+        of = "the pool" if pool and pool < available_memory else "memory"
+        self.reason = f"{strategy.name}: the model is {ratio:.0%} of {memory / GIB:.1f} GiB of {of}"
+        logger.info(self.reason)
+        return strategy
+
+    def get_optimal_bucket_size(self) -> int:
+        """Bytes of gradients to reduce together: 200e6 with 16 GiB or more, else 50e6."""
+        return int(200e6 if self.available_bytes() >= 16 * GIB else 50e6)
+
+    def setup_memory_pool(self) -> int:
+        """Caps the device's memory at the configured pool size; the cap in bytes, 0 if none is configured."""
+        pool = self.config.unified_memory_pool_size
+        if not pool:
+            self.reason = "no pool size is set: the device's own limit holds"
+            return 0
+        module = torch.get_device_module(self.device_type)
+        if hasattr(module, "set_per_process_memory_fraction"):
+            # MPS counts in shares of the recommended working set, up to twice of it.
+            module.set_per_process_memory_fraction(min(2.0, pool / module.recommended_max_memory()))
+        if self.config.aggressive_memory_optimization and hasattr(module, "empty_cache"):
+            module.empty_cache()
+        self.reason = f"capped at {pool / GIB:.1f} GiB"
+        return pool
+
+
+class MPSOperatorFallback:
+    """What torch does with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
+
+    `fell_back`: operators that did.
+    """
+
+    def __init__(self, config: MPSFSDPConfig):
+        self.config, self.fell_back = config, []
+        self.enabled = os.environ.get(FALLBACK_SWITCH) == "1"
+
+    def patch_unsupported_ops(self) -> list[str]:
+        """The configured operators, which fall back if the switch was set before torch was imported; else a warning
+        says so. Nothing is patched: an operator that falls back is correct and slow.
+        """
+        if not self.enabled:
+            warnings.warn(
+                f"{FALLBACK_SWITCH} is not set: operators that MPS lacks raise NotImplementedError. Set it to 1 before "
+                "torch is imported, in one process only.",
+                stacklevel=2,
+            )
+        return sorted(self.config.fallback_to_cpu_ops)
+
+    @contextlib.contextmanager
+    def fallback_context(self):
+        """Sets the switch for processes started inside, restores it after, and notes the operators that fell back."""
+        names = (FALLBACK_SWITCH, "PYTORCH_MPS_FALLBACK")  # the second is what older scripts read
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(dict.fromkeys(names, "1"))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield self
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            for warning in caught:
+                operator = str(warning.message).partition("'aten::")[2].partition("'")[0]
+                if operator and "fall back" in str(warning.message):
+                    self.fell_back.append(f"aten::{operator}")
+                else:
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why this torch cannot use the device now; None if it can."""
+    if device_type == "mps":
+        if torch.backends.mps.is_available():
+            return None
+        built = "macOS is older than 13, or there is no Apple GPU" if torch.backends.mps.is_built() else "not built in"
+        return f"torch {torch.__version__}: {built}"
+    try:
+        return None if torch.get_device_module(device_type).is_available() else f"torch sees no {device_type} device"
+    except (RuntimeError, AttributeError) as error:
+        return first_line(error)
+
+
+class MPSFSDPWrapper:
+    """Shards models over the ranks that were launched.
+
+    Raises RuntimeError where the device is not available.
+    """
+
+    def __init__(self, config: MPSFSDPConfig | None = None, device_type: str = "mps"):
+        reason = unavailable(device_type)
+        if reason:
+            name = "MPS" if device_type == "mps" else device_type
+            raise RuntimeError(f"{name} backend is not available ({reason}).")
+        self.config = config or MPSFSDPConfig()
+        self.device = torch.device(device_type)
+        self.memory_optimizer = UnifiedMemoryOptimizer(self.config, device_type)
+        self.operator_fallback = MPSOperatorFallback(self.config)
+
+    # ---- a model of the user's own
+
+    def wrap_model(
+        self, model: nn.Module, auto_wrap_policy: Callable | set | None = None, param_dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """The model on the device, sharded in place; gradients are averaged over the ranks.
+
+        `auto_wrap_policy`: which modules are gathered as one unit: a set of classes, or a function of FSDP1's form
+        (module, recurse, nonwrapped_numel); by default those of `min_num_params` parameters. `param_dtype`: computes in
+        it, in place of the configured dtype. Collective. Raises SelfTestError, CollectiveError.
+        """
+        with self._debug_log():
+            for line in self.config.counterparts():
+                logger.warning(line)
+            compute_dtype = self._convert_dtype(param_dtype or self.config.compute_dtype)
+            mesh, group = self._mesh()
+            self_test.check(self.device, group, mesh)
+            self._move(model, param_dtype is not None)
+            if self.config.sync_module_states and dist.get_world_size() > 1:
+                for tensor in (*model.parameters(), *model.buffers()):
+                    dist.broadcast(tensor.detach(), 0, group=group)
+            modules = units_of(model, auto_wrap_policy or by_size(self.config.min_num_params))
+            self._shard(model, modules, mesh, group, compute_dtype, param_dtype is not None)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        return model
+
+    def wrap_transformer(self, model: nn.Module, transformer_layer_cls) -> nn.Module:
+        """`wrap_model` with each module of this class (or of one of these) as a unit. Raises ValueError if none is."""
+        classes = (
+            transformer_layer_cls if isinstance(transformer_layer_cls, set | tuple | list) else (transformer_layer_cls,)
+        )
+        if not any(isinstance(module, tuple(classes)) for module in model.modules()):
+            names = ", ".join(c.__name__ for c in classes)
+            lists = {type(child).__name__ for m in model.modules() if isinstance(m, nn.ModuleList) for child in m}
+            raise ValueError(f"{names}: the model has no such module. It repeats {', '.join(sorted(lists)) or 'none'}.")
+        return self.wrap_model(model, set(classes))
+
+    def _shard(self, model, modules: list, mesh, group, compute_dtype, cast: bool) -> None:
+        config, precision = self.config, MixedPrecisionPolicy()
+        if config.use_mixed_precision or cast:
+            precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=config.reduce_dtype)
+        scalars = {p for p in model.parameters() if p.ndim == 0}
+        options = dict(
+            mesh=mesh,
+            mp_policy=precision,
+            ignored_params=scalars,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if config.cpu_offload else OffloadPolicy(),
+        )
+        full = config.sharding_strategy is ShardingStrategy.FULL_SHARD
+        names = {module: name or "the model" for name, module in model.named_modules()}
+        for module, shard_module in fsdp.units(model, modules, full, **options):
+            logger.debug("unit %s: %s", names[module], type(module).__name__)
+            shard_module()
+        for unit, following in zip(modules, modules[1:], strict=False):
+            unit.set_modules_to_forward_prefetch([following] if config.forward_prefetch else [])
+        for scalar in scalars:  # FSDP2 shards none
+            if scalar.requires_grad:
+                scalar.register_post_accumulate_grad_hook(lambda p: _average(p.grad, group))
+
+    def _move(self, model: nn.Module, cast: bool) -> None:
+        """Puts the model on the device in dtypes that it has; buffers in the configured dtype of mixed precision."""
+        tensors = [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
+            if tensor.dtype is torch.bfloat16 and self._convert_dtype(torch.bfloat16) is not torch.bfloat16:
+                tensor.data = tensor.data.to(torch.float16)
+        model.to(self.device)
+        if self.config.use_mixed_precision or cast:
+            dtype = self._convert_dtype(self.config.buffer_dtype)
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
+
+    def _before_forward(self, model, args, kwargs):
+        """FSDP2 does not move inputs to a device that it knows no streams of."""
+        if self.config.aggressive_memory_optimization:
+            getattr(torch.get_device_module(self.device.type), "empty_cache", lambda: None)()
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
+
+    def _convert_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float16 for bfloat16 where the device cannot compute with it, which a probe decides; others unchanged."""
+        if dtype is torch.bfloat16 and not computes_bfloat16(self.device):
+            warnings.warn(f"{self.device.type} does not support bfloat16 here: float16 is used", stacklevel=3)
+            return torch.float16
+        return dtype
+
+    def _mesh(self) -> tuple[DeviceMesh, dist.ProcessGroup]:
+        """The ranks' mesh and a staged group of all. Collective."""
+        prepare_device(self.device)
+        staged_gloo.register(self.device.type)
+        self._join()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        group = (
+            dist.group.WORLD if staged_gloo.is_staged(dist.group.WORLD) else dist.new_group(backend=staged_gloo.NAME)
+        )
+        if self.config.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",)), group
+        alone = [dist.new_group([r], backend=staged_gloo.NAME) for r in range(size)][rank]
+        ranks, names = torch.arange(size).view(size, 1), ("dp_replicate", "shard")
+        return DeviceMesh.from_group([group, alone], self.device.type, ranks, mesh_dim_names=names), group
+
+    def _join(self) -> None:
+        """The default process group: the user's, else that of the launcher's environment, else one of one rank."""
+        config = self.config
+        if not dist.is_initialized():
+            size = int(os.environ.get("WORLD_SIZE", config.world_size))
+            rank = int(os.environ.get("RANK", config.rank))
+            if size == 1:
+                dist.init_process_group(staged_gloo.NAME, store=dist.HashStore(), rank=0, world_size=1)
+            else:
+                os.environ.setdefault("MASTER_ADDR", "localhost")
+                os.environ.setdefault("MASTER_PORT", str(DEFAULTS["master_port"]))
+                dist.init_process_group(staged_gloo.NAME, rank=rank, world_size=size)
+        if config.world_size not in (1, dist.get_world_size()):
+            raise ValueError(f"world_size {config.world_size}: the process group has {dist.get_world_size()} ranks.")
+
+    # ---- a run of train.py
+
+    def distribute(self, model, plan, groups: ProcessGroups, local_shards, pad_id: int):
+        """The model distributed as the plan says, after the self-test: a Parallelism. Collective."""
+        if groups.single_process:
+            device_shims.install_pieces(self.device.type)
+        group = None if groups.single_process else dist.group.WORLD
+        self_test.check(self.device, group, groups.mesh["shard"] if groups.sharded else None)
+        s, reshard = plan.settings, plan.reshard_after_forward
+        return parallelize(model, s, groups, local_shards, reshard, plan.distribution, pad_id)
+
+    # ---- checkpoints, memory
+
+    def save_checkpoint(self, model, checkpoint_path, optimizer=None, **metadata) -> None:
+        """Writes weights, buffers, optimizer state and metadata in full; see full_state.save. Collective."""
+        full_state.save(model, checkpoint_path, optimizer, metadata)
+
+    def load_checkpoint(self, model, checkpoint_path, optimizer=None) -> dict:
+        """Restores what save_checkpoint wrote, on any number of ranks; the metadata. Collective. Raises PlanError."""
+        return full_state.load(model, checkpoint_path, optimizer)
+
+    def get_memory_stats(self) -> dict[str, float]:
+        """GiB: allocated_gb by tensors, reserved_gb by the driver, process_memory_gb resident, limit_gb to be used."""
+        module = torch.get_device_module(self.device.type)
+        allocated = getattr(module, "current_allocated_memory", getattr(module, "memory_allocated", lambda: 0))()
+        reserved = getattr(module, "driver_allocated_memory", getattr(module, "memory_reserved", lambda: allocated))()
+        found = {"allocated": allocated, "reserved": reserved, "process_memory": current_resident_bytes()}
+        return {f"{k}_gb": v / GIB for k, v in (found | {"limit": self.memory_optimizer.available_bytes()}).items()}
+
+    @contextlib.contextmanager
+    def profile_memory(self):
+        """Logs what the block adds to memory, if `config.profile_memory`."""
+        if not self.config.profile_memory:
+            yield
+            return
+        before = self.get_memory_stats()
+        try:
+            yield
+        finally:
+            after = self.get_memory_stats()
+            logger.info(
+                "memory: %+.3f GiB allocated, now %.3f; %.3f GiB reserved",
+                after["allocated_gb"] - before["allocated_gb"],
+                after["allocated_gb"],
+                after["reserved_gb"],
+            )
+
+    @contextlib.contextmanager
+    def _debug_log(self):
+        before = logger.level
+        if self.config.debug_mode:
+            logger.setLevel(logging.DEBUG)
+        try:
+            logger.debug("config: %s", {f.name: getattr(self.config, f.name) for f in fields(self.config)})
+            yield
+        finally:
+            logger.setLevel(before)
+
+
+def _average(grad: torch.Tensor, group) -> None:
+    dist.all_reduce(grad, group=group)
+    grad /= dist.get_world_size(group)
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """True if a bfloat16 product on the device is right. Tries it."""
+    try:
+        x = torch.eye(8, dtype=torch.bfloat16, device=device)
+        return torch.equal((x @ (3 * x)).float().cpu(), 3 * torch.eye(8))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def by_size(min_num_params: int) -> Callable:
+    """FSDP1's size-based policy: a module is a unit if its parameters outside inner units are this many."""
+
+    def policy(module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return nonwrapped_numel >= min_num_params
+
+    return policy
+
+
+def by_class(classes: tuple) -> Callable:
+    """FSDP1's policy of layers: each module of these classes is a unit."""
+
+    def policy(module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, classes)
+
+    return policy
+
+
+def units_of(model: nn.Module, policy) -> list[nn.Module]:
+    """The modules that a policy makes units, inner ones first, the model itself left out."""
+    if isinstance(policy, set | tuple | list):
+        policy = by_class(tuple(policy))
+    found, taken = [], set()
+
+    def visit(module):
+        inside = [p for p in module.parameters() if p not in taken]
+        if not policy(module=module, recurse=True, nonwrapped_numel=sum(p.numel() for p in inside)):
+            return
+        for child in module.children():
+            visit(child)
+        rest = [p for p in module.parameters() if p not in taken]
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
+        if module is model or is_container or not rest:
+            return
+        if policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in rest)):
+            found.append(module)
+            taken.update(rest)
+
+    visit(model)
+    return found
+
+
+def create_mps_fsdp_wrapper(
+    world_size: int = 1,
+    rank: int = 0,
+    sharding_strategy="FULL_SHARD",
+    mixed_precision: bool = True,
+    cpu_offload: bool = False,
+    device_type: str = "mps",
+    **config,
+) -> MPSFSDPWrapper:
+    """A wrapper; `config`: more fields of MPSFSDPConfig."""
+    named = {"sharding_strategy": sharding_strategy, "use_mixed_precision": mixed_precision, "cpu_offload": cpu_offload}
+    return MPSFSDPWrapper(MPSFSDPConfig(world_size=world_size, rank=rank, **named, **config), device_type)
+
+
+def wrap_model_for_mps(
+    model: nn.Module, min_num_params: float = 1e6, transformer_layer_cls=None, device_type: str = "mps", **config
+) -> nn.Module:
+    """The model wrapped by layers of a class, or by size."""
+    wrapper = MPSFSDPWrapper(MPSFSDPConfig(min_num_params=min_num_params, **config), device_type)
+    if transformer_layer_cls is not None:
+        return wrapper.wrap_transformer(model, transformer_layer_cls)
+    return wrapper.wrap_model(model)
+
+
+def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
+    """What sharding on Apple GPUs needs and whether it is here; `warnings`: what is not. Never raises."""
+    found = {
+        "mps_available": torch.backends.mps.is_available(),
+        "mps_built": torch.backends.mps.is_built(),
+        "pytorch_version": torch.__version__,
+        "fsdp_available": dist.is_available(),
+        "gloo_available": dist.is_available() and dist.is_gloo_available(),
+        "macos_version": platform.mac_ver()[0] or None,
+        "warnings": [],
+    }
+    reason = unavailable(device_type)
+    if reason:
+        found["warnings"].append(f"{device_type}: {reason}")
+        return found
+    device = torch.device(device_type)
+    try:
+        half = torch.ones(2, dtype=torch.float16, device=device)
+        found["float16_supported"] = (half + half).sum().item() == 4
+        found["bfloat16_supported"] = computes_bfloat16(device)
+        device_shims.check_private_names()
+    except (RuntimeError, TypeError, PlanError) as error:
+        found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, PlanError)
+        found["warnings"].append(first_line(error))
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found["macos_version"] and int(found["macos_version"].split(".")[0]) < 13:
+        found["warnings"].append(f"macOS {found['macos_version']}: MPS needs 13 or later")
+    if version < (2, 11):
+        found["warnings"].append(f"torch {torch.__version__}: 2.11 is the oldest that this was written for")
+    return found

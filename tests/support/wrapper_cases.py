@@ -1,0 +1,158 @@
+"""What ranks run to try the FSDP wrapper on modules of a user's own: see tests/test_mps_fsdp_wrapper.py."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper
+from tests.support import ranks
+
+STEPS, BATCH = 3, 4
+
+
+class Net(nn.Module):
+    """Two layers of each size, a tied weight, a buffer, a scalar parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.inner, self.outer = nn.Linear(16, 8), nn.Linear(8, 16, bias=False)
+        self.outer.weight = nn.Parameter(self.inner.weight.t().contiguous().clone())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.linspace(0, 1, 16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.outer(self.inner(x + self.shift)) * self.scale
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def wrapper(**config) -> MPSFSDPWrapper:
+    return MPSFSDPWrapper(MPSFSDPConfig(use_mixed_precision=False, **config), ranks.compute_device().type)
+
+
+def rows(step: int, size: int) -> torch.Tensor:
+    return torch.randn(size, BATCH, 16, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, rank: int, size: int, steps=range(STEPS)) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(rows(step, size)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(steps=range(STEPS), size: int = 2):
+    """The same training in one process: the mean of the ranks' losses; the trained model."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in steps:
+        torch.stack([model(x).square().mean() for x in rows(step, size)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def strategies(rank: int, size: int) -> dict:
+    """{strategy: largest difference of any weight from one process's after some steps}."""
+    found = {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for policy in ({nn.Linear}, None):
+            wrapped = wrapper(sharding_strategy=strategy, min_num_params=200)
+            # Rank 0's weights reach the others.
+            model = wrapped.wrap_model(net(seed=rank), policy)
+            train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, size)
+            oracle, worst = dict(whole(size=size).named_parameters()), 0.0
+            for name, parameter in model.named_parameters():
+                full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                worst = max(worst, (full.detach().cpu() - oracle[name]).abs().max().item())
+            found[f"{strategy} {'by class' if policy else 'by size'}"] = worst
+    return found
+
+
+def saved(rank: int, size: int, path: str) -> dict:
+    """Trains, saves, trains on; the losses after the save, and what save_checkpoint refuses."""
+    wrapped = wrapper(min_num_params=200)
+    model = wrapped.wrap_model(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, size)
+    wrapped.save_checkpoint(model, path, optimizer, epoch=3, best_loss=0.25, tags=["a"])
+    after, refused = train(model, optimizer, rank, size, range(STEPS, 2 * STEPS)), []
+    for metadata in ({"thing": Path("x")}, {"model_state_dict": 1}):
+        try:
+            wrapped.save_checkpoint(model, path + ".other", optimizer, **metadata)
+        except ValueError as error:
+            refused.append(str(error))
+    return {"after": after, "refused": refused}
+
+
+def resumed(rank: int, size: int, path: str, same_world: bool) -> dict:
+    """Loads what `saved` wrote; its metadata, the losses after it, how far its weights are from one process's."""
+    wrapped = wrapper(min_num_params=200)
+    model = wrapped.wrap_model(net(seed=7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-1)
+    metadata = wrapped.load_checkpoint(model, path, optimizer)
+    weights, oracle = {}, dict(whole().named_parameters())
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        weights[name] = (full.detach().cpu() - oracle[name]).abs().max().item()
+    after = train(model, optimizer, rank, size, range(STEPS, 2 * STEPS)) if same_world else None
+    problem = ""
+    try:
+        other = wrapped.wrap_model(nn.Sequential(nn.Linear(3, 3)))
+        wrapped.load_checkpoint(other, path)
+    except ValueError as error:
+        problem = str(error)
+    return {"metadata": metadata, "after": after, "off": max(weights.values()), "problem": problem}
+
+
+def wrong_answers(rank: int, size: int) -> str | None:
+    """What is said where copies from the device read the wrong bytes, as MPS has done."""
+    from tests.support import emulated_device
+
+    emulated_device.extension().ignore_offsets(True)
+    try:
+        wrapper().wrap_model(net())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def converted(rank: int, size: int) -> dict:
+    """Dtypes after wrapping on a device without bf16, and the warnings."""
+    import warnings
+
+    from tests.support import emulated_device
+
+    emulated_device.extension().refuse_bfloat16(True)
+    model = net().bfloat16()
+    model.layers[0].float()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped = MPSFSDPWrapper(MPSFSDPConfig(use_mixed_precision=False), "emulated")
+        model = wrapped.wrap_model(model, {nn.Linear}, param_dtype=torch.bfloat16)
+        out = model(rows(0, 1)[0].half())
+        out.float().square().mean().backward()
+    said = [str(w.message) for w in caught if "bfloat16" in str(w.message)]
+    dtypes = {n: str(p.dtype) for n, p in (*model.named_parameters(), *model.named_buffers())}
+    return {"dtypes": dtypes, "out": str(out.dtype), "said": said, "world": dist.get_world_size()}
+
+
+def facts(rank: int, size: int) -> list[dict]:
+    """The device's facts, on one without bf16."""
+    from finetune.torch_engine import device_facts
+    from tests.support import emulated_device
+
+    emulated_device.extension().refuse_bfloat16(True)
+    return device_facts.examine(ranks.compute_device())

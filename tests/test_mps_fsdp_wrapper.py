@@ -1,0 +1,218 @@
+"""The public surface of mps_fsdp_wrapper, and modules of a user's own sharded by it."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+import mps_fsdp_wrapper
+from mps_fsdp_wrapper import (
+    MPSFSDPConfig,
+    MPSFSDPWrapper,
+    MPSOperatorFallback,
+    UnifiedMemoryOptimizer,
+    check_mps_fsdp_compatibility,
+    create_mps_fsdp_wrapper,
+    units_of,
+)
+from tests.support import emulated_device, ranks, wrapper_cases
+from tests.support.commands import ROOT
+
+needs_device = pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
+ON = dict(device=emulated_device.NAME)
+GIB = 2**30
+
+
+def test_config_has_the_guides_fields_and_defaults():
+    config = MPSFSDPConfig()
+    documented = dict(
+        sharding_strategy=mps_fsdp_wrapper.ShardingStrategy.FULL_SHARD,
+        min_num_params=1e6,
+        use_mixed_precision=True,
+        compute_dtype=torch.float16,
+        reduce_dtype=torch.float32,
+        buffer_dtype=torch.float16,
+        cpu_offload=False,
+        backward_prefetch=mps_fsdp_wrapper.BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=True,
+        limit_all_gathers=True,
+        backend="gloo",
+        world_size=1,
+        rank=0,
+        sync_module_states=True,
+        use_orig_params=True,
+        unified_memory_pool_size=None,
+        aggressive_memory_optimization=False,
+        debug_mode=False,
+        profile_memory=False,
+    )
+    names = [f.name for f in dataclasses.fields(config)]
+    assert names == [*documented, "fallback_to_cpu_ops"]
+    assert {name: getattr(config, name) for name in documented} == documented
+
+
+def test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction():
+    config = MPSFSDPConfig(sharding_strategy="NO_SHARD", backward_prefetch="BACKWARD_POST", min_num_params=2.5e3)
+    assert config.sharding_strategy is mps_fsdp_wrapper.ShardingStrategy.NO_SHARD and config.min_num_params == 2500
+    config.sharding_strategy = ShardingStrategy.SHARD_GRAD_OP
+    config.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
+    assert config.sharding_strategy.name == "SHARD_GRAD_OP" and config.backward_prefetch.name == "BACKWARD_PRE"
+    with pytest.raises(ValueError, match="HYBRID: unknown. Use one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"):
+        config.sharding_strategy = "HYBRID"
+
+
+def test_another_backend_is_switched_to_gloo_with_a_warning():
+    with pytest.warns(UserWarning, match="only supports Gloo"):
+        config = MPSFSDPConfig(backend="nccl")
+    assert config.backend == "gloo"
+
+
+def test_values_without_a_counterpart_are_answered_with_a_line():
+    assert MPSFSDPConfig().counterparts() == []
+    config = MPSFSDPConfig(use_orig_params=False, limit_all_gathers=False, backward_prefetch="BACKWARD_POST")
+    assert [line.split()[0] for line in config.counterparts()] == [
+        "use_orig_params",
+        "limit_all_gathers",
+        "backward_prefetch",
+    ]
+
+
+def test_without_mps_the_wrapper_says_so_and_the_check_never_raises():
+    if torch.backends.mps.is_available():
+        pytest.skip("this machine has an Apple GPU")
+    with pytest.raises(RuntimeError, match=r"MPS backend is not available \(torch .*\)"):
+        MPSFSDPWrapper()
+    info = check_mps_fsdp_compatibility()
+    assert info["mps_available"] is False and info["pytorch_version"] == torch.__version__ and info["warnings"]
+    assert check_mps_fsdp_compatibility("nonsense")["warnings"]
+
+
+def test_helpers_pass_fields_to_the_config():
+    wrapper = create_mps_fsdp_wrapper(
+        sharding_strategy="SHARD_GRAD_OP", mixed_precision=False, min_num_params=1e4, device_type="cpu"
+    )
+    assert wrapper.config.min_num_params == 10_000 and not wrapper.config.use_mixed_precision
+    with pytest.raises(TypeError, match="min_params"):
+        create_mps_fsdp_wrapper(min_params=1, device_type="cpu")
+
+
+def test_units_by_size_by_class_and_by_a_function_of_fsdp1s_form():
+    model = wrapper_cases.net()
+    layers, inner = list(model.layers), [model.inner, model.outer]
+    assert units_of(model, mps_fsdp_wrapper.by_size(200)) == layers
+    assert units_of(model, {nn.Linear}) == layers + inner
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), nn.Linear(2, 2))
+    assert units_of(nested, {nn.Sequential, nn.Linear}) == [nested[0][0], nested[0], nested[1]]  # inner ones first
+    assert units_of(model, lambda module, recurse, nonwrapped_numel: recurse or module is model.inner) == [model.inner]
+
+
+def test_a_larger_model_is_never_sharded_less_and_the_pool_is_obeyed():
+    optimizer = UnifiedMemoryOptimizer(MPSFSDPConfig(), "cpu")
+    chosen = [optimizer.optimize_sharding_strategy(size * GIB, 32 * GIB).value for size in range(1, 80)]
+    named = [optimizer.optimize_sharding_strategy(size * GIB, 32 * GIB).name for size in (7, 8, 25, 26)]
+    assert chosen == sorted(chosen, key=lambda value: {3: 0, 2: 1, 1: 2}[value])
+    assert named == ["NO_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "FULL_SHARD"]
+    optimizer.config.unified_memory_pool_size = 8 * GIB
+    assert optimizer.optimize_sharding_strategy(7 * GIB, 32 * GIB).name == "FULL_SHARD"
+    assert optimizer.reason == "FULL_SHARD: the model is 88% of 8.0 GiB of the pool"
+    assert optimizer.get_optimal_bucket_size() == 50_000_000 and optimizer.setup_memory_pool() == 8 * GIB
+
+
+def test_the_fallback_switch_is_set_for_children_and_restored(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    fallback = MPSOperatorFallback(MPSFSDPConfig())
+    with pytest.warns(UserWarning, match="before torch is imported"):
+        assert "aten::_fused_adam" in fallback.patch_unsupported_ops()
+    with pytest.warns(UserWarning, match="unrelated"), fallback.fallback_context():
+        import warnings
+
+        assert os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] == "1"
+        # torch's text, in aten/src/ATen/mps/MPSFallback.mm
+        said = "The operator 'aten::nonzero' is not currently supported on the MPS backend and will fall back to run on"
+        warnings.warn(f"{said} the CPU.", stacklevel=1)
+        warnings.warn("unrelated", stacklevel=1)
+    assert "PYTORCH_ENABLE_MPS_FALLBACK" not in os.environ and fallback.fell_back == ["aten::nonzero"]
+
+
+SCRIPT = """
+import logging, sys
+import torch
+from torch import nn
+from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper
+logging.basicConfig(level=logging.DEBUG, format="%(name)s %(levelname)s %(message)s", stream=sys.stdout)
+logging.getLogger("mps_fsdp_wrapper").setLevel(logging.INFO)
+debug = sys.argv[1] == "debug"
+wrapper = MPSFSDPWrapper(MPSFSDPConfig(debug_mode=debug, use_mixed_precision=False, forward_prefetch=not debug), "cpu")
+model = wrapper.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {nn.Linear})
+wrapper.config.profile_memory = debug
+with wrapper.profile_memory():
+    model(torch.ones(2, 8)).sum().backward()
+print({name: f"{value:.2f}" for name, value in wrapper.get_memory_stats().items()})
+print("grad", model[0].weight.grad.full_tensor().shape)
+"""
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, tmp_path):
+    """On the CPU, with the staged group as its only one."""
+    argv = [sys.executable, "-c", SCRIPT, "debug" if debug else "plain"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "grad torch.Size([8, 8])" in done.stdout and "'allocated_gb'" in done.stdout
+    own = [line for line in done.stdout.splitlines() if line.startswith("mps_fsdp_wrapper")]
+    assert any("DEBUG unit 0: Linear" in line for line in own) == debug
+    assert any("INFO memory: +" in line for line in own) == debug
+
+
+@needs_device
+def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
+    for found in ranks.run(2, wrapper_cases.strategies, tmp_path, **ON):
+        assert len(found) == 6
+        # fp32 weights near 1 after three AdamW steps of 1e-2, which sums in another order move by some 1e-7.
+        assert max(found.values()) < 2e-6, found
+
+
+@needs_device
+def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(tmp_path):
+    path = str(tmp_path / "model.pt")
+    two = ranks.run(2, wrapper_cases.saved, tmp_path / "saved", path=path, **ON)
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["model.pt"]
+    assert "metadata thing: cannot be saved" in two[0]["refused"][0]
+    assert "model_state_dict: is the name" in two[0]["refused"][1]
+    again = ranks.run(2, wrapper_cases.resumed, tmp_path / "same", path=path, same_world=True, **ON)
+    for first, second in zip(two, again, strict=True):
+        assert first["after"] == second["after"]
+        assert second["metadata"] == {"epoch": 3, "best_loss": 0.25, "tags": ["a"]}
+        assert "is in" in second["problem"] and "only" in second["problem"]
+    for size in (1, 3):
+        for rank in ranks.run(size, wrapper_cases.resumed, tmp_path / str(size), path=path, same_world=False, **ON):
+            assert rank["off"] < 2e-6  # the tolerance above
+    content = torch.load(path, weights_only=True)
+    assert content["epoch"] == 3 and content["model_state_dict"]["layers.0.weight"].shape == (16, 16)
+
+
+@needs_device
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
+    for said in ranks.run(size, wrapper_cases.wrong_answers, tmp_path, **ON):
+        assert said.startswith("SelfTestError: emulated: wrong answers in the self-test"), said
+        assert "Nothing was trained. Use --backend cpu" in said
+
+
+@needs_device
+def test_bfloat16_becomes_float16_where_the_device_has_none(tmp_path):
+    (found,) = ranks.run(1, wrapper_cases.converted, tmp_path, **ON)
+    dtypes = found["dtypes"]
+    assert dtypes.pop("layers.0.weight") == dtypes.pop("layers.0.bias") == "torch.float32"
+    assert set(dtypes.values()) == {"torch.float16"} and found["out"] == "torch.float16"
+    assert found["said"] and all("float16 is used" in line for line in found["said"])
+
+
+def test_the_module_logs_under_its_name():
+    assert mps_fsdp_wrapper.logger is logging.getLogger("mps_fsdp_wrapper")
