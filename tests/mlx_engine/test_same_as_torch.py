@@ -41,7 +41,10 @@ def off(mine: list, theirs: list) -> float:
     return max(abs(a.nll / b.nll - 1) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("dora", "affine 8")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
 def test_fifty_steps_of_mlx_have_the_losses_of_torch(folder, kind):
     changes = {"wd": 0.1, "grad_norm": 0.5} | KINDS[kind]
     mlx, torch = mlx_engine(folder, **changes), torch_engine_of(folder, **changes)
