@@ -1,6 +1,8 @@
 """Merges an adapter or trained added layers into the base: a model folder for transformers, vLLM and mlx-lm.
 
 python export.py --checkpoint outputs/my-run --output_dir merged
+python export.py --checkpoint outputs/my-run --output_dir for-mlx --to mlx-lm    the adapter for mlx_lm.generate
+python export.py --checkpoint adapters --output_dir ours --to peft               an adapter of mlx_lm.lora for peft
 """
 
 import sys
@@ -31,12 +33,49 @@ def build_parser() -> Parser:
         choices=("auto", "fp32", "bf16", "fp16"),
         help="dtype of the saved weights (default: that of the base)",
     )
+    parser.add_argument(
+        "--to",
+        default="hf",
+        choices=("hf", "peft", "mlx-lm"),
+        help="hf: the merged model; peft, mlx-lm: the adapter alone, in that format (default: hf)",
+    )
+    parser.add_argument(
+        "--base", metavar="ID|DIR", help="the base model of an mlx-lm adapter (default: the one its config names)"
+    )
     return parser
+
+
+def convert_adapter(args) -> int:
+    """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
+    import json
+
+    from finetune import adapter_formats as formats
+    from finetune.checkpoint.store import replace_tensors
+    from finetune.model_files.files import find_model
+
+    source, target = Path(args.checkpoint), Path(args.output_dir)
+    check_new(target, "--output_dir")
+    from_mlx = formats.is_mlx_lm(source)
+    tensors, config = formats.read(source)
+    files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
+    if args.to == "mlx-lm" and not from_mlx:
+        tensors, config = formats.to_mlx_lm(tensors, config, files.config)
+    elif args.to == "peft" and from_mlx:
+        tensors, config = formats.to_peft(tensors, config, formats.linear_names(files.weight_files))
+        config["base_model_name_or_path"] = files.name
+    name = formats.MLX_LM_FILE if args.to == "mlx-lm" else formats.PEFT_FILE
+    with storage(target), new_folder(target) as folder:
+        replace_tensors(folder / name, tensors)
+        (folder / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    say(f"adapter for {args.to} in {target}: {len(tensors)} tensors, on {files.name}")
+    return 0
 
 
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
+    if args.to != "hf":
+        return convert_adapter(args)
     from finetune import inference
     from finetune.model_files.tokenizer import load_tokenizer
     from finetune.torch_engine.save import merge_to_folder

@@ -27,11 +27,13 @@ if __name__ == "__main__":  # --help and an unknown flag are answered before num
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
-from finetune import doctor, evaluation, report
+from finetune import doctor, evaluation, parity, report
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
@@ -87,8 +89,13 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         plan = replace(plan, notices=(*plan.notices, notice))
     elif Path(s.output_dir).resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {s.output_dir}: is the model's own folder. Give another.")
+    if files and plan.engine != "mlx" and any(path.suffix == ".npz" for path in files.weight_files):
+        raise PlanError(
+            f"--model_name {s.model_name}: holds MLX's .npz. Direct loading not supported, conversion required: "
+            "use --backend mlx, or write model.safetensors with mlx.core.save_safetensors."
+        )
     if skipped:
-        why = f"auto found {skipped}, and this version trains through torch only"
+        why = f"auto found {skipped}, and this version has no engine for it"
         adjustment = Adjustment("backend", "auto", plan.backend, why)
         plan = replace(plan, adjustments=(adjustment, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
@@ -135,6 +142,49 @@ def build_engine(plan: RunPlan, parallel):
     from finetune.torch_engine.engine import TorchEngine
 
     return TorchEngine(parallel, plan.settings, plan.files.config)
+
+
+class Opened(NamedTuple):
+    """How the plan's engine is reached. `load(batches, initial_adapter)`: a model; `build(model, pad_id)`: its engine.
+
+    `baseline`: memory of the process after its imports; `loads_own_shards`: each rank reads only its rows.
+    """
+
+    load: Callable
+    build: Callable
+    baseline: int = 0
+    loads_own_shards: bool = False
+
+
+def open_engine(plan: RunPlan, env: RankEnv) -> Opened:
+    """Joins the ranks of the plan's engine. Collective."""
+    if plan.engine == "mlx":
+        return open_mlx(plan)
+    groups, local_shards, baseline = join_groups(plan, env)
+    load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
+
+    def build(model, pad_id: int):
+        return build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id))
+
+    return Opened(load, build, baseline, local_shards is not None)
+
+
+def open_mlx(plan: RunPlan) -> Opened:
+    """MLX's engine, on one process or on the ranks of mlx.launch; its logits are compared with transformers' first."""
+    from finetune.mlx_engine import fingerprint
+    from finetune.mlx_engine import load as mlx
+    from finetune.torch_engine import reference
+
+    files, s = plan.files, plan.settings
+
+    def load(batches=None, initial_adapter=None):
+        fingerprint.check(files, s, reference.logits)
+        return mlx.load_model(files.folder, files.config, s)
+
+    def build(model, pad_id: int):
+        return mlx.build_engine(*model, s, pad_id, files.config, plan.dims.world_size)
+
+    return Opened(load, build)
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
@@ -199,27 +249,28 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
             if notice:
                 log.say(f"  note: {notice}")
         process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
-        groups, local_shards, baseline = join_groups(plan, env)
+        opened = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
-        load = partial(load_model, plan.files.folder, plan.settings, groups, local_shards)
         from_data = plan.settings.init_lora_weights == "eva"
-        loading = None if from_data else process.in_background(load, None, output_dir.initial_adapter())
+        loading = None if from_data else process.in_background(opened.load, None, output_dir.initial_adapter())
         data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
-        model = load(eva_batches(data, plan.settings)) if from_data else loading.result()
-        engine = build_engine(plan, wrap_model(model, plan, groups, local_shards, pad_id(tokenizer)))
+        model = opened.load(eva_batches(data, plan.settings)) if from_data else loading.result()
+        engine = opened.build(model, pad_id(tokenizer))
         plan = finalize(plan, data, engine, log.say)
         log.say("\n".join(report.engine_lines(engine)))
         output_dir.describe(engine, plan, data)
-        log.summary.loading_bytes = engine.begin_memory(baseline)
+        log.summary.loading_bytes = engine.begin_memory(opened.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         with storage(output_dir.root):
             state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
+        if resumed_from and plan.quantizes_again:
+            state.eval_pending = True  # what the other base does to the loss is measured at once
         log.open(output_dir.root, state, offset)
         if resumed_from:
             log.saved(resumed_from)
-        log.start(data, predicted_for_batch(plan, data, engine.pad_id, local_shards is not None))
+        log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
         run_steps(engine, data, plan, state, log, output_dir, stop)
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
@@ -284,6 +335,12 @@ def fine_tune(**flags) -> TrainState:
     env = rank_env(os.environ, *address)
     if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
         return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
+    if overrides.get("parity"):
+        return run_parity(overrides)
+    if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
+        from finetune.mlx_engine.launched import run_launched
+
+        return run_launched(run, lambda: announced_plan(overrides, env), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
@@ -309,6 +366,24 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
+
+
+def run_parity(overrides: dict) -> TrainState:
+    """Takes the same steps on both backends of --parity; prints, writes and returns the verdict."""
+    both, tracks = parity.backends(overrides.pop("parity")), []
+    for backend in both:
+        plan = make_plan(parity.overrides_of(overrides, backend, both))
+        say("\n".join(report.plan_lines(plan)))
+        tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.settings)
+        ensure_chat_template(tokenizer)
+        data, opened = load_data(plan.settings, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
+        engine = opened.build(opened.load(), pad_id(tokenizer))
+        tracks.append(parity.follow(engine, data, finalize(plan, data, engine, say), say))
+        del engine
+    found, folder = parity.compare(*tracks, plan.settings.precision), Path(plan.settings.output_dir)
+    parity.write(found, folder)
+    say("\n".join([*parity.report(found), f"written: {folder}/parity.json, {folder}/parity.svg"]))
+    return TrainState(status="compared", output_dir=str(folder), exit_code=0 if found["same"] else PlanError.exit_code)
 
 
 def run_doctor(overrides: dict) -> TrainState:

@@ -372,6 +372,13 @@ class TrainConfig:
         choices=("false", "true", "json"),
         saved=False,
     )
+    parity: str = flag(
+        None,
+        "ask",
+        "take the same steps on two backends, such as torch,mlx, and compare losses, gradients and weights",
+        metavar="NAME,NAME",
+        saved=False,
+    )
     recommend: bool = flag(False, "ask", "print recommended settings for this machine", saved=False)
     assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
     assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)

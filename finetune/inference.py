@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from backend_manager import BackendManager
+from backend_manager import Backend, BackendManager, package_version
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -20,7 +20,9 @@ def add_flags(parser) -> None:
         metavar="DIR|ID",
         help="an output_dir, a step-N folder, or any adapter or model folder",
     )
-    parser.add_argument("--device", default=None, help="auto, cuda, mps, cpu or xpu (default: FSDP_BACKEND, else auto)")
+    parser.add_argument(
+        "--device", default=None, help="auto, cuda, mps, mlx, cpu, xpu (default: FSDP_BACKEND, else auto)"
+    )
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)")
 
 
@@ -67,6 +69,22 @@ def open_engine(args):
     precision = args.precision
     if precision == "auto":
         precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
+    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
+    open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
+    engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
+    engine.verify("auto")
+    return engine, tokenizer, end_ids(tokenizer, files.folder)
+
+
+def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
+    if package_version("mlx-lm") is None:
+        raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
+    from finetune.mlx_engine import load
+
+    return load.open_trained(Path(checkpoint), files, precision, pad)
+
+
+def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
     from finetune.torch_engine.device import device_of, set_num_threads
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
@@ -75,15 +93,12 @@ def open_engine(args):
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
     set_num_threads()
-    device = device_of(str(manager.backend))
-    model = load_trained(args.checkpoint, files, device, WEIGHT_DTYPES[precision])
+    device = device_of(device)
+    model = load_trained(checkpoint, files, device, WEIGHT_DTYPES[precision])
     keep_heap(low_memory=False)
-    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     settings = replace(TrainConfig(), train_type="lora", precision=precision)
-    parallel = parallelize(model, settings, ProcessGroups(device=device), pad_id=pad_id(tokenizer))
-    engine = TorchEngine(parallel, settings)
-    engine.verify("auto")
-    return engine, tokenizer, end_ids(tokenizer, files.folder)
+    parallel = parallelize(model, settings, ProcessGroups(device=device), pad_id=pad)
+    return TorchEngine(parallel, settings)
 
 
 def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:

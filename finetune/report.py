@@ -10,6 +10,14 @@ from finetune.metrics import GIB, Summary, table
 from finetune.terminal import clean
 
 
+def stored_as(plan) -> list[str]:
+    """The line on weights that are not plain safetensors."""
+    if not plan.files or not any(path.suffix == ".npz" for path in plan.files.weight_files):
+        return []
+    kind = "quantized" if plan.files.stored else "not quantized"
+    return [f"weights: MLX's .npz, {kind}"]
+
+
 def plan_lines(plan) -> list[str]:
     """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
@@ -18,6 +26,7 @@ def plan_lines(plan) -> list[str]:
     what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
     return [
         f"{what} of {s.model_name} on {where} in {s.precision}{base}",
+        *stored_as(plan),
         *ranks_line(plan),
         f"rows per step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation "
         f"{s.gradient_accumulation_steps} "

@@ -12,7 +12,17 @@ from tests.support.commands import ROOT
 
 SCRIPTS = ("train", "generate", "score", "export", "expand")
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
-FOLDERS = ("torch_engine", "quantizers", "plan", "estimate", "data", "model_files", "checkpoint", "distributed")
+FOLDERS = (
+    "torch_engine",
+    "mlx_engine",
+    "quantizers",
+    "plan",
+    "estimate",
+    "data",
+    "model_files",
+    "checkpoint",
+    "distributed",
+)
 # Folders without a framework, and the single files of finetune/, which are "file".
 SHARED = {"file", "plan", "estimate", "data", "model_files", "checkpoint", "distributed"}
 BOTTOM = {"quantization_wrapper", "backend_manager"}
@@ -25,7 +35,8 @@ ARROWS = {
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
     ),
-    "quantizers": ({"quantizers"}, {"torch", "triton"}),
+    "mlx_engine": (SHARED | BOTTOM | {"mlx_engine", "finetune.quantizers.affine"}, {"numpy", "mlx", "mlx_lm"}),
+    "quantizers": ({"quantizers"}, {"numpy", "torch", "triton"}),
     "quantization_wrapper": ({"backend_manager"}, set()),
     "backend_manager": (set(), set()),
 }
@@ -101,9 +112,10 @@ def test_each_module_imports_only_what_its_room_may(module):
 
 
 ROOMS_OF_TORCH = ("torch_engine", "quantizers", "mps_fsdp_wrapper")
+ENGINES = (*ROOMS_OF_TORCH, "mlx_engine")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ROOMS_OF_TORCH])
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ENGINES])
 def test_frameworks_are_imported_inside_functions_of_few_modules_only(module):
     allowed = INSIDE_FUNCTIONS.get(module, set())
     assert everywhere(TREES[module]) & {"torch", "transformers", "mlx", "mlx_lm"} <= allowed
@@ -120,9 +132,9 @@ def test_shared_modules_import_an_engine_only_to_open_one():
     """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
     may = {*SCRIPTS, "finetune.inference", "quantization_wrapper"}
     for module in MODULES:
-        if room(module) in ROOMS_OF_TORCH or module in may:
+        if room(module) in ENGINES or module in may:
             continue
-        reached = {n for n in everywhere(TREES[module]) if room(n) in ROOMS_OF_TORCH}
+        reached = {n for n in everywhere(TREES[module]) if room(n) in ENGINES}
         assert not reached, f"{module} imports {reached}"
 
 
@@ -130,6 +142,8 @@ def test_torch_and_mlx_never_meet_in_a_module_of_an_engine():
     for module in MODULES:
         if room(module) in ROOMS_OF_TORCH:
             assert not everywhere(TREES[module]) & {"mlx", "mlx_lm"}, module
+        if room(module) == "mlx_engine":
+            assert not everywhere(TREES[module]) & {"torch", "transformers"}, module
 
 
 def test_imports_at_module_level_have_no_cycle():
@@ -151,7 +165,7 @@ def test_every_module_is_reached_from_a_script():
 
 
 def test_importing_scripts_and_shared_modules_loads_no_framework():
-    modules = [m for m in MODULES if room(m) not in ROOMS_OF_TORCH]
+    modules = [m for m in MODULES if room(m) not in ENGINES]
     code = (
         f"import sys, {', '.join(modules)}\nloaded = sorted({FRAMEWORKS} & set(sys.modules))\nassert not loaded, loaded"
     )

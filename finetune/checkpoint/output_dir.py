@@ -129,7 +129,7 @@ class OutputDir:
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
             if engine.reseeded:
-                say("  saved with a different world size or degrees: dropout RNG re-seeded per rank")
+                say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:

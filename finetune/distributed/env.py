@@ -1,6 +1,7 @@
 """This process's rank as its launcher's environment states it, and the network interface between hosts."""
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
 
 MAX_RANKS = 2**20
 FOLDER = "FINETUNE_RANKS_FOLDER"  # set for ranks spawned here; the folder holds plan.json, port, results and failures
@@ -51,6 +52,10 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
         env = _of_variables(e, host, port)
     elif "SLURM_PROCID" in e and _number(e, slurm_tasks, 1) > 1:
         env = _of_slurm(e, slurm_tasks, host, port)
+    elif "MLX_RANK" in e:
+        env = _of_mlx_launch(e)
+        if env.size == 1:
+            return None
     else:
         return None
     for name, number, low, high in (
@@ -87,6 +92,23 @@ def _of_variables(e, host, port) -> RankEnv:
         _number(e, "MASTER_PORT", port),
         launcher,
     )
+
+
+def _of_mlx_launch(e) -> RankEnv:
+    """A rank of mlx.launch: ring and jaccl name their hosts in a file, the other backends their number."""
+    rank, hosts = _number(e, "MLX_RANK"), []
+    for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES"):
+        path = Path(e.get(name) or "/dev/null")
+        if path.is_file():
+            try:
+                hosts = json.loads(path.read_text(encoding="utf-8") or "[]")
+            except (OSError, ValueError) as error:
+                raise PlanError(f"{name}={path}: is no JSON list of hosts ({first_line(error)}).") from None
+    size = _number(e, "MLX_WORLD_SIZE", len(hosts) or 1)
+    addresses = [str(host[0]).partition(":")[0] for host in hosts if isinstance(host, list) and host]
+    own = addresses[rank] if rank < len(addresses) and "MLX_HOSTFILE" in e else None
+    local = [r for r, address in enumerate(addresses) if address == own] if own else [rank]
+    return RankEnv(rank, size, local.index(rank), len(local), "localhost", 1, "mlx.launch")
 
 
 def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:

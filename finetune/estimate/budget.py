@@ -116,6 +116,8 @@ def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict
     microbatch = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
     shape = planned_shape(plan.files, s.llama_pro_path)
     found = predicted(s, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
+    if plan.engine == "mlx" and found["total"]:  # MLX's allocator does not tell them apart
+        found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
     if found["total"]:
         ranks = plan.dims.shards if loads_own_shards else 1
         found["items"]["loading"] = memory.loading_bytes(s, shape, ranks)

@@ -248,7 +248,8 @@ def shape_of_files(files) -> ModelShape:
     Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
-    tensors = None if files.stored else read_headers(files.weight_files)
+    exact = not files.stored and all(Path(f).suffix != ".npz" for f in files.weight_files)
+    tensors = read_headers(files.weight_files) if exact else None
     with untrusted(f"--model_name {files.name}: its config.json is not that of a model", "Save the model again."):
         return ModelShape.from_config(files.config, tensors, size or None)
 

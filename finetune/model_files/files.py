@@ -7,10 +7,13 @@ each weight file is a complete safetensors file inside the folder. Any fault is 
 import json
 import math
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+
+from numpy.lib import format as npy
 
 import quantization_wrapper
 from finetune import safetensors_io
@@ -227,6 +230,9 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
 
     scales = False
     for path in files:
+        if path.suffix == ".npz":
+            scales = scales or any(name.endswith(".scales") for name in npz_shapes(path))
+            continue
         fact = f"{said}: the quantization state in {path.name} cannot be read"
         with untrusted(fact, AGAIN), safe_open(path, framework="numpy") as file:
             for name in file.keys():
@@ -271,6 +277,8 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
         names = index_shards(folder, said)
     elif (folder / safetensors_io.INDEX).exists():  # a sharded checkpoint
         names = rank_files(folder, said)
+    elif any(folder.glob("*.npz")):  # MLX's older format
+        names = sorted(path.name for path in folder.glob("*.npz"))
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise PlanError(
             f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
@@ -317,6 +325,9 @@ def index_shards(folder: Path, said: str) -> list[str]:
 def check_safetensors(path: Path, said: str) -> int:
     """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, size. The numbers it holds."""
     check_readable(path, said)
+    if path.suffix == ".npz":
+        with untrusted(f"{said}: {path.name} is damaged", AGAIN):
+            return sum(math.prod(shape) for shape in npz_shapes(path).values())
     from safetensors import safe_open
 
     with untrusted(f"{said}: {path.name} is damaged", AGAIN):
@@ -325,6 +336,18 @@ def check_safetensors(path: Path, said: str) -> int:
     if not shapes:
         raise PlanError(f"{said}: {path.name} has no tensors. {AGAIN}")
     return sum(map(math.prod, shapes))
+
+
+def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """{tensor: shape} of a .npz file, from the headers of its members: no tensor is read and no pickle."""
+    shapes = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            with archive.open(member) as file:
+                version = npy.read_magic(file)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shapes[member.removesuffix(".npy")] = read(file)[0]
+    return shapes
 
 
 def inside(folder: Path) -> str:

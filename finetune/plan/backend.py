@@ -5,7 +5,7 @@ import os
 from backend_manager import CAPABILITIES, Backend, BackendManager, environment_error, package_version
 from finetune.errors import PlanError
 
-ENGINES = ("torch",)
+ENGINES = ("torch", "mlx")
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:

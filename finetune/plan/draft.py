@@ -92,6 +92,6 @@ class Draft:
         budget = MemoryBudget(memory_bytes, backend, ranks)
         if self.dims.world_size == 1:
             return budget
-        unified = self.backend in (Backend.CPU, Backend.MPS) and not values["assume_memory"]
+        unified = self.backend in (Backend.CPU, Backend.MPS, Backend.MLX) and not values["assume_memory"]
         ranks_per_device = self.local_world_size if unified else 1
         return replace(budget, memory_bytes=memory_bytes // ranks_per_device, ranks=self.dims.shards, dims=self.dims)

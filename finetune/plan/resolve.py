@@ -15,6 +15,8 @@ from finetune.estimate.budget import parse_size
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import resolve_memory
+from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
+from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
 from finetune.plan.run_plan import RunPlan, format_value
 
@@ -178,20 +180,6 @@ def _refuse_adapter_settings(draft: Draft, why: str) -> None:
             raise PlanError(f"--{name} {format_value(draft.values[name])}: {why}")
 
 
-def unsupported(draft: Draft) -> None:
-    """What this version cannot do at all."""
-    values, engine = draft.values, draft.capabilities.engine
-    if values["mlx_config"] is not None:
-        raise PlanError(f"--mlx_config {values['mlx_config']}: this version has no MLX engine. Omit it.")
-    if draft.backend is Backend.MLX and values["world_size"] > 1:
-        raise PlanError(
-            f"--world_size {values['world_size']}: MLX backend doesn't support distributed training. "
-            "Use --world_size 1."
-        )
-    if engine != "torch":
-        raise PlanError(f"--backend {draft.backend}: this version has no {engine.upper()} engine. Use --backend cpu.")
-
-
 def machine(draft: Draft) -> None:
     """The backend, and what probing found that a user should know."""
     draft.values["backend"] = str(draft.backend)
@@ -221,6 +209,8 @@ def precision(draft: Draft) -> None:
 
 
 def _auto_precision(draft: Draft, why: str) -> tuple[str, str]:
+    if draft.backend is Backend.MLX and mlx_on_cpu() and not draft.values["assume_memory"]:
+        return "fp32", "MLX has no BLAS for 16 bits on a CPU"
     speed = draft.capabilities.bfloat16_speed
     if draft.assumes_accelerator:
         return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
@@ -239,14 +229,18 @@ def quantization(draft: Draft) -> None:
     if values["train_type"] != "qlora":
         values["quantization_backend"] = "none"
         return
-    if values["quantization_backend"] == "auto":
+    if draft.backend is Backend.MLX:
+        mlx_quantization(draft)
+    elif values["quantization_backend"] == "auto":
         auto_quantizer(draft)
     name, bits = values["quantization_backend"], values["n_bits"]
+    if values["quant_type"] in MLX_MODES and draft.backend is Backend.MLX:
+        return
     problem = quantization_wrapper.unsupported(name, *_asked(values))
     if problem:
         raise PlanError(problem)
     check_group_size(draft, name)
-    found = draft.facts.probe_quantizer(name, bits)
+    found = None if draft.backend is Backend.MLX else draft.facts.probe_quantizer(name, bits)
     if found and found["error"]:
         passing = passing_quantizers(draft)
         raise PlanError(
@@ -383,7 +377,7 @@ RULES = (
     prequantized_base,
     contradictions,
     train_type_limits,
-    unsupported,
+    mlx_limits,
     resolve_parallelism,  # world size, degrees, who distributes
     machine,
     precision,

@@ -41,7 +41,7 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
 
 
 def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
-    """What a resumed run inherits from the saved plan: rows per step and, on the same backend, INHERITED.
+    """What a resumed run inherits from the saved plan: rows per step, precision and, on the same backend, INHERITED.
 
     `given`: settings given now; rows per step are not inherited if these set them.
     """
@@ -50,7 +50,10 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     if "batch_size" in given or accumulation_set:
         rows = {}
     if saved["settled"].get("backend") != backend:
-        return rows
+        portable = {"precision"}
+        if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one
+            portable.add("quantization_backend")
+        return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
     return rows | {name: saved["settled"][name] for name in INHERITED if name in saved["settled"]}
 
 
@@ -67,6 +70,9 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     resumable = {name for name, field in FIELDS.items() if field.metadata["resumable"]}
     if "quantization_backend" in changed:
         resumable |= {"quant_type", "group_size", "double_quant"}
+    moved = "backend" in changed
+    if moved and "precision" not in plan.requested:
+        resumable.add("precision")  # another device may lack the saved one
     refused = [f"--{k}: {format_value(a)} -> {format_value(b)}" for k, (a, b) in changed.items() if k not in resumable]
     if refused:
         raise PlanError(
@@ -75,8 +81,23 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     lines = [f"{k}: {format_value(a)} -> {format_value(b)} since the saved run" for k, (a, b) in changed.items()]
     if "quantization_backend" in changed:
         lines.append("the base is quantized again from its own weights, so the loss may change slightly")
+    if moved:
+        lines += what_moves(plan, saved)
     notices = plan.resume_from.notices if plan.resume_from else ()
     return replace(plan, notices=(*plan.notices, *notices, *lines))
+
+
+def what_moves(plan: RunPlan, saved: dict) -> list[str]:
+    """Lines on what a run takes with it to another backend, and what it cannot."""
+    s, old = plan.settings, saved["settled"]
+    lines = [
+        f"moved from {old['backend']} to {plan.backend}: step, data order, schedule, weights and the moments of "
+        f"{s.optimizer} continue; {plan.rows_per_step} rows per step as batch_size {s.batch_size} x accumulation "
+        f"{s.gradient_accumulation_steps} x data ranks {plan.data_ranks}"
+    ]
+    if s.lora_dropout and old.get("engine") != plan.engine:
+        lines.append("dropout cannot continue: the engines draw other random numbers, so new ones start here")
+    return lines
 
 
 def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:

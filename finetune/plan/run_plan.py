@@ -80,6 +80,13 @@ class RunPlan:
         return self.settings.batch_size * self.settings.gradient_accumulation_steps * self.data_ranks
 
     @property
+    def quantizes_again(self) -> bool:
+        """True if a resumed run has its base in another format than the saved one."""
+        if self.resume_from is None or self.settings.train_type != "qlora":
+            return False
+        return self.settings.quantization_backend != self.resume_from.saved_plan["settled"].get("quantization_backend")
+
+    @property
     def has_adapter(self) -> bool:
         return self.settings.train_type != "full"
 

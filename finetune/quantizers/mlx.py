@@ -6,10 +6,7 @@ w = q * scale + bias per group of a row; the group's extremum of larger magnitud
 
 import torch
 
-from finetune.quantizers import packing
-
-LEAST_SCALE = 1e-7
-CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which fits in the CPU cache
+from finetune.quantizers import affine, packing
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -20,28 +17,13 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, which mlx requires")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
-    step = max(1, CHUNK // columns)
+    step = max(1, affine.CHUNK // columns)
     for start in range(0, rows, step):
         part = weight_OI[start : start + step].float().view(-1, columns // size, size)
-        codes, scale, bias = _codes(part, most)
-        packed[start : start + step] = packing.pack(codes.view(len(part), columns), fmt.bits)
+        codes, scale, bias = affine.codes(torch, part, most)
+        packed[start : start + step] = packing.pack(codes.to(torch.uint8).view(len(part), columns), fmt.bits)
         scales[start : start + step], biases[start : start + step] = scale, bias
     return {"packed": packed, "scales": packing.as_bits(scales), "biases": packing.as_bits(biases)}
-
-
-def _codes(groups, most: int):
-    """(uint8 codes, scale, bias) of fp32 groups [..., K, size]; scale and bias [..., K]."""
-    low, high = groups.amin(-1), groups.amax(-1)
-    scale = ((high - low) / most).clamp_min(LEAST_SCALE)
-    lower = low.abs() > high.abs()
-    scale = torch.where(lower, scale, -scale)
-    edge = torch.where(lower, low, high)
-    zero = (edge / scale).round()
-    exact = zero != 0
-    scale = torch.where(exact, edge / torch.where(exact, zero, 1), scale)
-    bias = torch.where(exact, edge, 0)
-    codes = ((groups - bias.unsqueeze(-1)) / scale.unsqueeze(-1)).round().clamp_(0, most)
-    return codes.to(torch.uint8), scale, bias
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError
+from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
 from finetune.torch_engine.device import fp64_device
@@ -38,7 +39,7 @@ class TorchEngine:
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
         self.optimizer = optim.build(local, settings, self.device) if parallel.placement.trains_here else None
-        self.scaler = optim.LossScaler(settings.precision)
+        self.scaler = LossScaler(settings.precision)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, settings.grad_norm if settings.apply_gradient_clipping else None)
         self.state = EngineState(self.model, parallel, self.optimizer, self.scaler, settings)
@@ -109,7 +110,7 @@ class TorchEngine:
         total = self._accumulate(microbatches, self.scaler.factor / num_targets)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
-        self.scaler.unscale(parameters)
+        optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
         nll = float(self.groups.all_gather_scalars([total.item()]).sum())
         result = StepResult(nll, num_targets, num_tokens, norm)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from finetune.errors import CheckpointDamagedError, PlanError, first_line
+from finetune.optimizer_state import LossScaler, check_known, check_moments
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
@@ -20,10 +21,11 @@ from finetune.torch_engine.save import StreamedSave
 class EngineState:
     """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
 
-    def __init__(self, model, parallel, optimizer, scaler: optim.LossScaler, settings):
+    def __init__(self, model, parallel, optimizer, scaler: LossScaler, settings):
         self.model, self.parallel, self.place = model, parallel, parallel.placement
         self.groups, self.optimizer, self.scaler, self.settings = self.place.groups, optimizer, scaler, settings
         self.is_rank0, self.reseeded = self.groups.rank == 0, False
+        self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
         # Weights of the model itself train, not adapters.
         self.trains_base_weights = settings.train_type == "full" or settings.llama_pro_path is not None
 
@@ -115,7 +117,7 @@ class EngineState:
         for name, state in self.local_rng_state().items():
             for rank, tensor in enumerate(self.groups.all_gather(state)):
                 states[name if rank == 0 else f"rank{rank}.{name}"] = tensor.numpy()
-        return states if self.is_rank0 else {}
+        return {**self.foreign_rng, **states} if self.is_rank0 else {}
 
     def local_rng_state(self) -> dict[str, torch.Tensor]:
         device, state = self.groups.device, {"host": torch.get_rng_state()}
@@ -157,11 +159,20 @@ class EngineState:
         self.load_trainable(trainable)
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         shapes = {key: self.place.full_shape(name) for key, name in names.items()}
-        optim.check_known((*optimizer, *values["counts"]), names)
+        check_known((*optimizer, *values["counts"]), names)
         fp16 = values["scale"] is not None
-        optim.check_moments(optimizer, values["counts"], shapes, self.settings.optimizer, may_be_empty=fp16)
+        check_moments(optimizer, values["counts"], shapes, self.settings.optimizer, may_be_empty=fp16)
         self.parallel.load_moments(names, optimizer, values["counts"])
-        self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
+        if self.scaler.scale is not None and values["scale"] is not None:
+            self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
+        self._load_rng(values, rng)
+
+    def _load_rng(self, values: dict, rng: dict) -> None:
+        self.foreign_rng = {name: state for name, state in rng.items() if name.rpartition(".")[2] == "mlx"}
+        if self.foreign_rng and "host" not in rng:
+            self.reseeded = True
+            self.seed(zlib.crc32(np.asarray(self.foreign_rng["mlx"]).tobytes()))
+            return
         saved_ranks = 1 + sum(name.startswith("rank") and name.endswith(".host") for name in rng)
         degrees = list(self.groups.dims.mesh_shape)
         # Earlier checkpoints do not record their degrees.

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.adapter_config import adapter_config, shortest_targets
 from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
@@ -70,32 +71,16 @@ def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
         as_parameters = [n for n in chosen if n.rpartition(".")[2] in PEFT_TAKES_FOR_EXPERTS]
         chosen = [n for n in chosen if n not in as_parameters]
         parameters += [f"{n}.weight" for n in as_parameters]
-    leaves = sorted({n.rpartition(".")[2] for n in chosen})
-    by_leaf = {n for n in original_names(model) if n.rpartition(".")[2] in leaves}
     conv = any(
         m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
         for m in layers(model).values()
     )
     s, twice = settings, settings.init_lora_weights in RESIDUAL_INITS
     plain = twice or s.init_lora_weights == "default"
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": s.lora_rank * 2 if twice else s.lora_rank,
-        # keeps alpha/r, or alpha/sqrt(r), as in training
-        "lora_alpha": s.lora_alpha * (2**0.5 if s.use_rslora else 2) if twice else s.lora_alpha,
-        "lora_dropout": 0.0 if parameters else s.lora_dropout,  # PEFT rejects dropout with target_parameters
-        "target_modules": leaves if by_leaf == set(chosen) else chosen,
-        "target_parameters": parameters or None,
-        "use_dora": s.use_dora,
-        "use_rslora": s.use_rslora,
-        "init_lora_weights": True if plain else s.init_lora_weights,
-        "fan_in_fan_out": conv,
-        "bias": "none",
-        "modules_to_save": None,
-        "inference_mode": True,
-        "revision": s.revision,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
+    changes = {"target_parameters": parameters or None, "init_lora_weights": True if plain else s.init_lora_weights}
+    if twice:  # keeps alpha/r, or alpha/sqrt(r), as in training
+        changes |= {"r": s.lora_rank * 2, "lora_alpha": s.lora_alpha * (2**0.5 if s.use_rslora else 2)}
+    if parameters:  # PEFT rejects dropout with target_parameters
+        changes["lora_dropout"] = 0.0
+    targets = shortest_targets(chosen, original_names(model))
+    return adapter_config(s, base_name, targets, fan_in_fan_out=conv, **changes)

@@ -1,0 +1,335 @@
+"""MLXEngine: one optimizer step with MLX, on Metal, on CUDA or on a CPU, for any model that mlx-lm has.
+
+See finetune/engine.py for the protocol. Autograd is functional: a step builds one graph over all its microbatches, the
+clipping and the update, and one mx.eval runs it. Rows are padded: see `verify`.
+"""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
+from finetune.mlx_engine import generate, state
+from finetune.mlx_engine.head import Head
+from finetune.mlx_engine.memory import Memory
+from finetune.mlx_engine.model import MLXModel, as_numpy, compute_dtype, parameter_count
+from finetune.mlx_engine.optim import Optimizer
+from finetune.mlx_engine.ranks import Ranks
+from finetune.mlx_options import MLXOptions
+from finetune.optimizer_state import LossScaler
+
+WHY_PADDED = "rows of similar length: mlx-lm's attention of packed rows would span the full row"
+
+
+class MLXEngine:
+    """A loaded model with its adapters, its optimizer and its random state.
+
+    `params`: {name on disk: array} of what trains, fp32; `paths`: where each is in the model.
+    """
+
+    writes_shards = False
+
+    def __init__(self, loaded: MLXModel, settings, keys, ranks: Ranks, pad_id: int, base_config: dict, options=None):
+        self.loaded, self.model, self.settings, self.keys = loaded, loaded.model, settings, keys
+        self.ranks, self.pad_id, self.base_config = ranks, pad_id, base_config
+        self.rank = self.data_rank = ranks.rank
+        self.options, self.dtype = options or MLXOptions(), compute_dtype(settings.precision)
+        self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
+        self.paths = state.trainable_paths(loaded, settings)
+        arrays = dict(state.flat(loaded.model))
+        self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
+        self._put(self.params)
+        self.optimizer, self.scaler = Optimizer(settings), LossScaler(settings.precision)
+        self.counter, self.head, self.layout, self.reseeded = Memory(self), None, None, False
+        self.foreign_rng = {}
+        self.seed(settings.seed)
+        self._gradients = self._build_gradients()
+
+    # ---- before the first step
+
+    def verify(self, batch_layout: str) -> dict:
+        """Padded rows, and the chunked head where it gives the model's own logits. Raises PlanError.
+
+        Rows of a microbatch have similar lengths, and causal attention needs no mask for padding on the right. Packed
+        rows would need a dense mask over the full row in mlx-lm's models, whose cost grows with its square.
+        """
+        if batch_layout == "padding_free":
+            raise PlanError(
+                "--batch_layout padding_free: mlx-lm's models take no document boundaries. Use auto or padded."
+            )
+        self.layout = "padded"
+        self._check_runs()
+        self.head = self._checked_head()
+        return {"batch_layout": ("padded", "requested" if batch_layout == "padded" else WHY_PADDED)}
+
+    def _check_runs(self) -> None:
+        """Raises PlanError if the model does not run or gives logits that are not finite."""
+        ids = mx.arange(3, 16)[None] % self.vocab_size()
+        try:
+            logits = self.model(ids).astype(mx.float32)
+            finite = bool(mx.isfinite(logits).all())
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise PlanError(
+                f"--model_name: mlx-lm's {self.model.model_type} does not run ({first_line(error)}). Use --backend cpu."
+            ) from error
+        if not finite:
+            raise PlanError(
+                f"--model_name: mlx-lm's {self.model.model_type} gives logits that are not finite before any training. "
+                "Try --precision fp32, or give another model."
+            )
+
+    def _checked_head(self) -> Head | None:
+        """The chunked head if it gives the model's logits; None if the model must compute them itself."""
+        if self.loaded.base is None:
+            return None
+        layer = self.loaded.embedding if self.loaded.head is None else self.loaded.head
+        head, ids = Head.of(layer, self.loaded.config), mx.arange(3, 12)[None] % self.vocab_size()
+        theirs = self.model(ids)[0].astype(mx.float32)
+        own = head.logits(self.loaded.base(ids)[0])
+        off = (mx.abs(own - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1e-9)).item()
+        return head if off <= (1e-4 if self.dtype == mx.float32 else 2e-2) else None
+
+    def parameter_counts(self) -> tuple[int, int]:
+        return sum(p.size for p in self.params.values()), parameter_count(self.model)
+
+    def notices(self) -> list[str]:
+        from finetune.mlx_engine import BLAS
+
+        found = [] if self.on_gpu or BLAS is None else [BLAS]
+        if self.loaded.has_experts and self.settings.train_type != "full":
+            found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
+        return found
+
+    def try_step(self, batch: Batch, several: bool) -> None:
+        """Forward and backward of one batch, without an update; random state is as before."""
+        key = self.key
+        with self._memory_advice(batch):
+            kept = {n: mx.zeros_like(p) for n, p in self.params.items()} if several else None
+            nll, grads = self._microbatch(batch, 1.0, kept)
+            mx.eval(nll, grads)
+        self.key = key
+
+    # ---- the step
+
+    def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
+        """One optimizer step over the microbatches' targets together, in one evaluation.
+
+        NonFiniteError leaves weights and moments unchanged.
+        """
+        counts = [sum(b.num_targets for b in microbatches), sum(b.num_tokens for b in microbatches)]
+        num_targets, num_tokens = (int(n) for n in self.ranks.sum_numbers(*counts))
+        assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
+        scale, nll, grads = self.scaler.factor / num_targets, mx.zeros(()), None
+        with self._memory_advice(microbatches[0] if microbatches else None):
+            for batch in microbatches:
+                of_batch, grads = self._microbatch(batch, scale, grads)
+                nll = nll + of_batch
+            grads = {n: mx.zeros_like(p) for n, p in self.params.items()} if grads is None else grads
+            nll, grads = self.ranks.sum(nll), {n: self.ranks.sum(grads[n]) for n in sorted(grads)}
+            grads = {n: g / self.scaler.factor for n, g in grads.items()}
+            norm = mx.sqrt(sum(mx.square(g).sum() for g in grads.values()))
+            applies = mx.isfinite(norm) & mx.isfinite(nll)
+            params, moments = self.optimizer.step(self.params, self._clipped(grads, norm), mx.array(lr))
+            params = {n: mx.where(applies, p, self.params[n]) for n, p in params.items()}
+            old = self.optimizer.moments
+            moments = {k: mx.where(applies, m, old[k]) if k in old else m for k, m in moments.items()}
+            with self.ranks.waiting():
+                mx.eval(nll, norm, params, moments, self.key)
+        result = StepResult(nll.item(), num_targets, num_tokens, norm.item())
+        if not np.isfinite(result.grad_norm) or not np.isfinite(result.nll):
+            if np.isfinite(result.nll) and self.scaler.lower():
+                return replace(result, skipped=True)
+            what = f"gradient is {result.grad_norm}" if np.isfinite(result.nll) else f"loss is {result.nll}"
+            raise NonFiniteError(what)
+        self.params = params
+        self.optimizer.applied(params, moments)
+        self._put(params)
+        self.scaler.step()
+        return result
+
+    def _clipped(self, grads: dict, norm) -> dict:
+        if not self.settings.apply_gradient_clipping:
+            return grads
+        factor = mx.minimum(self.settings.grad_norm / (norm + 1e-6), 1.0)
+        return {n: g * factor for n, g in grads.items()}
+
+    def _microbatch(self, batch: Batch, scale: float, kept: dict | None):
+        """(summed nll, gradients of nll * scale plus those `kept`), to be evaluated."""
+        ids, at, labels, weights = self._inputs(batch)
+        if kept:  # one microbatch after another: the activations of two never exist together
+            (ids,) = mx.depends([ids], [next(iter(kept.values()))])
+        nll, grads = self._gradients(self.params, ids, at, labels, weights, mx.array(scale), self._next_key())
+        return nll, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
+
+    def _build_gradients(self):
+        """(summed nll, gradients) of one microbatch as a function of arrays only, compiled where that pays."""
+
+        def loss(params, ids, at, labels, weights, scale, key):
+            nll = self._nll(params, ids, at, labels, weights, key)
+            return nll * scale, nll
+
+        def gradients(*arrays):
+            try:
+                (_, nll), grads = mx.value_and_grad(loss)(*arrays)
+            finally:
+                self._put(self.params)
+            return nll, grads
+
+        return mx.compile(gradients) if self._compiles() else gradients
+
+    def _compiles(self) -> bool:
+        """On a CPU products are BLAS calls: compiling gains nothing, and costs a C++ compiler's seconds per shape."""
+        return self.on_gpu if self.options.compile == "auto" else self.options.compile == "true"
+
+    def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
+        """Summed nll of the targets at the flat positions `at`; `key` None: without dropout."""
+        self._put({n: p.astype(self.dtype) if self.settings.train_type == "full" else p for n, p in params.items()})
+        if self.settings.lora_dropout:
+            self.keys.begin(key)
+        if self.head is None:
+            logits = self.model(ids)
+            logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
+            nll = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, labels[:, None], axis=-1).squeeze(-1)
+            return (nll if weights is None else nll * weights).sum()
+        hidden = self.loaded.base(ids)
+        trains = self.settings.train_type == "full"
+        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning)
+
+    def _inputs(self, batch: Batch):
+        """(ids [B, S], flat target positions, labels, weights: 0 at positions that only fill the shape)."""
+        ids, labels, multiple = batch.input_ids_BS, batch.labels_BS, self.options.length_multiple
+        extra = -ids.shape[1] % multiple
+        if extra:
+            ids = np.pad(ids, ((0, 0), (0, extra)), constant_values=self.pad_id)
+            labels = np.pad(labels, ((0, 0), (0, extra)), constant_values=IGNORE_INDEX)
+        at = np.flatnonzero(labels != IGNORE_INDEX)
+        fill = -len(at) % multiple if multiple > 1 else int(len(at) == 0)
+        filled = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
+        weights = mx.array(filled) if fill or self._compiles() else None
+        at = np.concatenate([at, np.zeros(fill, at.dtype)])
+        wanted = np.maximum(labels.reshape(-1)[at], 0)
+        return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
+
+    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
+        """(summed nll, targets) over all ranks, each of which takes its share of the microbatches."""
+        total, count = 0.0, 0
+        for batch in microbatches[self.data_rank :: self.ranks.size]:
+            if stop and stop():
+                break
+            with self._memory_advice(batch):
+                total += self._nll(self.params, *self._inputs(batch), None, learning=False).item()
+            self._put(self.params)
+            count += batch.num_targets
+        total, count = self.ranks.sum_numbers(total, count)
+        return total, int(count)
+
+    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+        """New token ids per prompt, as the protocol says."""
+        if self.settings.lora_dropout:
+            self.keys.begin(None)
+        how = generate.Sampling(**sampling)
+        stops = (stop_row, on_token, how, self._next_key)
+        return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
+
+    def full_weights(self):
+        return contextlib.nullcontext()
+
+    def _put(self, params: dict) -> None:
+        self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
+
+    @contextlib.contextmanager
+    def _memory_advice(self, batch: Batch | None):
+        """Turns a failed allocation into one line that says what to lower, with the present values."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not (is_out_of_memory(error) or "malloc" in str(error)):
+                raise
+            s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape)) if batch else "0"
+            raise OutOfMemoryError(
+                f"MLX ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
+                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "
+                f"on --use_gradient_checkpointing (now {s.use_gradient_checkpointing})."
+            ) from error
+
+    # ---- randomness and collectives
+
+    def seed(self, seed: int) -> None:
+        self.key = mx.random.key(seed + 1_000_003 * self.rank)
+
+    def _next_key(self) -> mx.array:
+        self.key, key = mx.random.split(self.key)
+        return key
+
+    def all_reduce_max(self, number: int) -> int:
+        return max(self.ranks.gather_object(int(number)))
+
+    def all_reduce_sum(self, number: float) -> float:
+        return float(sum(self.ranks.gather_object(float(number))))
+
+    def all_gather_object(self, value) -> list:
+        return self.ranks.gather_object(value)
+
+    def broadcast_object(self, value):
+        return self.ranks.gather_object(value)[0]
+
+    def shard_list(self, items: list) -> list:
+        return items[self.data_rank :: self.ranks.size]
+
+    # ---- state: see mlx_engine/state.py
+
+    def state_shards(self):
+        raise AssertionError("an MLX run saves full tensors")
+
+    def trainable_state(self) -> dict[str, np.ndarray]:
+        return {} if self.rank else {name: as_numpy(p) for name, p in self.params.items()}
+
+    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
+        moments = {} if self.rank else {key: as_numpy(m) for key, m in self.optimizer.moments.items()}
+        return moments, self.optimizer_values()
+
+    def optimizer_values(self) -> dict:
+        return state.values(self)
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        return state.rng(self)
+
+    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+        state.load(self, trainable, optimizer, values, rng)
+
+    def load_trainable(self, trainable: dict) -> None:
+        state.load_trainable(self, trainable)
+
+    def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
+        return state.describe(self, base_name, base_digest)
+
+    def write_model(self, folder: Path) -> None:
+        state.write_model(self, Path(folder))
+
+    # ---- facts, memory and profiling
+
+    def vocab_size(self) -> int:
+        return self.loaded.embedding.weight.shape[0]
+
+    def context_limit(self) -> int | None:
+        config = self.base_config.get("text_config") or self.base_config
+        return config.get("max_position_embeddings")
+
+    def begin_memory(self, baseline: int) -> int:
+        return self.counter.begin(self.options)
+
+    def memory(self) -> MemoryStats:
+        return self.counter.stats()
+
+    def reset_memory(self) -> int:
+        return self.counter.peak()
+
+    def profiler(self, written: list):
+        return contextlib.nullcontext(lambda: None)

@@ -1,0 +1,136 @@
+"""The same weights, proved: MLX's logits of a few tokens against transformers', before a run spends time on them.
+
+A config field that mlx-lm does not read, such as transformers 5's `rope_parameters`, changes what a model computes
+without an error. A large model is compared by its first layers, in a temporary folder of both.
+"""
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from finetune import safetensors_io
+from finetune.errors import PlanError, first_line, is_out_of_memory
+from finetune.mlx_engine import model as models
+from finetune.mlx_engine.config import translated, unread_fields
+from finetune.mlx_engine.mlx_lm_internals import model_classes
+from finetune.mlx_options import MLXOptions
+
+LIMIT = 1e-4  # of the largest logit, fp32: mlx-lm rounds gelu and RoPE otherwise in places; 1e-5 is usual
+WHOLE_BYTES = 2**30  # weight files up to this size are compared in full
+TOKENS = 24
+
+
+def check(files, settings, reference) -> float | None:
+    """The largest difference, relative to the largest logit. Raises PlanError above LIMIT.
+
+    `reference(folder, ids)`: transformers' logits. Without torch, a check of the config's fields takes their place.
+    """
+    if not MLXOptions.read(settings.mlx_config).fingerprint:
+        return None
+    unreadable = any(path.suffix == ".npz" for path in files.weight_files)  # by torch
+    if unreadable or importlib.util.find_spec("torch") is None:
+        check_fields(files)
+        return None
+    size = sum(path.stat().st_size for path in files.weight_files)
+    ids = tokens(files.config, settings.context_length)
+    if size <= WHOLE_BYTES:
+        return _compare(files.folder, files.config, ids, files.name, reference)
+    with tempfile.TemporaryDirectory() as beside:
+        config = first_layers(files, Path(beside))
+        return _compare(Path(beside), config, ids, files.name, reference)
+
+
+def tokens(config: dict, context_length: int) -> np.ndarray:
+    """Random token ids, more than the model's attention window if the run's rows may be longer than it."""
+    text = config.get("text_config") or config
+    window, vocab = text.get("sliding_window") or 0, min(text.get("vocab_size") or 1000, 1000)
+    size = window + 8 if TOKENS - 8 < window < context_length else TOKENS
+    return 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=min(size, context_length))
+
+
+def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference) -> float:
+    try:
+        ours = logits(folder, config, ids)
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        if isinstance(error, PlanError) or is_out_of_memory(error):
+            raise
+        raise PlanError(
+            f"--model_name {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). Use "
+            "--backend cpu."
+        ) from error
+    theirs = reference(folder, ids)
+    off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
+    if ours.shape != theirs.shape or not off <= LIMIT:
+        unread = unread_fields(config, _fields_read(config))
+        why = f"; it does not read {', '.join(unread)}" if unread else ""
+        raise PlanError(
+            f"--model_name {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
+            f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so it would train another "
+            "model. Use --backend cpu."
+        )
+    return off
+
+
+def logits(folder, config: dict, ids: np.ndarray) -> np.ndarray:
+    """MLX's fp32 logits [S, V] of token ids [S]."""
+    loaded = models.load(folder, config, mx.float32, dequantizes=True)
+    return np.array(loaded.model(mx.array(ids[None].astype(np.int32)))[0].astype(mx.float32))
+
+
+def _fields_read(config: dict) -> set[str]:
+    _, args_class = model_classes(translated(config))
+    return set(args_class.__dataclass_fields__)
+
+
+def check_fields(files) -> None:
+    """Raises PlanError if mlx-lm's class does not read a field that decides what the model computes."""
+    unread = unread_fields(translated(files.config), _fields_read(files.config))
+    if unread:
+        raise PlanError(
+            f"--model_name {files.name}: mlx-lm's {files.config['model_type']} does not read {', '.join(unread)} of "
+            "config.json, and its logits cannot be compared with transformers' (.npz weights, or no torch). Set "
+            "fingerprint to false in --mlx_config."
+        )
+
+
+def first_layers(files, target: Path) -> dict:
+    """Writes a folder of the model's first layers, one of each kind at least; returns its config."""
+    config = json.loads(json.dumps(files.config))
+    text = config.get("text_config") or config
+    total, kinds = text["num_hidden_layers"], text.get("layer_types") or []
+    kept = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
+    kept = min(total, max(2, kept))
+    text["num_hidden_layers"] = kept
+    for key, value in text.items():
+        if isinstance(value, list) and len(value) == total:
+            text[key] = value[:kept]
+    (target / "config.json").write_text(json.dumps(config))
+    for path in files.weight_files:
+        header, start = safetensors_io.read_header_and_start(path)
+        names = [n for n in header if n != "__metadata__" and _layer(n) < kept]
+        shards = [_shard(path, start, n, header[n]) for n in names]
+        if shards:
+            safetensors_io.write_file(target / path.name, shards)
+    if len(files.weight_files) > 1:
+        names = {p.name: safetensors_io.read_header(p) for p in target.glob("*.safetensors")}
+        index = {n: file for file, header in names.items() for n in header if n != "__metadata__"}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return config
+
+
+def _layer(name: str) -> int:
+    """The number of the block a weight belongs to; -1 outside of the blocks."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
+def _shard(path: Path, start: int, name: str, entry: dict) -> safetensors_io.TensorShard:
+    first, last = entry["data_offsets"]
+
+    def read() -> np.ndarray:
+        return np.fromfile(path, np.uint8, last - first, offset=start + first)
+
+    return safetensors_io.TensorShard(name, entry["dtype"], tuple(entry["shape"]), read)

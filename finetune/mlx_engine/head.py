@@ -1,0 +1,107 @@
+"""Summed cross-entropy at target positions, in chunks of rows: the full logits never exist.
+
+T target positions, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from finetune.estimate.engine_limits import LOGITS_CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output layer without an adapter, with its config's scaling: softcap * tanh(x * scale / softcap)."""
+
+    layer: nn.Module
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, layer, config: dict) -> "Head":
+        config = config.get("text_config") or config
+        scale = 1.0
+        if config.get("logits_scaling"):  # Granite divides
+            scale /= config["logits_scaling"]
+        if config.get("logit_scale"):  # Cohere multiplies
+            scale *= config["logit_scale"]
+        return cls(layer, scale, config.get("final_logit_softcapping"))
+
+    def weight(self, dtype) -> mx.array:
+        """The weight [V, H] in `dtype`."""
+        layer = self.layer
+        if "scales" in layer:
+            dense = mx.dequantize(
+                layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode
+            )
+            return mx.stop_gradient(dense.astype(dtype))
+        return layer.weight
+
+    def logits(self, hidden_TH, weight_VH=None) -> mx.array:
+        """fp32 logits [T, V]."""
+        weight_VH = self.weight(hidden_TH.dtype) if weight_VH is None else weight_VH
+        logits = hidden_TH @ weight_VH.astype(hidden_TH.dtype).T
+        if "bias" in self.layer:
+            logits = logits + self.layer["bias"].astype(logits.dtype)
+        logits = logits.astype(mx.float32)
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.softcap is None else mx.tanh(logits / self.softcap) * self.softcap
+
+    def nll(self, hidden_TH, labels_T, weights_T=None, trains: bool = False, learning: bool = True) -> mx.array:
+        """Summed nll over T, differentiable in the hidden states and, if it `trains`, in the head.
+
+        Gradients are computed in forward, from each chunk's logits, so that no logits are kept for backward.
+        `weights_T`: 0 at rows that only fill the shape. `learning` False: no gradients.
+        """
+        weight_VH = self.weight(hidden_TH.dtype)
+        if not learning:
+            return self._chunks(hidden_TH, weight_VH, labels_T, weights_T, False, False)[0]
+
+        @mx.custom_function
+        def chunked(hidden_TH, *head):
+            return self._chunks(hidden_TH, *(head or (weight_VH,)), labels_T, weights_T, True, bool(head))
+
+        @chunked.vjp
+        def chunked_vjp(primals, cotangents, outputs):
+            primals = primals if isinstance(primals, tuple | list) else (primals,)
+            found = tuple((g * cotangents[0]).astype(p.dtype) for g, p in zip(outputs[1:], primals, strict=True))
+            return found if len(found) > 1 else found[0]
+
+        return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
+
+    def _chunks(self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool) -> tuple:
+        """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
+        total, hidden_grads, weight_grad = mx.zeros(()), [], mx.zeros(()) if of_weight else None
+        size, previous = max(128, LOGITS_CHUNK_BYTES // (4 * weight_VH.shape[0])), None
+        for start in range(0, len(labels_T), size):
+            part = hidden_TH[start : start + size]
+            if previous is not None:  # one chunk after another
+                (part,) = mx.depends([part], [previous])
+            weights = None if weights_T is None else weights_T[start : start + size]
+            nll, grad = self._chunk(part, weight_VH, labels_T[start : start + size, None], weights, of_hidden)
+            total = previous = total + nll
+            if of_hidden:
+                grad = grad.astype(part.dtype)
+                previous = grad @ weight_VH.astype(part.dtype)
+                hidden_grads.append(previous)
+            if of_weight:
+                weight_grad = weight_grad + (grad.T @ part).astype(mx.float32)
+        grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],) if of_hidden else ()
+        return (total, *grads, weight_grad) if of_weight else (total, *grads)
+
+    def _chunk(self, part, weight_VH, labels, weights, learning: bool):
+        """(summed nll, its gradient in the product of part and weight, fp32)."""
+        logits = self.logits(part, weight_VH)
+        log_sum = mx.logsumexp(logits, axis=-1, keepdims=True)
+        nll = (log_sum - mx.take_along_axis(logits, labels, axis=-1)).squeeze(-1)
+        if not learning:
+            return (nll if weights is None else nll * weights).sum(), None
+        grad = mx.exp(logits - log_sum)
+        grad = mx.put_along_axis(grad, labels, mx.take_along_axis(grad, labels, axis=-1) - 1, axis=-1)
+        if weights is not None:
+            nll, grad = nll * weights, grad * weights[:, None]
+        if self.softcap is not None:
+            grad = grad * (1 - mx.square(logits / self.softcap))
+        return nll.sum(), grad if self.scale == 1 else grad * self.scale

@@ -1,0 +1,220 @@
+"""From a model folder to an MLX model: mlx-lm's class for it, weights as on disk, linears quantized one by one.
+
+Names are those on disk, which are transformers': a weight that mlx-lm renames or rebuilds on the way has none here, and
+does not train.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from finetune.errors import PlanError, first_line
+from finetune.mlx_engine.config import translated
+from finetune.mlx_engine.layers import AffineLinear
+from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
+from finetune.quantizers import affine
+
+DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
+ROUTERS = {"gate", "router"}
+
+
+def compute_dtype(precision: str):
+    """The dtype of products: *_autocast precisions differ from the plain ones in torch only."""
+    return DTYPES[precision.partition("_")[0]]
+
+
+@dataclass
+class MLXModel:
+    """A loaded model. `names`: {path of a parameter in the MLX model: its name on disk}, without those that changed.
+
+    `base` returns hidden states for token ids; `head` is the output layer, or the embedding that is tied to it.
+    """
+
+    model: nn.Module
+    config: dict
+    names: dict[str, str]
+
+    @property
+    def _inner(self):
+        """The language model of a multimodal one."""
+        return getattr(self.model, "language_model", self.model)
+
+    @property
+    def base(self):
+        return getattr(self._inner, "model", None)
+
+    @property
+    def head(self):
+        return getattr(self._inner, "lm_head", None)
+
+    @property
+    def embedding(self):
+        return next(m for _, m in self.model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
+
+    @property
+    def layers(self) -> list:
+        return self.model.layers
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(m, SwitchLinear | QuantizedSwitchLinear) for _, m in self.model.named_modules())
+
+    def linears(self) -> dict[str, str]:
+        """{name on disk: path} of the linears that can be quantized and adapted: not the head, routers or gates."""
+        routed, found = self.has_experts, {}
+        for path, module in self.model.named_modules():
+            name = self.names.get(f"{path}.weight", "").removesuffix(".weight")
+            if not isinstance(module, nn.Linear | nn.QuantizedLinear) or module is self.head or not name:
+                continue
+            if module.weight.shape[0] > 1 and not (routed and ROUTERS & set(name.split(".")[-2:])):
+                found[name] = path
+        return found
+
+    def replace(self, path: str, module) -> None:
+        self.model.update_modules(tree_unflatten([(path, module)]))
+
+    def module(self, path: str):
+        return dict(self.model.named_modules())[path]
+
+
+def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
+    """The model of a folder in `dtype`, frozen, its quantized linears as AffineLinear. Raises PlanError.
+
+    `dequantizes`: see AffineLinear. Only the weights are read lazily: nothing is in memory until it is evaluated.
+    """
+    said, config = f"--model_name {folder}", translated(config)
+    try:
+        model_class, args_class = model_classes(config)
+    except ValueError:
+        raise PlanError(
+            f"{said}: mlx-lm has no model of type {config['model_type']}. Use --backend cpu, or a newer mlx-lm."
+        ) from None
+    try:
+        model = model_class(args_class.from_dict(config))
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise PlanError(
+            f"{said}: mlx-lm's {config['model_type']} does not take this config.json ({first_line(error)}). "
+            "Use --backend cpu."
+        ) from error
+    read = read_weights(Path(folder))
+    names = {id(array): name for name, array in read.items()}
+    weights = model.sanitize(dict(read)) if hasattr(model, "sanitize") else dict(read)
+    if config.get("quantization"):
+        quantize_as_stored(model, weights, config["quantization"])
+    check_names(model, weights, said)
+    model.eval()
+    model.load_weights(list(weights.items()), strict=True)
+    loaded = MLXModel(model, config, {path: names[id(a)] for path, a in weights.items() if id(a) in names})
+    _cast(loaded, dtype, dequantizes)
+    model.freeze()
+    return loaded
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """{name on disk: array, read when it is evaluated}."""
+    index, weights = folder / "model.safetensors.index.json", {}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    else:
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.npz"))
+    for file in files:
+        weights |= mx.load(str(file))
+    return weights
+
+
+def check_names(model, weights: dict, said: str) -> None:
+    """Raises PlanError if the weights are not those of the model."""
+    wanted = {path: tuple(a.shape) for path, a in tree_flatten(model.parameters())}
+    found = {path: tuple(a.shape) for path, a in weights.items()}
+    odd = sorted(wanted.items() ^ found.items())
+    if odd:
+        path, shape = odd[0]
+        fact = (
+            f"{found[path]} in the files, {wanted[path]} in the model"
+            if path in found and path in wanted
+            else (
+                "in the files, and the model has none"
+                if path in found
+                else f"{shape} in the model, and not in the files"
+            )
+        )
+        raise PlanError(
+            f"{said}: {len({p for p, _ in odd})} weights do not fit mlx-lm's {model.model_type}, such as {path}: "
+            f"{fact}. Use --backend cpu."
+        )
+
+
+def quantize_as_stored(model, weights: dict, settings: dict) -> None:
+    """Gives the layers that are stored quantized the classes that hold such weights."""
+
+    def predicate(path, module):
+        if path in settings:
+            return settings[path]
+        return hasattr(module, "to_quantized") and f"{path}.scales" in weights
+
+    nn.quantize(
+        model, settings["group_size"], settings["bits"], mode=settings.get("mode", "affine"), class_predicate=predicate
+    )
+
+
+def _cast(loaded: MLXModel, dtype, dequantizes: bool) -> None:
+    """Casts plain floating weights to `dtype`; packed ones stay as stored, in layers of our own."""
+    for path, module in list(loaded.model.named_modules()):
+        if isinstance(module, nn.QuantizedLinear):
+            own = AffineLinear.of(
+                module.weight, module.scales, module.get("biases"), module.get("bias"), module.group_size, module.bits,
+                module.mode, dequantizes,
+            )  # fmt: skip
+            loaded.replace(path, own)
+    packed = {p for p, m in loaded.model.named_modules() if "scales" in m}
+    plain = [
+        (path, array.astype(dtype))
+        for path, array in tree_flatten(loaded.model.parameters())
+        if mx.issubdtype(array.dtype, mx.floating) and path.rpartition(".")[0] not in packed
+    ]
+    loaded.model.update(tree_unflatten(plain))
+
+
+def quantize(loaded: MLXModel, bits: int, group_size: int, mode: str, dequantizes: bool) -> None:
+    """Quantizes the linears one by one; affine codes come from quantizers/affine.py, as the torch engine's do."""
+    for name, path in loaded.linears().items():
+        linear = loaded.module(path)
+        if isinstance(linear, nn.QuantizedLinear):
+            continue
+        if mode == "affine":
+            try:
+                words, scales, biases = affine.quantize(as_numpy(linear.weight), bits, group_size)
+            except ValueError as error:
+                raise PlanError(f"--quantization_backend mlx: {name}: {error}. Use --group_size 32.") from None
+            packed = mx.array(words), mx.array(scales).astype(linear.weight.dtype), mx.array(biases)
+            packed = (*packed[:2], packed[2].astype(linear.weight.dtype))
+        else:
+            packed = (*mx.quantize(linear.weight, group_size, bits, mode=mode), None)[:3]
+        own = AffineLinear.of(*packed, linear.get("bias"), group_size, bits, mode, dequantizes)
+        mx.eval(own.parameters())
+        loaded.replace(path, own)
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """The array as fp32."""
+    return np.array(array.astype(mx.float32))
+
+
+def parameter_count(module) -> int:
+    """Parameters of a model; a packed weight counts as those it represents."""
+    total = 0
+    for _, m in module.named_modules():
+        for name, value in m.items():
+            if (
+                isinstance(value, mx.array)
+                and not name.startswith("_")
+                and not ("scales" in m and name in ("scales", "biases"))
+            ):
+                total += value.size * 32 // m.bits if "scales" in m and name == "weight" else value.size
+    return total

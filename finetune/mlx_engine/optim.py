@@ -1,0 +1,80 @@
+"""Optimizers on MLX arrays, numerically torch's: the same bias correction, eps and weight decay, the same state names.
+
+{name: array} in, new {name: array} out; nothing is changed in place, so a step that is not finite can be dropped.
+"""
+
+import mlx.core as mx
+
+from finetune.errors import CheckpointDamagedError
+from finetune.optimizer_state import MOMENTS
+
+
+class Optimizer:
+    """`moments`: {'<name>.<moment>': array}, `counts`: {'<name>.step': steps applied}; both empty before the first."""
+
+    def __init__(self, settings):
+        self.kind, self.wd, self.ratio = settings.optimizer, settings.wd, settings.loraplus_lr_ratio
+        self.moments, self.counts = {}, {}
+
+    def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:
+        """(new weights, new moments) of one step at the learning rate `lr`, an array."""
+        update, kinds = UPDATES[self.kind], sorted(MOMENTS[self.kind])
+        weights, moments = {}, {}
+        for name, weight in params.items():
+            is_b = name.endswith(("lora_B", "lora_B.weight"))
+            rate = lr * self.ratio if is_b and weight.ndim >= 2 else lr
+            decay = self.wd if weight.ndim >= 2 else 0.0
+            state = {k: self.moments.get(f"{name}.{k}") for k in kinds}
+            if any(array is None for array in state.values()):
+                state = {k: mx.zeros_like(weight) for k in kinds}
+            count = self.counts.get(f"{name}.step", 0) + 1
+            weights[name], state = update(weight, grads[name], state, rate, decay, count)
+            moments |= {f"{name}.{k}": v for k, v in state.items()}
+        return weights, moments
+
+    def applied(self, names, moments: dict) -> None:
+        """Records a step that was applied."""
+        self.moments = moments
+        if self.kind != "sgd":
+            self.counts = {f"{name}.step": self.counts.get(f"{name}.step", 0) + 1 for name in names}
+
+    def load(self, moments: dict, counts: dict) -> None:
+        if any(not isinstance(n, int | float) for n in counts.values()):
+            raise CheckpointDamagedError("train_state.json: engine.counts are not numbers")
+        self.moments, self.counts = moments, dict(counts)
+
+
+def _adam(weight, grad, state, lr, decay, count, decoupled):
+    if decoupled:
+        weight = weight * (1 - lr * decay)
+    elif decay:
+        grad = grad + decay * weight
+    m = 0.9 * state["exp_avg"] + 0.1 * grad
+    v = 0.999 * state["exp_avg_sq"] + 0.001 * mx.square(grad)
+    denominator = mx.sqrt(v) / (1 - 0.999**count) ** 0.5 + 1e-8
+    return weight - (lr / (1 - 0.9**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def adamw(weight, grad, state, lr, decay, count):
+    return _adam(weight, grad, state, lr, decay, count, decoupled=True)
+
+
+def adam(weight, grad, state, lr, decay, count):
+    return _adam(weight, grad, state, lr, decay, count, decoupled=False)
+
+
+def sgd(weight, grad, state, lr, decay, count):
+    """Momentum 0.9; its buffer starts as the first gradient, which is 0.9 * 0 + grad."""
+    buffer = 0.9 * state["momentum_buffer"] + grad + decay * weight
+    return weight - lr * buffer, {"momentum_buffer": buffer}
+
+
+def adadelta(weight, grad, state, lr, decay, count):
+    grad = grad + decay * weight
+    square = 0.9 * state["square_avg"] + 0.1 * mx.square(grad)
+    change = mx.sqrt(state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
+    delta = 0.9 * state["acc_delta"] + 0.1 * mx.square(change)
+    return weight - lr * change, {"square_avg": square, "acc_delta": delta}
+
+
+UPDATES = {"adamw": adamw, "adam": adam, "sgd": sgd, "adadelta": adadelta}

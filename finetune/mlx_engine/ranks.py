@@ -1,0 +1,73 @@
+"""The ranks that mlx.launch started, and their collectives, for data parallelism. One process needs no group."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+
+from finetune.errors import RankLostError
+
+
+class Ranks:
+    """`group`: an mlx.core.distributed group, or None for a single process."""
+
+    def __init__(self, group=None):
+        self.group = group
+        self.rank, self.size = (group.rank(), group.size()) if group else (0, 1)
+        self.waiting_since = None
+
+    @classmethod
+    def of(cls, world_size: int) -> "Ranks":
+        return cls(mx.distributed.init(strict=True) if world_size > 1 else None)
+
+    @contextlib.contextmanager
+    def waiting(self):
+        """Surrounds every evaluation that needs the other ranks."""
+        self.waiting_since = time.monotonic()
+        yield
+        self.waiting_since = None
+
+    def watch(self, timeout_s: float, log_error) -> None:
+        """Ends this process, with exit code 69, if the others do not answer for `timeout_s`: a ring waits forever."""
+
+        def look():
+            while True:
+                time.sleep(min(1.0, timeout_s / 4))
+                since = self.waiting_since
+                if since is not None and time.monotonic() - since > timeout_s:
+                    lost = f"a rank did not answer for {timeout_s:.0f} s (--rank_timeout). Rerun with --resume auto."
+                    log_error(RankLostError(lost))
+                    os._exit(RankLostError.exit_code)
+
+        threading.Thread(target=look, daemon=True).start()
+
+    def sum(self, array: mx.array) -> mx.array:
+        """The sum over ranks, evaluated when it is used."""
+        return mx.distributed.all_sum(array, group=self.group) if self.size > 1 else array
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """The sums of these numbers over ranks, exact for counts below 2**24 per rank."""
+        if self.size == 1:
+            return list(numbers)
+        return np.array(self.gather(np.array(numbers, np.float32)), np.float64).sum(0).tolist()
+
+    def gather(self, array: np.ndarray) -> list[np.ndarray]:
+        """Every rank's array, all of one shape, in rank order."""
+        if self.size == 1:
+            return [array]
+        with self.waiting():
+            return list(np.array(mx.distributed.all_gather(mx.array(array)[None], group=self.group)))
+
+    def gather_object(self, value) -> list:
+        """Every rank's JSON value, in rank order."""
+        if self.size == 1:
+            return [value]
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = [int(n[0]) for n in self.gather(np.array([len(text)], np.int32))]
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: len(text)] = text
+        return [json.loads(bytes(a[:n])) for a, n in zip(self.gather(padded), sizes, strict=True)]

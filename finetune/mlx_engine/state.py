@@ -1,0 +1,152 @@
+"""The engine's state in and out, under the torch engine's names and in its shapes: runs move between them."""
+
+import json
+import zlib
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from finetune import safetensors_io
+from finetune.adapter_config import adapter_config, shortest_targets
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.mlx_engine.lora import adapted_names, adapter_names
+from finetune.mlx_engine.model import MLXModel, as_numpy
+from finetune.optimizer_state import check_known, check_moments
+
+RNG = "mlx"
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def flat(model) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())
+
+
+def trainable_paths(loaded: MLXModel, settings) -> dict[str, str]:
+    """{name on disk: path} of what trains. PlanError if some weight has no name of its own on disk."""
+    if settings.train_type != "full":
+        return adapter_names(loaded)
+    renamed = sorted(path for path, _ in flat(loaded.model) if path not in loaded.names)
+    if renamed:
+        raise PlanError(
+            f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
+            f"such as {renamed[0]}, so a checkpoint could not name them. Use --train_type lora, or --backend cpu."
+        )
+    return {name: path for path, name in loaded.names.items()}
+
+
+# ---- out
+
+
+def values(engine) -> dict:
+    """The JSON values of the optimizer's state."""
+    scaler = engine.scaler
+    return {
+        "counts": dict(engine.optimizer.counts),
+        "scale": scaler.scale,
+        "clean_steps": scaler.clean_steps,
+        "degrees": list(ParallelDims(dp_replicate=engine.ranks.size).mesh_shape),
+    }
+
+
+def rng(engine) -> dict[str, np.ndarray]:
+    """Every rank's key, and the state of the framework that the run came from, which a move back takes up again."""
+    keys = engine.ranks.gather(np.array(engine.key))
+    if engine.rank:
+        return {}
+    names = [RNG if rank == 0 else f"rank{rank}.{RNG}" for rank in range(len(keys))]
+    return {**engine.foreign_rng, **dict(zip(names, keys, strict=True))}
+
+
+def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
+    """{file: JSON} beside the weights."""
+    if engine.settings.train_type == "full":
+        return {"config.json": engine.base_config}
+    modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
+    targets = shortest_targets(adapted_names(engine.loaded), modules)
+    base = {"name": base_name, "digest": base_digest}
+    return {"adapter_config.json": adapter_config(engine.settings, base_name, targets), "base_model.json": base}
+
+
+def write_model(engine, folder: Path) -> None:
+    """config.json and model.safetensors in the base's dtype, as transformers loads them; each renamed when complete."""
+    if engine.rank:
+        return
+    config = engine.base_config
+    word = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype, code = {"bfloat16": (mx.bfloat16, "BF16"), "float16": (mx.float16, "F16")}.get(word, (mx.float32, "F32"))
+    tensors = [
+        safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
+        for name, p in engine.params.items()
+    ]
+    beside = folder / ".tmp-model.safetensors"
+    safetensors_io.write_file(beside, tensors)
+    beside.replace(folder / "model.safetensors")
+    text = folder / ".tmp-config.json"
+    text.write_text(json.dumps(config, indent=2) + "\n")
+    text.replace(folder / "config.json")
+
+
+def _bits(array: mx.array) -> np.ndarray:
+    """The array as numpy can hold it: bf16 as its bits."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+# ---- in
+
+
+def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dict) -> None:
+    """Loads a checkpoint of either engine. Raises PlanError if it does not match what trains here.
+
+    Without a key of this engine, dropout is seeded from the other framework's state, and `reseeded` is set.
+    """
+    load_trainable(engine, trainable)
+    shapes = {name: tuple(p.shape) for name, p in engine.params.items()}
+    counts = numbers["counts"]
+    check_known((*optimizer, *counts), shapes)
+    check_moments(optimizer, counts, shapes, engine.settings.optimizer, may_be_empty=numbers["scale"] is not None)
+    engine.optimizer.load({key: mx.array(np.array(v[...], np.float32)) for key, v in optimizer.items()}, counts)
+    if engine.scaler.scale is not None and numbers["scale"] is not None:
+        engine.scaler.scale, engine.scaler.clean_steps = numbers["scale"], numbers["clean_steps"]
+    _load_rng(engine, {name: np.asarray(a) for name, a in saved_rng.items()})
+
+
+def _load_rng(engine, saved: dict) -> None:
+    own = {name: a for name, a in saved.items() if name.rpartition(".")[2] == RNG}
+    engine.foreign_rng = {name: a for name, a in saved.items() if name not in own}
+    prefix = f"rank{engine.rank}." if engine.rank else ""
+    engine.reseeded = len(own) != engine.ranks.size
+    if not own and not engine.foreign_rng:
+        raise CheckpointDamagedError("rng.safetensors: is empty")
+    if engine.reseeded:
+        first = next(iter(own.values()), None)
+        first = next(iter(engine.foreign_rng.values())) if first is None else first
+        engine.seed(zlib.crc32(first.tobytes()))
+        return
+    key = own.get(prefix + RNG)
+    if key is None or key.dtype != np.uint32 or key.shape != (2,):
+        raise CheckpointDamagedError(f"rng.safetensors: {prefix}{RNG} is not a key of two uint32")
+    engine.key = mx.array(key)
+
+
+def load_trainable(engine, trainable: dict) -> None:
+    """Puts these weights into the model. Raises PlanError for other names or shapes than it trains."""
+    if set(engine.params) != set(trainable):
+        odd = sorted(set(engine.params) ^ set(trainable))[0]
+        raise PlanError(
+            f"--resume: the checkpoint and this run train different tensors, such as {odd}. Omit what changes them."
+        )
+    for name, own in engine.params.items():
+        if tuple(own.shape) != tuple(trainable[name].shape):
+            raise PlanError(
+                f"--resume: {name} is {tuple(trainable[name].shape)} on disk, {tuple(own.shape)} here. Resume with the "
+                "saved settings."
+            )
+    engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}
+    engine._put(engine.params)
+
+
+def numpy_state(engine) -> dict[str, np.ndarray]:
+    return {name: as_numpy(p) for name, p in engine.params.items()}

@@ -1,0 +1,77 @@
+"""The optimizer's part of a checkpoint, as every engine writes and reads it: names, their checks, the loss scale."""
+
+from finetune.errors import CheckpointDamagedError, PlanError
+
+# State tensors of an optimizer per weight, all of the weight's shape. Those of adamw_8bit are packed: not checked.
+MOMENTS = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adam": {"exp_avg", "exp_avg_sq"},
+    "sgd": {"momentum_buffer"},
+    "adadelta": {"square_avg", "acc_delta"},
+}
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
+
+
+def check_known(keys, named) -> None:
+    """Raises PlanError if a '<name>.<moment>' key names a parameter that is not in `named`."""
+    unknown = sorted({key.rpartition(".")[0] for key in keys} - set(named))
+    if unknown:
+        raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
+
+
+def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
+    """Raises CheckpointDamagedError if saved moments do not fit the weights.
+
+    `tensors`: {'<name>.<moment>': array, or anything with a shape}; `counts`: {'<name>.step': number}; `shapes`: {name:
+    shape of the weight}.
+    `may_be_empty`: no step may have been applied yet.
+    """
+    expected, found = MOMENTS.get(optimizer), {}
+    if expected is None:
+        return
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        found.setdefault(name, set()).add(moment)
+        if name in shapes and tuple(value.shape) != shapes[name]:
+            raise CheckpointDamagedError(
+                f"optimizer.safetensors: {key} is {tuple(value.shape)}, its weight {shapes[name]}"
+            )
+    for name, moments in found.items():
+        if moments != expected:
+            raise CheckpointDamagedError(
+                f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
+                f"{', '.join(sorted(expected))}"
+            )
+        if optimizer != "sgd" and not counts.get(f"{name}.step", 0) > 0:
+            raise CheckpointDamagedError(f"train_state.json: engine.counts has no step of {name}")
+    if not found and not may_be_empty:
+        raise CheckpointDamagedError("optimizer.safetensors: has no moments")
+
+
+class LossScaler:
+    """Loss scale of fp16 as torch.amp.GradScaler moves it: doubled after GROWTH_INTERVAL clean steps, halved on
+    overflow.
+
+    `scale` None: the loss is not scaled.
+    """
+
+    def __init__(self, precision: str):
+        self.scale, self.clean_steps = INITIAL_SCALE if precision.startswith("fp16") else None, 0
+
+    @property
+    def factor(self) -> float:
+        return self.scale or 1.0
+
+    def lower(self) -> bool:
+        """Halves the scale after an overflow; False if it cannot be lowered, so the overflow is the model's own."""
+        if not self.scale or self.scale <= 1:
+            return False
+        self.scale, self.clean_steps = self.scale / 2, 0
+        return True
+
+    def step(self) -> None:
+        """A step without overflow."""
+        if self.scale:
+            self.clean_steps += 1
+            if self.clean_steps % GROWTH_INTERVAL == 0:
+                self.scale *= 2

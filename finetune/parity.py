@@ -1,0 +1,158 @@
+"""Two backends side by side, --parity torch,mlx: the same steps from the same seed, and a verdict anyone can check.
+
+What it shows on a machine is what a run that moves between them will see there.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from backend_manager import CAPABILITIES, Backend, BackendManager, versions
+from finetune.errors import PlanError
+from finetune.plan.run_plan import RunPlan, TrainState
+
+STEPS = 20
+# Largest relative difference in loss at any step that counts as the same run. fp32: products in another order; 16 bits:
+# products rounded in other places, which steps accumulate.
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+WIDTH, HEIGHT, MARGIN = 640, 320, 48
+COLORS = ("#1f77b4", "#d62728")
+
+
+@dataclass
+class Track:
+    """What one backend computed: per step, and its trained weights at the end."""
+
+    backend: str
+    losses: list = field(default_factory=list)
+    grad_norms: list = field(default_factory=list)
+    seconds: float = 0.0
+    weights: dict = field(default_factory=dict)
+
+
+def backends(text: str) -> tuple[str, str]:
+    """The two backends of --parity; torch means the first available one that runs through torch. Raises PlanError."""
+    words = [word.strip().lower() for word in text.split(",")]
+    if len(words) != 2 or words[0] == words[1]:
+        raise PlanError(f"--parity {text}: must name two different backends, such as torch,mlx.")
+    manager = BackendManager("cpu", verbose=False)
+    torch = next(str(b) for b in manager.available if CAPABILITIES[b].engine == "torch")
+    found = tuple(torch if word == "torch" else word for word in words)
+    for word, name in zip(words, found, strict=True):
+        if name not in [str(b) for b in Backend]:
+            known = ", ".join(["torch", *map(str, manager.available)])
+            raise PlanError(f"--parity {text}: '{word}' is no backend. Available here: {known}.")
+    if found[0] == found[1]:
+        raise PlanError(f"--parity {text}: both are {found[0]} here. Name two different backends.")
+    return found
+
+
+def overrides_of(overrides: dict, backend: str, both: tuple[str, str]) -> dict:
+    """The overrides of one of the two runs: precision and quantizer are those that both have."""
+    same = {"precision": "fp32", "max_steps": STEPS, "save_model": False, "log_to": "stdout"}
+    if "mlx" in both:
+        same["quantization_backend"] = "mlx"
+    if overrides.get("train_type", "qlora") != "qlora":
+        same.pop("quantization_backend", None)
+    if overrides.get("lora_dropout"):
+        raise PlanError(
+            f"--lora_dropout {overrides['lora_dropout']}: backends draw other random numbers. Omit it with --parity."
+        )
+    return {**same, **{k: v for k, v in overrides.items() if v is not None}, "backend": backend, "score_dataset": None}
+
+
+def follow(engine, data, plan: RunPlan, say) -> Track:
+    """Takes the plan's steps on an engine that is ready for the first; a line per step."""
+    track, state, began = Track(plan.backend), TrainState(total_steps=data.total_steps(plan)), time.perf_counter()
+    schedule = plan.schedule(state.total_steps)
+    while state.step < state.total_steps:
+        microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+        result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
+        state.advance(result, cursor)
+        track.losses.append(state.loss)
+        track.grad_norms.append(result.grad_norm)
+        say(f"{plan.backend:>5}  step {state.step:>4}/{state.total_steps} | loss {state.loss:.6f}")
+    track.seconds = time.perf_counter() - began
+    track.weights = {name: np.array(array) for name, array in engine.trainable_state().items()}
+    return track
+
+
+def compare(one: Track, other: Track, precision: str) -> dict:
+    """The certificate as JSON: curves, largest differences, verdict."""
+    losses, norms = (np.array([getattr(t, n) for t in (one, other)]) for n in ("losses", "grad_norms"))
+    word, weights = precision.partition("_")[0], {}
+    if one.weights.keys() != other.weights.keys():
+        odd = sorted(one.weights.keys() ^ other.weights.keys())[0]
+        raise PlanError(f"--parity: the backends train different tensors, such as {odd}. Name --lora_target_modules.")
+    for name, array in one.weights.items():
+        weights[name] = float(np.abs(array - other.weights[name]).max())
+    largest = max(float(np.abs(a).max()) for a in one.weights.values())
+    off = float(np.abs(losses[0] / losses[1] - 1).max())
+    return {
+        "backends": [one.backend, other.backend],
+        "precision": precision,
+        "steps": len(one.losses),
+        "tolerance": TOLERANCES[word],
+        "largest_loss_difference": off,
+        "largest_grad_norm_difference": float(np.abs(norms[0] / norms[1] - 1).max()),
+        "largest_weight_difference": max(weights.values()),
+        "largest_weight": largest,
+        "same": bool(off <= TOLERANCES[word]),
+        "curves": [{k: v for k, v in asdict(track).items() if k != "weights"} for track in (one, other)],
+        "versions": versions(),
+    }
+
+
+def report(found: dict) -> list[str]:
+    """The certificate as text."""
+    one, other = found["backends"]
+    lines = [f"{'step':>6}  {one + ' loss':>12}  {other + ' loss':>12}  difference"]
+    for step, pair in enumerate(zip(*(c["losses"] for c in found["curves"]), strict=True), 1):
+        lines.append(f"{step:>6}  {pair[0]:>12.6f}  {pair[1]:>12.6f}  {abs(pair[0] / pair[1] - 1):.1e}")
+    verdict = "the same run" if found["same"] else "NOT the same run"
+    return lines + [
+        "",
+        f"largest difference: loss {found['largest_loss_difference']:.1e}, gradient norm "
+        f"{found['largest_grad_norm_difference']:.1e} (relative), weights {found['largest_weight_difference']:.1e} of "
+        f"{found['largest_weight']:.1e}",
+        f"{one} and {other}: {verdict} in {found['precision']} over {found['steps']} steps (tolerance "
+        f"{found['tolerance']:.0e} of the loss)",
+    ]
+
+
+def write(found: dict, folder: Path) -> None:
+    """parity.json and parity.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "parity.svg").write_text(picture(found))
+
+
+def picture(found: dict) -> str:
+    """Both loss curves in one SVG: the second is dashed, so that the first is seen below it."""
+    curves = [c["losses"] for c in found["curves"]]
+    low, high = min(map(min, curves)), max(map(max, curves))
+    span, steps = (high - low) or 1.0, max(2, found["steps"])
+
+    def point(step: int, loss: float) -> str:
+        x = MARGIN + (WIDTH - 2 * MARGIN) * step / (steps - 1)
+        y = MARGIN + (HEIGHT - 2 * MARGIN) * (1 - (loss - low) / span)
+        return f"{x:.1f},{y:.1f}"
+
+    title = f"{found['backends'][0]} and {found['backends'][1]}, {found['precision']}: loss differs by at most "
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{MARGIN}" y="24">{title}{found["largest_loss_difference"]:.1e} of it</text>',
+        f'<text x="4" y="{MARGIN}">{high:.3f}</text><text x="4" y="{HEIGHT - MARGIN}">{low:.3f}</text>',
+        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 16}" text-anchor="end">step {found["steps"]}</text>',
+    ]
+    for i, (losses, color) in enumerate(zip(curves, COLORS, strict=True)):
+        points = " ".join(point(step, loss) for step, loss in enumerate(losses))
+        dash = ' stroke-dasharray="6 6"' if i else ""
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{MARGIN + 90 * i}" y="{HEIGHT - 16}" fill="{color}">{found["backends"][i]}</text>')
+    return "\n".join([*parts, "</svg>", ""])

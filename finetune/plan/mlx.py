@@ -1,0 +1,133 @@
+"""The plan's rules for MLX: what its engine does not do, its quantizer, its precision without a GPU."""
+
+from backend_manager import Backend, BackendManager, package_version
+from finetune.config import DEFAULTS
+from finetune.errors import PlanError
+from finetune.mlx_options import MLXOptions
+from finetune.plan.draft import Draft
+from finetune.plan.run_plan import format_value
+
+# Formats of MLX beside affine: (bits, group size). Torch cannot read them.
+MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+# Settings that another value than these makes meaningless or impossible here, and why.
+REFUSED = {
+    "llama_pro_path": (None, "the MLX engine trains adapters or all weights, not added layers"),
+    "tp_degree": (1, "mlx-lm's sharded layers take no adapter, and the MLX engine has data parallelism only"),
+    "cp_degree": (1, "the MLX engine has data parallelism only"),
+    "pp_degree": (1, "the MLX engine has data parallelism only"),
+    "double_quant": (False, "MLX's formats do not quantize their scales again"),
+}
+REPLACED = {
+    "use_activation_cpu_offload": "MLX's memory is unified, or the processor's own",
+    "use_cpu_offload": "MLX's memory is unified, or the processor's own",
+    "reentrant_checkpointing": "it is a variant of torch's",
+    "profile": "it is torch's profiler",
+}
+INITS = ("default", "gaussian")
+# On a CPU the padding of a forward costs as much as its tokens, and small products are as fast as large ones: 1.6 times
+# the speed of 2048 on rows of 20 to 200 tokens (benchmarks/vs_mlx_lm.py).
+CPU_MICROBATCH_TOKENS = 256
+
+
+def mlx_limits(draft: Draft) -> None:
+    """On MLX, what its engine does not do; elsewhere, --mlx_config is ignored."""
+    values = draft.values
+    launcher = draft.facts.env.launcher if draft.facts.env else None
+    if draft.backend is not Backend.MLX:
+        if launcher == "mlx.launch":
+            raise PlanError(
+                f"--backend {draft.backend}: mlx.launch starts ranks of MLX. Use --backend mlx or torchrun."
+            )
+        if values["mlx_config"] is not None:
+            draft.adjust("mlx_config", None, f"only the MLX engine reads it, and this run is on {draft.backend}")
+        return
+    if package_version("mlx-lm") is None:
+        raise PlanError("--backend mlx: mlx-lm is not installed. pip install mlx-lm.")
+    MLXOptions.read(values["mlx_config"])
+    world_size = draft.facts.env.size if draft.facts.env else values["world_size"]
+    if world_size > 1 and launcher != "mlx.launch":
+        by = f"under {launcher}" if launcher else "without its launcher"
+        raise PlanError(
+            f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
+            f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."
+        )
+    _check_settings(draft)
+    if on_cpu() and values["microbatch_tokens"] is None and not values["assume_memory"]:
+        values["microbatch_tokens"] = CPU_MICROBATCH_TOKENS
+    if world_size > 1:
+        _replicas(draft)
+    else:
+        for name in ("dp_degree", "dp_shards"):
+            if values[name] > 1:
+                raise PlanError(f"--{name} {values[name]}: is more than this run's one process. Omit it.")
+
+
+def _check_settings(draft: Draft) -> None:
+    values = draft.values
+    for name, (fine, why) in REFUSED.items():
+        if values[name] != fine:
+            raise PlanError(f"--{name} {format_value(values[name])}: {why}. Use --backend cpu.")
+    if values["init_lora_weights"] not in INITS:
+        raise PlanError(
+            f"--init_lora_weights {values['init_lora_weights']}: the MLX engine has {' and '.join(INITS)}. Use one of "
+            "them, or --backend cpu."
+        )
+    if values["optimizer"] == "adamw_8bit":
+        raise PlanError("--optimizer adamw_8bit: is bitsandbytes', which MLX does not run. Use adamw.")
+    if values["parallel_backend"] != "ptd":
+        raise PlanError(f"--parallel_backend {values['parallel_backend']}: is for torch. Omit it.")
+    if values["batch_layout"] == "padding_free":
+        raise PlanError("--batch_layout padding_free: mlx-lm's models take no document boundaries. Use auto or padded.")
+    for name, why in REPLACED.items():
+        draft.adjust(name, DEFAULTS[name], why)
+    stored = draft.facts.prequantized
+    if stored and stored["quantization_backend"] != "mlx":
+        raise PlanError(
+            f"--model_name {values['model_name']}: is stored quantized by {stored['quantization_backend']}, which MLX "
+            "cannot read. Give the unquantized model it was made from."
+        )
+    shape = draft.shape
+    if shape and shape.num_experts and (values["train_type"] == "qlora" or values["lora_target_modules"] == "all"):
+        if values["train_type"] != "full":
+            raise PlanError(
+                f"--backend mlx: this model has {shape.num_experts} experts per layer, which the MLX engine neither "
+                "quantizes nor adapts. Use --train_type lora --lora_target_modules q_proj,k_proj,v_proj,o_proj, or "
+                "--backend cpu."
+            )
+
+
+def _replicas(draft: Draft) -> None:
+    """Ranks of mlx.launch are replicas."""
+    values = draft.values
+    if values["dp_shards"] > 1 or values["sharding_strategy"] not in (None, "ddp"):
+        name = "sharding_strategy" if values["sharding_strategy"] not in (None, "ddp") else "dp_shards"
+        raise PlanError(
+            f"--{name} {values[name]}: MLX's ring has no sum_scatter, which sharded weights need. Omit it: each rank "
+            "holds a replica."
+        )
+    values["dp_shards"], values["dp_degree"] = 1, draft.facts.env.size
+
+
+def on_cpu() -> bool:
+    """True if MLX computes on this machine's processor."""
+    return not BackendManager._mlx_has_gpu()
+
+
+def mlx_quantization(draft: Draft) -> None:
+    """The quantizer of a qlora run on MLX: its own formats."""
+    values, resumed = draft.values, draft.facts.inherited is not None
+    name, mode, bits = values["quantization_backend"], values["quant_type"], values["n_bits"]
+    if name not in ("auto", "mlx"):
+        if not resumed:
+            raise PlanError(f"--quantization_backend {name}: on MLX there is mlx only. Use mlx, or auto.")
+        mode = None
+    draft.adjust("quantization_backend", "mlx", "MLX's own format")
+    if mode in MLX_MODES:
+        if bits != MLX_MODES[mode][0]:
+            raise PlanError(f"--quant_type {mode}: has {MLX_MODES[mode][0]} bits, not --n_bits {bits}.")
+        draft.adjust("group_size", MLX_MODES[mode][1], f"{mode} has groups of this size")
+        draft.notices.append(f"quant_type {mode}: only the MLX engine reads it, so this run cannot move to torch")
+        return
+    if mode not in (None, "affine"):
+        raise PlanError(f"--quant_type {mode}: MLX has affine, {', '.join(MLX_MODES)}. Use one of them.")
+    values["quant_type"] = "affine"

@@ -1,0 +1,25 @@
+"""MLXEngine passes the engine's conformance check."""
+
+import pytest
+
+from tests.support import conformance, tiny
+from tests.support.mlx_engines import mlx_engine, save
+
+DATASET = tiny.dataset()
+CHANGES = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "qlora": {"train_type": "qlora", "group_size": 32},
+    "recomputed": {"use_gradient_checkpointing": "true"},
+    "fp16": {"precision": "fp16"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_mlx_engine_is_an_engine(folder, name, tmp_path):
+    conformance.check_engine(lambda: mlx_engine(folder, verify=False, **CHANGES[name]), DATASET, tmp_path)

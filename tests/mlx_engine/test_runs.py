@@ -1,0 +1,200 @@
+"""train.py --backend mlx: runs, kills and resumes, and runs that move between the engines."""
+
+import json
+import signal
+import subprocess
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx_lm import convert
+from safetensors.numpy import load_file
+
+import score
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
+from finetune.metrics import read_events
+from tests.support import ranks
+from tests.support.commands import command, finish, wait_for_steps, words
+from tests.support.runs import copy_up_to, losses, same_files, steps
+from train import fine_tune
+
+STATE = ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors")
+# fp32 products of two libraries over 12 steps; 1e-6 here.
+MOVED = 1e-4
+
+
+@pytest.fixture(scope="module")
+def mlx_run(tiny_model, rows_file, tmp_path_factory):
+    """The output folder of 12 steps with dropout and accumulation, every step kept."""
+    folder = tmp_path_factory.mktemp("mlx") / "out"
+    state = fine_tune(**flags_of(tiny_model, rows_file, folder), lora_dropout=0.1, save_every=1, keep_last=12)
+    assert state.status == "finished" and state.step == 12
+    return folder
+
+
+def flags_of(model, rows, folder, **changes):
+    flags = dict(model_name=str(model), dataset=str(rows), output_dir=str(folder), backend="mlx", train_type="lora")
+    flags |= dict(lora_rank=4, batch_size=2, gradient_accumulation_steps=2, num_epochs=2, lr=1e-3, precision="fp32")
+    return flags | dict(context_length=64, log_to="stdout") | changes
+
+
+def test_a_run_writes_what_every_run_writes(mlx_run):
+    plan = json.loads((mlx_run / "run_plan.json").read_text())["settled"]
+    assert (plan["backend"], plan["backend_type"], plan["engine"]) == ("mlx", "mlx", "mlx")
+    found = losses(mlx_run)
+    assert len(found) == 12 and np.mean(found[-3:]) < np.mean(found[:3])
+    end = read_events(mlx_run, "end")[-1]
+    assert end["status"] == "finished" and end["peak_memory_bytes"]["total"] > 0
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_a_run_resumed_at_a_step_is_bitwise_the_uninterrupted_one(mlx_run, tmp_path, step):
+    folder = copy_up_to(mlx_run, step, tmp_path / "out")
+    assert fine_tune(resume="auto", output_dir=str(folder)).step == 12
+    assert steps(folder) == steps(mlx_run)
+    same_files(folder / "checkpoints" / "step-12", mlx_run / "checkpoints" / "step-12", STATE)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bitwise(tiny_model, rows_file, tmp_path):
+    flags = flags_of(tiny_model, rows_file, tmp_path / "whole", lora_dropout=0.1, max_steps=150, save_every=5)
+    assert finish(command(flags)).returncode == 0
+    killed = flags | {"output_dir": str(tmp_path / "out")}
+    process = ranks.start(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_steps(tmp_path / "out", 20, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finally:
+        ranks.kill_session(process)
+    assert finish(command(killed, "--resume auto")).returncode == 0
+    assert steps(tmp_path / "out") == steps(tmp_path / "whole")
+    one, two = (newest_checkpoint(tmp_path / name)[0].folder for name in ("whole", "out"))
+    same_files(one, two, STATE)
+
+
+QLORA = dict(train_type="qlora", quantization_backend="mlx", group_size=32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        QLORA,
+        pytest.param({"use_dora": True}, marks=pytest.mark.slow),
+        pytest.param({"train_type": "full", "lr": 1e-4}, marks=pytest.mark.slow),
+    ],
+    ids=["lora", "qlora", "dora", "full"],
+)
+def test_a_run_that_moves_twice_is_the_run_that_stays(tiny_model, rows_file, tmp_path, changes):
+    """Four steps torch, four MLX, four torch, against twelve of torch: optimizer moments and cursor go with it."""
+    whole = flags_of(tiny_model, rows_file, tmp_path / "whole", **{"backend": "cpu", **changes})
+    if whole["train_type"] == "full":
+        del whole["lora_rank"]
+    assert fine_tune(**whole).step == 12
+    moved = whole | {"output_dir": str(tmp_path / "out"), "save_every": 4, "keep_last": 12}
+    fine_tune(**moved)
+    for upto, backend in ((4, "mlx"), (8, "cpu")):
+        folder = copy_up_to_any(tmp_path / f"out{'' if upto == 4 else '-4'}", upto, tmp_path / f"out-{upto}")
+        assert fine_tune(resume=str(folder), backend=backend).step == 12
+    assert losses(tmp_path / "out-8") == pytest.approx(losses(tmp_path / "whole"), rel=MOVED)
+    name = "model.safetensors" if changes.get("train_type") == "full" else "adapter_model.safetensors"
+    one, other = (load_file(tmp_path / folder / name) for folder in ("whole", "out-8"))
+    assert one.keys() == other.keys()
+    for key in one:  # AdamW moves each weight by about its rate per step
+        np.testing.assert_allclose(one[key], other[key], atol=1e-2 * 12 * whole["lr"])
+
+
+def copy_up_to_any(folder, step, target):
+    """copy_up_to, for a run of any train type."""
+    (folder / "adapter_model.safetensors").touch()
+    return copy_up_to(folder, step, target)
+
+
+def test_a_move_is_told_in_the_plan(mlx_run, tmp_path, capsys):
+    folder = copy_up_to(mlx_run, 5, tmp_path / "out")
+    assert fine_tune(resume=str(folder), backend="cpu", batch_size=4, gradient_accumulation_steps=1).step == 12
+    out = capsys.readouterr().out
+    assert "moved from mlx to cpu" in out and "as batch_size 4 x accumulation 1" in out
+    assert "dropout cannot continue" in out and "saved by another engine" in out
+
+
+def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finetune.mlx_engine.load import open_trained
+    from finetune.model_files.files import find_model
+
+    engine = open_trained(mlx_run, find_model(str(tiny_model)), "fp32", 0)
+    ids = np.arange(3, 27)
+    ours = np.array(engine.model(mx.array(ids[None]))[0])
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), mlx_run).eval()
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(ids[None])).logits[0].numpy()
+        base = model.unload()(torch.from_numpy(ids[None])).logits[0].numpy()
+    # fp32 products of two libraries; the adapter itself moves logits by far more.
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+    assert np.abs(base - theirs).max() > 1e-3 * np.abs(theirs).max()
+
+
+def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file, capsys):
+    found = []
+    for device in ("mlx", "cpu"):
+        flags = dict(
+            checkpoint=mlx_run, dataset=rows_file, samples=8, device=device, max_new_tokens=8, precision="fp32"
+        )
+        capsys.readouterr()
+        assert score.main(words("--json", **flags)) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
+    assert found[0]["exact_match"] == found[1]["exact_match"]
+
+
+def stored(model, folder, bits, npz):
+    """The tiny model as mlx-lm writes it, its weights in MLX's older .npz if asked for."""
+    convert(str(model), mlx_path=str(folder), dtype="float32", quantize=bool(bits), q_bits=bits, q_group_size=32)
+    if npz:
+        mx.savez(str(folder / "weights.npz"), **mx.load(str(folder / "model.safetensors")))
+        for file in folder.glob("model*"):
+            file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("bits", "npz"), [(4, False), (4, True), (None, True)])
+def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_path, capsys, bits, npz):
+    folder = stored(tiny_model, tmp_path / "mlx", bits, npz)
+    flags = flags_of(folder, rows_file, tmp_path / "out", max_steps=2, train_type="qlora" if bits else "lora")
+    assert fine_tune(**flags).step == 2
+    told = capsys.readouterr().out
+    assert ("its weights are stored quantized (mlx at 4 bits)" in told) == bool(bits)
+    assert (".npz" in told) == npz
+    if npz:
+        with pytest.raises(PlanError, match="Direct loading not supported, conversion required"):
+            fine_tune(**flags | {"backend": "cpu", "output_dir": str(tmp_path / "cpu")})
+
+
+def test_a_base_of_another_quantizer_is_quantized_again_and_measured(tiny_model, rows_file, tmp_path, capsys):
+    changes = dict(backend="cpu", train_type="qlora", quantization_backend="nf4", validation_split=0.25, max_steps=6)
+    flags = flags_of(tiny_model, rows_file, tmp_path / "out", **changes)
+    fine_tune(**flags, eval_every=4, save_every=4, keep_last=9)
+    folder = copy_up_to(tmp_path / "out", 4, tmp_path / "moved")
+    fine_tune(resume=str(folder), backend="mlx", group_size=32)
+    out = capsys.readouterr().out
+    assert "quantization_backend: nf4 -> mlx since the saved run" in out and "is quantized again" in out
+    before, after = [e["loss"] for e in read_events(folder, "eval") if e["step"] == 4][-2:]
+    assert before != after and before == pytest.approx(after, rel=0.05)  # 4 bits each, with other levels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, QLORA], ids=["lora", "affine"])
+def test_ten_steps_each_from_the_command_line_are_thirty_of_torch(tiny_model, rows_file, tmp_path, changes):
+    flags = flags_of(tiny_model, rows_file, tmp_path / "0", backend="cpu", max_steps=30, save_every=10, keep_last=9)
+    assert finish(command(flags, changes)).returncode == 0
+    for number, (step, backend) in enumerate(((10, "mlx"), (20, "cpu")), 1):
+        folder = copy_up_to(tmp_path / str(number - 1), step, tmp_path / str(number))
+        code, out, err = finish(command(resume=folder, backend=backend))
+        assert code == 0 and f"resumed from {folder}/checkpoints/step-{step} at step {step} of 30" in out, err
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "0"), rel=MOVED)
