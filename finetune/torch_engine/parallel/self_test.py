@@ -63,7 +63,9 @@ def wrong_collectives(device: torch.device, group) -> dict[str, float]:
 def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
     """Largest relative difference of a two-layer network's gradients, sharded on `device`, from one process in fp64."""
     size = 1 if mesh is None else mesh.size()
-    rank = 0 if mesh is None else mesh.get_rank()
+    rank = 0
+    for length, coordinate in zip(mesh.shape, mesh.get_coordinate(), strict=True) if mesh is not None else ():
+        rank = rank * length + coordinate
     inputs = torch.linspace(-1, 1, size * 4 * 64).view(size, 4, 64).sin()
 
     def network():
