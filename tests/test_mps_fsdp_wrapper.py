@@ -198,7 +198,7 @@ def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(tmp_path):
 
 
 @needs_device
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
     for said in ranks.run(size, wrapper_cases.wrong_answers, tmp_path, **ON):
         assert said.startswith("SelfTestError: emulated: wrong answers in the self-test"), said

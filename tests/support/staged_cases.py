@@ -216,6 +216,11 @@ def failing(rank: int, size: int, case: str, folder: str) -> dict:
     return {"error": None}
 
 
+def disagreeing(rank: int, size: int, cases: list, folder: str) -> dict:
+    """What a rank raises in each case, each in a group of its own."""
+    return {case: failing(rank, size, case, folder) for case in cases}
+
+
 def leave(folder: str, rank: int, result: dict) -> None:
     """Ends this rank with its result, without a word to the others."""
     Path(folder, f"result-{rank}.json").write_text(json.dumps(result))

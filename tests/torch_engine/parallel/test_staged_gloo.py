@@ -29,23 +29,24 @@ def test_tensors_of_many_chunks_equal_gloo_and_buffers_are_reused(tmp_path):
         assert max(rank) <= 16  # of one operation's chunks; 8 operations of up to 12 chunks ran
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("shape", "rank 0: all_reduce number 1 (SUM) of 10 float32; rank 1: all_reduce number 1 (SUM) of 12 float32"),
-        ("dtype", "rank 1: all_reduce number 1 (SUM) of 10 float16"),
-        ("reduction", "rank 1: all_reduce number 1 (MAX) of 10 float32"),
-        ("operation", "rank 1: broadcast number 1 of 10 float32 with root 0"),
-        ("output", "rank 1: all_gather number 1 with inputs and outputs of sizes that do not belong together"),
-        ("splits", "rank 1: all_to_all number 1 sending [7, 3], expecting [3, 7]"),
-    ],
-)
-def test_ranks_that_disagree_all_raise_at_once_and_name_the_rank(case, said, tmp_path):
-    found = ranks.run(2, staged_cases.failing, tmp_path, case=case, folder=str(tmp_path), timeout_s=60)
-    for rank in found:
-        assert rank["error"] == "CollectiveError" and said in rank["text"] and rank["seconds"] < 3, rank
+DISAGREEMENTS = {
+    "shape": "rank 0: all_reduce number 1 (SUM) of 10 float32; rank 1: all_reduce number 1 (SUM) of 12 float32",
+    "dtype": "rank 1: all_reduce number 1 (SUM) of 10 float16",
+    "reduction": "rank 1: all_reduce number 1 (MAX) of 10 float32",
+    "operation": "rank 1: broadcast number 1 of 10 float32 with root 0",
+    "output": "rank 1: all_gather number 1 with inputs and outputs of sizes that do not belong together",
+    "splits": "rank 1: all_to_all number 1 sending [7, 3], expecting [3, 7]",
+}
 
 
+def test_ranks_that_disagree_all_raise_at_once_and_name_the_rank(tmp_path):
+    for found in ranks.run(2, staged_cases.disagreeing, tmp_path, cases=list(DISAGREEMENTS), folder=str(tmp_path)):
+        for case, said in DISAGREEMENTS.items():
+            raised = found[case]
+            assert raised["error"] == "CollectiveError" and said in raised["text"] and raised["seconds"] < 3, found
+
+
+@pytest.mark.slow
 def test_a_message_of_another_shape_raises_on_both_ranks(tmp_path):
     found = ranks.run(2, staged_cases.failing, tmp_path, case="message", folder=str(tmp_path), timeout_s=60)
     assert "recv of 5 float32 from rank 0: it sent 10 float32" in found[1]["text"]
