@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, auto_precision
+from backend_manager import Backend, auto_precision, package_version
 from finetune.config import DEFAULTS, DEPRECATED_OPTIMIZERS, DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
@@ -320,8 +320,12 @@ def passing_quantizers(draft: Draft) -> str:
 
 
 def steps(draft: Draft) -> None:
-    """The default learning rate, and warmup given in steps."""
+    """The default learning rate, warmup given in steps, and no warmup that was not asked for before a constant rate."""
     values = draft.values
+    if values["lr_scheduler"] == "constant" and not (
+        draft.given("warmup_ratio") or "warmup_ratio" in (draft.facts.inherited or {})
+    ):
+        draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
     if values["lr"] is None:
         values["lr"] = 2e-5 if values["train_type"] == "full" else 2e-4
     if draft.given("warmup_steps"):
@@ -372,6 +376,20 @@ def saving(draft: Draft) -> None:
         )
 
 
+def profiling(draft: Draft) -> None:
+    """What the profiler will not write as asked."""
+    values = draft.values
+    if not values["profile"]:
+        given = [n for n in ("export_memory_timeline", "profile_memory", "with_stack", "with_shapes") if values[n]]
+        if given:
+            draft.notices.append(f"{', '.join(given)}: nothing is recorded without --profile")
+    elif values["export_memory_timeline"] and package_version("matplotlib") is None:
+        draft.notices.append(
+            "export_memory_timeline: matplotlib is not installed, so each timeline is written as numbers "
+            "(memory-step-N.json.gz) and not drawn (pip install matplotlib)"
+        )
+
+
 def default_output_dir(draft: Draft, now: datetime) -> None:
     if draft.values["output_dir"] is None:
         draft.values["output_dir"] = f"outputs/{now:%Y%m%d-%H%M%S}-{Path(draft.values['model_name']).name}"
@@ -393,4 +411,5 @@ RULES = (
     model_limits,
     resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
     saving,
+    profiling,
 )
