@@ -191,7 +191,9 @@ def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
     for module in MODULES:
         assert "pickle" not in {a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names}
         for call in (n for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)):
-            assert ast.unparse(call.func) != "torch.load", f"{module}:{call.lineno}"
+            if ast.unparse(call.func) == "torch.load":  # asked for by name, and then without code
+                safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
+                assert safe and module == "finetune.torch_engine.older_state", f"{module}:{call.lineno}"
             for keyword in call.keywords:
                 if keyword.arg == "trust_remote_code":
                     assert ast.unparse(keyword.value) == "False", f"{module}:{call.lineno}"
