@@ -313,6 +313,7 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     m = ModelCost(shape, settings)
     ranks = 1 if loads_full_model(settings) else ranks
     trainable = 4 * sum(trainable_tensors(m, ranks))
+    solver = METHODS[settings.quantization_backend].solver_bytes if settings.train_type == "qlora" else 0
     if ranks > 1:
         size = 4 if m.full else m.weight
         most = max(rows * columns for rows, columns in dense_tensors(shape))
@@ -321,7 +322,7 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
             settings.train_type == "qlora"
             and settings.n_bits in METHODS[settings.quantization_backend].needs_full_matrix
         ):
-            slices = max(slices, 2 * shape.largest_linear() * size)
+            slices = max(slices, 2 * shape.largest_linear() * (size + solver))
         return base_bytes(m, ranks) + trainable + slices + LOADING_BYTES
     if m.full or settings.init_lora_weights in (*RESIDUAL_INITS, "eva"):
         whole = shape.num_weights * m.weight
@@ -329,7 +330,7 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     if settings.train_type != "qlora":
         return base_bytes(m) + LOADING_BYTES + trainable
     stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
-    width = stored + (m.weight if m.weight != round(stored) else 0)
+    width = stored + (m.weight if m.weight != round(stored) else 0) + solver
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
     # first,
     # when little memory is in use.
