@@ -175,7 +175,7 @@ class Metrics:
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
-            tracked=_older_keys(state.loss, lr, self.summary.seconds["training"], used),
+            tracked=_older_keys(state.loss, lr, self.summary, used),
             step=state.step,
             loss=state.loss,
             lr=lr,
@@ -266,14 +266,20 @@ def wandb_run(plan):
     )
 
 
-def _older_keys(loss: float, lr: float, seconds: float, memory: dict) -> dict:
-    """A step under the older scripts' keys. `seconds`: spent on steps so far; memory in bytes, as there.
+def _older_keys(loss: float, lr: float, summary: Summary, memory: dict) -> dict:
+    """A step under the older scripts' keys: seconds spent on steps so far, memory in bytes.
 
-    allocated is what torch counts of the tensors, reserved the peak of the device or the process.
+    allocated is what torch counts of the tensors, reserved this step's peak of the device or process, peak the run's.
     """
     counted = sum(n for name, n in memory["items"].items() if name not in ("workspace", "allocator"))
-    total = {"memory/allocated": min(counted, memory["total"]), "memory/reserved": memory["total"]}
-    return {"loss": loss, "lr": lr, "time_taken": seconds, **total}
+    return {
+        "loss": loss,
+        "lr": lr,
+        "time_taken": summary.seconds["training"],
+        "memory/allocated": min(counted, memory["total"]),
+        "memory/reserved": memory["total"],
+        "memory/peak": summary.peak["total"],
+    }
 
 
 def _event_of(line: bytes) -> dict | None:
