@@ -156,6 +156,81 @@ def test_every_choice_of_an_older_flag_is_a_choice_here():
         assert set(words.split()) <= set(FIELDS[flag].metadata["choices"]), flag
 
 
+# Whole command lines as the older pages and scripts have them, each with what the plan makes of it.
+COMMAND_LINES = [
+    (
+        "--model_name meta-llama/Llama-2-70b-hf --batch_size 2 --context_length 512 --precision bf16 "
+        "--train_type qlora --use_gradient_checkpointing true --use_cpu_offload true --dataset alpaca "
+        "--reentrant_checkpointing true",
+        dict(batch_size=2, reentrant_checkpointing=True, use_gradient_checkpointing="true"),
+    ),
+    (
+        "--world_size 2 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf "
+        "--gradient_accumulation_steps 4 --batch_size 8 --context_length 512 --precision bf16 --train_type "
+        "full --use_gradient_checkpointing true --use_cpu_offload false --use_activation_cpu_offload false "
+        "--log_to wandb --dataset alpaca",
+        dict(world_size=2, precision="bf16_autocast", log_to="wandb"),
+    ),
+    (
+        "--world_size 4 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf "
+        "--gradient_accumulation_steps 4 --batch_size 2 --context_length 512 --precision "
+        "bf16_buffers_autocast --train_type custom_qlora --use_gradient_checkpointing true "
+        "--reentrant_checkpointing true --use_cpu_offload false --log_to stdout --dataset alpaca",
+        dict(world_size=4, quantization_backend="bnb", precision="bf16_buffers_autocast"),
+    ),
+    (
+        "--world_size 2 --model_name meta-llama/Llama-2-7b-hf --gradient_accumulation_steps 2 --batch_size 1 "
+        "--context_length 4096 --precision bf16_buffers_autocast --train_type hqq_dora "
+        "--use_gradient_checkpointing true --reentrant_checkpointing false --use_activation_cpu_offload false "
+        "--use_cpu_offload true --log_to stdout --dataset dummy --verbose true",
+        dict(use_dora=True, use_cpu_offload=True, quantization_backend="hqq", context_length=4096),
+    ),
+    (
+        "--train_type qlora --dataset guanaco --batch_size 8 --lr_scheduler cosine --log_to wandb "
+        "--save_model True --output_dir guanaco_7B --gradient_accumulation_steps 2 --lr 2e-4",
+        dict(output_dir="guanaco_7B", lr=0.0002, warmup_ratio=0.05),
+    ),
+    (
+        "--context_length 256 --model_name codellama/CodeLlama-34b-hf --train_type qlora --batch_size 4 "
+        "--gradient_accumulation_steps 4 --dataset sql --save_model True --output_dir sql_model_qlora "
+        "--apply_gradient_clipping True --project_name fsdp_qlora_sql --precision bf16_buffers_autocast "
+        "--log_to wandb",
+        dict(project_name="fsdp_qlora_sql", dataset="sql"),
+    ),
+    (
+        "--model_name meta-llama/Llama-2-7b-hf --gradient_accumulation_steps 2 --batch_size 1 "
+        "--context_length 256 --num_epochs 1 --sharding_strategy full_shard --precision bf16 --train_type "
+        "qlora --use_gradient_checkpointing false --use_cpu_offload false --log_to stdout --dataset dummy "
+        "--profile true --export_trace true --export_memory_timeline true --with_stack true --max_steps 20 "
+        "--repeat 0 --warmup_steps 4 --active_steps 1 --profiling_frequency 5 --profiling_output p",
+        dict(profile=True, active_steps=1, profiling_frequency=5, warmup_steps=4, max_steps=20),
+    ),
+    (
+        "--world_size=16 --master_addr=localhost --master_port=12342 --model_name meta-llama/Llama-2-7b-hf "
+        "--dataset dummy --batch_size 4 --train_type hqq_lora --sharding_strategy full_shard "
+        "--use_gradient_checkpointing true --use_activation_cpu_offload false --log_to wandb --verbose true",
+        dict(world_size=16, dp_shards=16),
+    ),
+    (
+        "--model_name meta-llama/Llama-2-7b-hf --lr_scheduler cosine --lr 5e-5 --warmup_ratio 0.1 "
+        "--cosine_min_lr_ratio 0.05 --dataset alpaca",
+        dict(cosine_min_lr_ratio=0.05, warmup_ratio=0.1),
+    ),
+    (
+        "--model_name meta-llama/Llama-2-7b-hf --train_type qlora --batch_size 1 "
+        "--gradient_accumulation_steps 4 --precision fp32 --dataset alpaca --quantization_backend hqq "
+        "--n_bits 4 --group_size 128 --profile true --profiling_output ./profile_results",
+        dict(group_size=128, quantization_backend="hqq", profiling_output="./profile_results"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "effect"), COMMAND_LINES, ids=range(len(COMMAND_LINES)))
+def test_a_whole_command_line_of_the_older_pages_settles(line, effect):
+    settings = plan_of(**parsed(*line.split())).settings
+    assert {name: getattr(settings, name) for name in effect} == effect
+
+
 # What the older documentation printed and is refused here -> the line that says what to write.
 ANSWERED = [
     ("--use_ddp true", "--use_ddp: unknown flag. Here it is --sharding_strategy ddp."),

@@ -304,6 +304,29 @@ def gathered_bytes(m: ModelCost) -> int:
     return int(2 * (one + adapters) + outside * m.weight)
 
 
+def _width_in_flight(m: ModelCost) -> float:
+    """Bytes per weight that is read and quantized: as stored, in the run's dtype if that differs, and the solver's."""
+    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
+    solver = METHODS[m.settings.quantization_backend].solver_bytes
+    return stored + (m.weight if m.weight != round(stored) else 0) + solver
+
+
+def _slices_in_flight(m: ModelCost, ranks: int) -> int:
+    """Bytes that a sharded rank holds beside its rows while loading: what two workers quantize, or cast.
+
+    Rows that are read in the dtype they stay in are no copy.
+    """
+    s, largest = m.settings, m.shape.largest_linear()
+    if s.train_type == "qlora":
+        full_matrix = s.n_bits in METHODS[s.quantization_backend].needs_full_matrix
+        return int(LOADING_WORKERS * (largest if full_matrix else -(-largest // ranks)) * _width_in_flight(m)) + (
+            QUANTIZING_BYTES
+        )
+    size = 4 if m.full else m.weight
+    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
+    return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
+
+
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
@@ -313,24 +336,14 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     m = ModelCost(shape, settings)
     ranks = 1 if loads_full_model(settings) else ranks
     trainable = 4 * sum(trainable_tensors(m, ranks))
-    solver = METHODS[settings.quantization_backend].solver_bytes if settings.train_type == "qlora" else 0
     if ranks > 1:
-        size = 4 if m.full else m.weight
-        most = max(rows * columns for rows, columns in dense_tensors(shape))
-        slices = 2 * -(-most // ranks) * size
-        if (
-            settings.train_type == "qlora"
-            and settings.n_bits in METHODS[settings.quantization_backend].needs_full_matrix
-        ):
-            slices = max(slices, 2 * shape.largest_linear() * (size + solver))
-        return base_bytes(m, ranks) + trainable + slices + LOADING_BYTES
+        return base_bytes(m, ranks) + trainable + _slices_in_flight(m, ranks) + LOADING_BYTES
     if m.full or settings.init_lora_weights in (*RESIDUAL_INITS, "eva"):
         whole = shape.num_weights * m.weight
         return whole + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
     if settings.train_type != "qlora":
         return base_bytes(m) + LOADING_BYTES + trainable
-    stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
-    width = stored + (m.weight if m.weight != round(stored) else 0) + solver
+    width = _width_in_flight(m)
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
     # first,
     # when little memory is in use.

@@ -23,14 +23,16 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         packed[part] = packing.pack(codes.to(torch.uint8).view(-1, columns), fmt.bits)
     return {
         "packed": packed,
-        "scale": packing.as_bits((1.0 / scale).view(rows, -1)),
-        "zero": packing.as_bits(zero.view(rows, -1)),
+        "scale": packing.as_bits((1.0 / scale).float().view(rows, -1)),
+        "zero": packing.as_bits(zero.float().view(rows, -1)),
     }
 
 
 def _solve(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale as a factor, zero) per group [number, 1]: hqq.core.quantize's start and the steps of its default solver,
-    optimize_weights_proximal_legacy, with its parameters.
+    """(scale as a factor, zero) per group [number, 1], on CUDA in fp16 as in the library.
+
+    The start is hqq.core.quantize's, the steps and their parameters those of its default solver,
+    optimize_weights_proximal_legacy.
     """
     from hqq.core.optimize import optimize_weights_proximal_legacy_step as step
 
@@ -56,7 +58,7 @@ def _solve(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
         if not mean < least:
             break
         least = mean
-    return scale.float(), zero.float()
+    return scale, zero
 
 
 def _groups(weight_OI, fmt):
