@@ -22,6 +22,7 @@ RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adadelta", "adamw_8bit")
 DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
+DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 BATCH_LAYOUTS = ("auto", "padding_free", "padded")
 QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")

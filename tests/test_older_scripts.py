@@ -16,10 +16,12 @@ from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.other_names import OTHER_NAMES
 from finetune.plan.backend import selection
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import TrainState
 from tests.support import tiny
 from tests.support.commands import command, finish
-from tests.support.plans import adjustment, plan_of
+from tests.support.plans import NOW, adjustment, capabilities, plan_of
 from train import build_parser, fine_tune, make_plan
 
 QLORA_BNB = dict(train_type="qlora", quantization_backend="bnb")
@@ -80,7 +82,8 @@ OLDER_FLAGS = {
     "lora_rank": [("64", {"lora_rank": 64})],
     "lora_alpha": [("16", {"lora_alpha": 16.0})],
     "lora_dropout": [("0.1", {"lora_dropout": 0.1})],
-    "lora_target_modules": [("all", {"lora_target_modules": "all"}), ("default", {"lora_target_modules": "default"})],
+    "lora_target_modules": [("all", {"lora_target_modules": "all"}), ("default", {"lora_target_modules": "default"})]
+    + [("none", {"lora_target_modules": "default"}), ("all-linear", {"lora_target_modules": "all"})],
     "lr": [("1e-5", {"lr": 1e-5})],
     "apply_gradient_clipping": [("True", {"apply_gradient_clipping": True})],
     "grad_norm": [("0.3", {"grad_norm": 0.3})],
@@ -322,10 +325,12 @@ def test_the_environment_variable_is_named(monkeypatch):
 
 
 def test_a_constant_rate_without_warmup_resumes(run):
-    """Resumed, the saved run's warmup is kept, as is one that a run saved before constant had none."""
+    """Resumed, the saved run's warmup is kept: also that of a run from before constant had none."""
     run(max_steps=2, lr_scheduler="constant", lr=1e-3, save_every=1)
     state = run(max_steps=3, lr_scheduler="constant", lr=1e-3, resume="auto", save_every=1)
     assert state.step == 3
+    facts = Facts(Backend.CPU, capabilities(), inherited={"warmup_ratio": 0.05})
+    assert resolve_plan({"lr_scheduler": "constant"}, facts, NOW).settings.warmup_ratio == 0.05
 
 
 def test_the_older_slurm_form_is_answered_with_the_command():
@@ -333,10 +338,6 @@ def test_the_older_slurm_form_is_answered_with_the_command():
     with pytest.raises(PlanError, match="WORLD_SIZE=16: .* each task is one rank.*srun --ntasks-per-node=8 python"):
         rank_env(older)
     env = rank_env({k: v for k, v in older.items() if k != "WORLD_SIZE"} | {"SLURM_TASKS_PER_NODE": "1(x2)"})
-    from finetune.plan.draft import Facts
-    from finetune.plan.resolve import resolve_plan
-    from tests.support.plans import NOW, capabilities
-
     with pytest.raises(PlanError, match="--world_size 16: srun started 2 ranks.* set --ntasks-per-node"):
         resolve_plan({"world_size": 16}, Facts(Backend.CPU, capabilities(), env=env), NOW)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import quantization_wrapper
 from backend_manager import Backend, auto_precision, package_version
-from finetune.config import DEFAULTS, DEPRECATED_OPTIMIZERS, DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
+from finetune.config import (
+    DEFAULTS,
+    DEPRECATED_OPTIMIZERS,
+    DEPRECATED_TARGETS,
+    DEPRECATED_TRAIN_TYPES,
+    FIELDS,
+    TrainConfig,
+)
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
@@ -45,7 +52,7 @@ def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> 
 
 
 def deprecated_aliases(draft: Draft) -> None:
-    """The older scripts' words for train_type and optimizer, translated."""
+    """Older words for train_type, optimizer and target modules, translated."""
     values, word = draft.values, draft.values["train_type"]
     for name, value in DEPRECATED_TRAIN_TYPES.get(word, {}).items():
         if value == "required":
@@ -58,6 +65,9 @@ def deprecated_aliases(draft: Draft) -> None:
             )
         else:
             draft.adjust(name, value, f"--train_type {word} means this")
+    targets = values["lora_target_modules"].strip().lower()
+    if targets in DEPRECATED_TARGETS:
+        draft.adjust("lora_target_modules", DEPRECATED_TARGETS[targets], f"{targets} means this")
     optimizer = values["optimizer"]
     if optimizer in DEPRECATED_OPTIMIZERS:
         reason = "torch's fused kernels are used on every device that has them"
