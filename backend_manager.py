@@ -316,7 +316,7 @@ class BackendManager:
         """Why auto selects this backend: what of AUTO_ORDER before it is not here."""
         skipped = {b: self.unavailable.get(b, "not detected") for b in AUTO_ORDER[: AUTO_ORDER.index(self.backend)]}
         if Backend.MLX in skipped and Backend.MLX in self.available:
-            skipped[Backend.MLX] = "its default device here is no GPU"
+            skipped[Backend.MLX] = "its default device is not a GPU"
         reasons = "; ".join(f"{backend}: {why.partition(': pip')[0]}" for backend, why in skipped.items())
         order = ", ".join(b.value for b in AUTO_ORDER)
         return f"the first of {order} that is available{f' ({reasons})' if reasons else ''}"

@@ -275,10 +275,11 @@ def main():
         if r is None:
             continue
         allowed = LIMIT * r["stored"] + two_layers(folder)
+        error = f"{r['predicted'] / r['peak'] - 1:+.0%}" if r["predicted"] else "-"
         verdict = "met" if r["peak"] <= allowed else "not met"
         print(
             f"{way:16} {r['stored'] / GIB:10.3f} {r['peak'] / GIB:9.3f} {r['peak'] / r['stored']:12.2f} "
-            f"{allowed / GIB:17.3f} {verdict:>9} {r['predicted'] / GIB:14.3f} {r['predicted'] / r['peak'] - 1:+6.0%} "
+            f"{allowed / GIB:17.3f} {verdict:>9} {r['predicted'] / GIB:14.3f} {error:>6} "
             f"{r['seconds']:8.1f}",
             flush=True,
         )

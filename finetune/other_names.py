@@ -1,4 +1,4 @@
-"""Flags of the older scripts and of other programs that are no flag here, each with what to write instead.
+"""Flags of the older scripts and of other programs that are not flags here, each with what to write instead.
 
 docs/migration.md lists them by program. Where the value has another meaning too, the answer is a sentence.
 """

@@ -1,4 +1,4 @@
-"""Command lines of the older scripts: each flag with its effect here, and the lines that answer what is no flag."""
+"""Command lines of the older scripts: each flag with its effect here, and the answers to what is not a flag."""
 
 import gzip
 import json
