@@ -15,7 +15,7 @@ from finetune.estimate.activations import READS, activation_bytes, layer_activat
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
-from quantization_wrapper import METHODS, weight_bytes
+from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
 # each.
@@ -318,10 +318,10 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
     """
     s, largest = m.settings, m.shape.largest_linear()
     if s.train_type == "qlora":
-        full_matrix = s.n_bits in METHODS[s.quantization_backend].needs_full_matrix
-        return int(LOADING_WORKERS * (largest if full_matrix else -(-largest // ranks)) * _width_in_flight(m)) + (
-            QUANTIZING_BYTES
-        )
+        config = config_for(s.quantization_backend, s.n_bits, s.quant_type, s.group_size, s.double_quant)
+        by_rows = all(rows_independent(config, columns) for _, _, columns in m.shape.linears)
+        read = -(-largest // ranks) if by_rows else largest
+        return int(LOADING_WORKERS * read * _width_in_flight(m)) + QUANTIZING_BYTES
     size = 4 if m.full else m.weight
     stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
     return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
