@@ -311,6 +311,16 @@ class BackendManager:
     def _choose(self) -> Backend:
         return next(b for b in AUTO_ORDER if b in self.available and not (b is Backend.MLX and not self._mlx_has_gpu()))
 
+    @property
+    def why_selected(self) -> str:
+        """Why auto selects this backend: what of AUTO_ORDER before it is not here."""
+        skipped = {b: self.unavailable.get(b, "not detected") for b in AUTO_ORDER[: AUTO_ORDER.index(self.backend)]}
+        if Backend.MLX in skipped and Backend.MLX in self.available:
+            skipped[Backend.MLX] = "its default device is not a GPU"
+        reasons = "; ".join(f"{backend}: {why.partition(': pip')[0]}" for backend, why in skipped.items())
+        order = ", ".join(b.value for b in AUTO_ORDER)
+        return f"the first of {order} that is available{f' ({reasons})' if reasons else ''}"
+
     def _detect_available_backends(self) -> list[Backend]:
         """Backends available here, best first; sets `self.unavailable` to the reasons for the others."""
         build = torch_build()

@@ -3,6 +3,8 @@
 python export.py --checkpoint outputs/my-run --output_dir merged
 python export.py --checkpoint outputs/my-run --output_dir for-mlx --to mlx-lm    the adapter for mlx_lm.generate
 python export.py --checkpoint adapters --output_dir ours --to peft               an adapter of mlx_lm.lora for peft
+python export.py --checkpoint outputs/my-run --plain checkpoint.pt          one file for torch.load
+python export.py --from_older model_state_dict.safetensors --model_name BASE --output_dir adapter
 """
 
 import sys
@@ -21,12 +23,8 @@ from finetune.terminal import say
 
 def build_parser() -> Parser:
     parser = Parser(prog="export.py", description=__doc__)
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="an output_dir or step-N folder with an adapter"
-    )
-    parser.add_argument(
-        "--output_dir", required=True, metavar="DIR", help="folder for the merged model; must be empty or not exist"
-    )
+    parser.add_argument("--checkpoint", metavar="DIR", help="an output_dir or step-N folder with an adapter")
+    parser.add_argument("--output_dir", metavar="DIR", help="folder for the result; must be empty or not exist")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -41,6 +39,19 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--base", metavar="ID|DIR", help="the base model of an mlx-lm adapter (default: the one its config names)"
+    )
+    older = parser.add_argument_group("Plain checkpoints and the older scripts")
+    older.add_argument("--plain", metavar="FILE", help="write --checkpoint as one file of five keys for torch.load")
+    older.add_argument(
+        "--from_older", metavar="FILE", help="a state dict of the older scripts, read into an adapter or a full model"
+    )
+    older.add_argument("--model_name", metavar="ID|DIR", help="with --from_older: the base it was trained on")
+    older.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub model")
+    older.add_argument("--lora_alpha", type=float, metavar="X", help="its alpha (default: the file's, else 16)")
+    older.add_argument(
+        "--for_backend",
+        choices=("cuda", "mps", "mlx", "cpu"),
+        help="with --from_older: where it will run; for mps bf16 becomes fp16",
     )
     return parser
 
@@ -71,9 +82,58 @@ def convert_adapter(args) -> int:
     return 0
 
 
+def from_older(args) -> int:
+    """Writes what --from_older holds: an adapter where it has one, else the base with its weights."""
+    from finetune.model_files.files import find_model
+    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.torch_engine import older_state
+
+    needed = {"model_name": args.model_name, "output_dir": args.output_dir}
+    missing = [name for name, value in needed.items() if not value]
+    if missing or args.checkpoint or args.plain:
+        fact = f"needs --{missing[0]}" if missing else "is read alone, without --checkpoint and --plain"
+        raise PlanError(f"--from_older {args.from_older}: {fact}. See --help.")
+    target = Path(args.output_dir)
+    check_new(target, "--output_dir")
+    state = older_state.read_state(Path(args.from_older).expanduser(), args.for_backend)
+    base = find_model(args.model_name, args.revision)
+    has_adapter = bool(older_state.adapter_of(state)[0])
+    with storage(target), new_folder(target) as folder:
+        if has_adapter:
+            what = older_state.write_adapter(state, base, folder, args.lora_alpha)
+        else:
+            what = older_state.write_model(state, base, folder, args.dtype)
+        load_tokenizer(base.folder).save_pretrained(folder)
+    for notice in state.notices:
+        say(f"note: {notice}")
+    say(f"{what}: {target}\ntry it: python generate.py --checkpoint {target} --prompt ...")
+    return 0
+
+
+def plain(args) -> int:
+    """Writes --plain FILE."""
+    from finetune.torch_engine import older_state
+
+    if not args.checkpoint:
+        raise PlanError(f"--plain {args.plain}: needs --checkpoint, the run to write. Give its --output_dir.")
+    file = Path(args.plain).expanduser()
+    if file.exists():
+        raise PlanError(f"--plain {file}: exists. Give another file.")
+    with storage(file):
+        say(f"{older_state.write_plain(Path(args.checkpoint), file, args.dtype)}: {file}")
+    return 0
+
+
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
+    if args.from_older:
+        return from_older(args)
+    if args.plain:
+        return plain(args)
+    for flag in ("checkpoint", "output_dir"):
+        if not getattr(args, flag):
+            raise PlanError(f"--{flag}: is required. See --help.")
     if args.to != "hf":
         return convert_adapter(args)
     from finetune import inference

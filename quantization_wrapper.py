@@ -42,7 +42,7 @@ class Method:
     `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`: must
     be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
     `groups_fill_rows`: groups must fill a row. `needs_full_matrix`: bit widths whose result depends on the full matrix,
-    not only on the row.
+    not only on the row. `solver_bytes`: bytes per weight of what its solver keeps of a full matrix while quantizing it.
     """
 
     module: str
@@ -54,6 +54,7 @@ class Method:
     double_quant: tuple[int, ...] = ()
     groups_fill_rows: bool = False
     needs_full_matrix: tuple[int, ...] = ()
+    solver_bytes: int = 0
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -85,6 +86,7 @@ METHODS = {
         {bits: ("affine",) for bits in (4, 8, 3, 2)},
         POWERS[:7],
         needs_full_matrix=(4, 8, 3, 2),
+        solver_bytes=4,
         package="hqq",
         install="pip install hqq",
         groups_fill_rows=True,

@@ -50,12 +50,13 @@ from finetune.estimate.remedies import report_lines
 from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
-from finetune.plan.backend import ENGINES, check_environment, select_backend
+from finetune.other_names import answer
+from finetune.plan.backend import ENGINES, check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
-from finetune.plan.run_plan import Adjustment, RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.terminal import say
 
 
@@ -94,10 +95,9 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
             f"--model_name {s.model_name}: holds MLX's .npz. Direct loading not supported, conversion required: "
             "use --backend mlx, or write model.safetensors with mlx.core.save_safetensors."
         )
-    if skipped:
-        why = f"auto found {skipped}, and this version has no engine for it"
-        adjustment = Adjustment("backend", "auto", plan.backend, why)
-        plan = replace(plan, adjustments=(adjustment, *plan.adjustments))
+    selected = selection(overrides.get("backend"), manager, skipped)
+    if selected:
+        plan = replace(plan, adjustments=(selected, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         check_local(getattr(s, flag), f"--{flag}")
     if s.verbose:
@@ -329,7 +329,8 @@ def fine_tune(**flags) -> TrainState:
     process.prepare_environment()
     unknown = sorted(set(flags) - set(NAMES))
     if unknown:
-        raise PlanError(f"fine_tune({unknown[0]}=...): no such flag. See python train.py --help.")
+        instead = answer(unknown[0]) or ""
+        raise PlanError(f"fine_tune({unknown[0]}=...): no such flag.{instead} See python train.py --help.")
     overrides = with_config({NAMES[k]: parse_value(NAMES[k], v) for k, v in flags.items() if v is not None})
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
     env = rank_env(os.environ, *address)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
+from finetune.other_names import answer
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
@@ -54,6 +55,10 @@ def _underscored(arg: str) -> str:
 
 
 def _nearest(word, known) -> str:
+    """What to write instead of an unknown name: its equivalent if other programs have it, else the nearest one."""
+    elsewhere = answer(str(word))
+    if elsewhere and FIELDS.keys() <= {str(k).lstrip("-") for k in known}:
+        return elsewhere
     near = difflib.get_close_matches(_shown(word), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Nearest: {near[0]}." if near else ""
 

@@ -22,6 +22,7 @@ RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adadelta", "adamw_8bit")
 DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
+DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 BATCH_LAYOUTS = ("auto", "padding_free", "padded")
 QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
@@ -162,7 +163,10 @@ class TrainConfig:
     lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)
     warmup_steps: int = flag(None, "steps", "linear warmup, in optimizer steps", minimum=0)
     warmup_ratio: float = flag(
-        0.05, "steps", "linear warmup as a fraction of all steps, if --warmup_steps is unset", minimum=0.0
+        0.05,
+        "steps",
+        "linear warmup as a fraction of all steps, if --warmup_steps is unset; with constant, only if set",
+        minimum=0.0,
     )
     cosine_min_lr_ratio: float = flag(0.1, "steps", "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
     apply_gradient_clipping: bool = flag(True, "steps", "clip the global gradient norm to --grad_norm")
@@ -205,6 +209,7 @@ class TrainConfig:
         "memory",
         "auto: bf16 if matmuls are faster in it on this machine, else fp32",
         choices=("auto",) + PRECISIONS,
+        value_aliases={f"mp_{word}": word for word in PRECISIONS if word.endswith("autocast")},
     )
     quantization_backend: str = flag(
         "auto", "memory", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True

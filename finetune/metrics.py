@@ -121,8 +121,11 @@ class Metrics:
             shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
             self.say(f"  note: {self.file} no longer holds {shown}: it was deleted or damaged")
 
-    def event(self, kind: str, **values) -> None:
-        """Appends one JSON line and flushes it, so that a crash truncates at most the last."""
+    def event(self, kind: str, tracked: dict | None = None, **values) -> None:
+        """Appends one JSON line and flushes it, so that a crash truncates at most the last.
+
+        `tracked`: numbers for Weights & Biases alone.
+        """
         if self.quiet:
             return
         with storage(self.file):
@@ -132,7 +135,7 @@ class Metrics:
             self.handle.flush()
         if self.tracker and kind in ("step", "eval"):
             numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-            self.tracker.log(numbers, step=values["step"])
+            self.tracker.log(numbers | (tracked or {}), step=values["step"])
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""
@@ -172,6 +175,7 @@ class Metrics:
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
+            tracked=_older_keys(state.loss, lr, self.summary, used),
             step=state.step,
             loss=state.loss,
             lr=lr,
@@ -260,6 +264,22 @@ def wandb_run(plan):
         entity=s.entity,
         config=plan.to_json()["settled"],
     )
+
+
+def _older_keys(loss: float, lr: float, summary: Summary, memory: dict) -> dict:
+    """A step under the older scripts' keys: seconds spent on steps so far, memory in bytes.
+
+    allocated is what torch counts of the tensors, reserved this step's peak of the device or process, peak the run's.
+    """
+    counted = sum(n for name, n in memory["items"].items() if name not in ("workspace", "allocator"))
+    return {
+        "loss": loss,
+        "lr": lr,
+        "time_taken": summary.seconds["training"],
+        "memory/allocated": min(counted, memory["total"]),
+        "memory/reserved": memory["total"],
+        "memory/peak": summary.peak["total"],
+    }
 
 
 def _event_of(line: bytes) -> dict | None:

@@ -1,5 +1,8 @@
 """What programs written for the older scripts import and call, as those scripts documented it."""
 
+import dataclasses
+import importlib
+import re
 import subprocess
 import sys
 
@@ -16,6 +19,7 @@ from backend_manager import (
     get_backend_manager,
     get_device,
 )
+from finetune.config import NAMES
 from finetune.quantizers.linear import QuantizedLinear
 from quantization_wrapper import (
     BitsAndBytesAdapter,
@@ -30,6 +34,7 @@ from quantization_wrapper import (
     validate_quantization_config,
 )
 from tests.support.commands import ROOT
+from tests.test_older_scripts import OLDER_FLAGS
 
 CPU = BackendManager("cpu", verbose=False)
 
@@ -188,3 +193,33 @@ def test_modules_are_skipped_by_any_part_of_their_name():
     model = torch.nn.ModuleDict({n: torch.nn.Linear(64, 64) for n in ("lm_head", "q_proj")})
     quantization_wrapper.quantize_model(model, QuantizationConfig(skip_modules=["head"]))
     assert isinstance(model["lm_head"], torch.nn.Linear) and isinstance(model["q_proj"], QuantizedLinear)
+
+
+def rows_of_names() -> list[tuple[str, list[str]]]:
+    """(module, names) of each row of the table of names in docs/migration.md."""
+    page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    table = page[page.index("Every name of the older scripts") : page.index("## TRL")]
+    rows = re.findall(r"^\| (?:`([\w.]+)`)?([^|]*) \| (`.+`) \|$", table, re.M)
+    return [(module or kind.strip(), re.findall(r"`([^`]+)`", names)) for module, kind, names in rows]
+
+
+@pytest.mark.parametrize(("where", "names"), rows_of_names(), ids=[f"{w}-{n[0]}" for w, n in rows_of_names()])
+def test_every_older_name_of_the_migration_page_is_one_here(where, names):
+    assert names
+    for name in names:
+        if where == "train.py":
+            assert NAMES.get(name.removeprefix("--")), name
+        elif where == "environment":
+            read = (ROOT / "finetune/distributed/env.py").read_text() + (ROOT / "backend_manager.py").read_text()
+            assert f'"{name}"' in read, name
+        else:
+            module, _, kind = where.partition(".")
+            owner = importlib.import_module(module)
+            owner = getattr(owner, kind) if kind else owner
+            fields = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+            assert hasattr(owner, name) or name in fields, f"{where}: {name}"
+
+
+def test_the_page_has_every_older_flag():
+    flags = {name for where, names in rows_of_names() if where == "train.py" for name in names}
+    assert flags >= {f"--{flag}" for flag in OLDER_FLAGS}

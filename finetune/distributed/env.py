@@ -77,6 +77,8 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
 def _of_variables(e, host, port) -> RankEnv:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in e:
+            if other == "WORLD_SIZE" and "SLURM_PROCID" in e:
+                raise PlanError(_one_task_per_node(e))
             raise PlanError(f"{other}={e[other]}: {name} is not set. Set both, or use torchrun or --world_size.")
     rank, size = _number(e, "RANK"), _number(e, "WORLD_SIZE")
     local_size = _number(e, "LOCAL_WORLD_SIZE", size)
@@ -109,6 +111,17 @@ def _of_mlx_launch(e) -> RankEnv:
     own = addresses[rank] if rank < len(addresses) and "MLX_HOSTFILE" in e else None
     local = [r for r, address in enumerate(addresses) if address == own] if own else [rank]
     return RankEnv(rank, size, local.index(rank), len(local), "localhost", 1, "mlx.launch")
+
+
+def _one_task_per_node(e) -> str:
+    """The line for the older scripts' form: WORLD_SIZE exported, one task per node that starts the node's ranks."""
+    tasks, nodes = (e.get(f"SLURM_{name}") or "1" for name in ("NTASKS", "NNODES"))
+    size = _number(e, "WORLD_SIZE")
+    each = size // max(1, int(nodes)) if nodes.isdigit() else size
+    return (
+        f"WORLD_SIZE={size}: SLURM started {tasks} tasks on {nodes} nodes, and each task is one rank. Unset WORLD_SIZE "
+        f"and start one task per rank: srun --ntasks-per-node={each} python train.py ... (see runs/slurm.sh)."
+    )
 
 
 def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:

@@ -15,7 +15,7 @@ from finetune.estimate.activations import READS, activation_bytes, layer_activat
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
-from quantization_wrapper import METHODS, weight_bytes
+from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
 # each.
@@ -319,6 +319,29 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     return one + adapters, outside * m.weight
 
 
+def _width_in_flight(m: ModelCost) -> float:
+    """Bytes per weight that is read and quantized: as stored, in the run's dtype if that differs, and the solver's."""
+    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
+    solver = METHODS[m.settings.quantization_backend].solver_bytes
+    return stored + (m.weight if m.weight != round(stored) else 0) + solver
+
+
+def _slices_in_flight(m: ModelCost, ranks: int) -> int:
+    """Bytes that a sharded rank holds beside its rows while loading: what two workers quantize, or cast.
+
+    Rows that are read in the dtype they stay in are no copy.
+    """
+    s, largest = m.settings, m.shape.largest_linear()
+    if s.train_type == "qlora":
+        config = config_for(s.quantization_backend, s.n_bits, s.quant_type, s.group_size, s.double_quant)
+        by_rows = all(rows_independent(config, columns) for _, _, columns in m.shape.linears)
+        read = -(-largest // ranks) if by_rows else largest
+        return int(LOADING_WORKERS * read * _width_in_flight(m)) + QUANTIZING_BYTES
+    size = 4 if m.full else m.weight
+    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
+    return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
+
+
 def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
@@ -329,22 +352,13 @@ def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
     ranks = 1 if loads_full_model(settings) else ranks
     trainable = 4 * sum(trainable_tensors(m, ranks))
     if ranks > 1:
-        size = 4 if m.full else m.weight
-        most = max(rows * columns for rows, columns in dense_tensors(shape))
-        slices = 2 * -(-most // ranks) * size
-        if (
-            settings.train_type == "qlora"
-            and settings.n_bits in METHODS[settings.quantization_backend].needs_full_matrix
-        ):
-            slices = max(slices, 2 * shape.largest_linear() * size)
-        return base_bytes(m, ranks) + trainable + slices + LOADING_BYTES
+        return base_bytes(m, ranks) + trainable + _slices_in_flight(m, ranks) + LOADING_BYTES
     if m.full or settings.init_lora_weights in (*RESIDUAL_INITS, "eva"):
         whole = shape.num_weights * m.weight
         return whole + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
     if settings.train_type != "qlora":
         return base_bytes(m) + LOADING_BYTES + trainable
-    stored = (shape.stored_bytes or 2 * shape.num_weights) / shape.num_weights
-    width = stored + (m.weight if m.weight != round(stored) else 0)
+    width = _width_in_flight(m)
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
     # first,
     # when little memory is in use.

@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError, first_line
+from finetune.model_files import older_expansion
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
@@ -108,8 +109,31 @@ def find_model(
 def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
     """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
     if values.get("llama_pro_path"):
+        folder = local_path(values["llama_pro_path"], f"--llama_pro_path {values['llama_pro_path']}")
+        if older_expansion.is_bare(folder):
+            return _older_expansion(values, folder, fetch)
         return find_model(values["llama_pro_path"], fetch=fetch, flag="--llama_pro_path", weights=fetch)
     return find_model(values.get("model_name") or DEMO_MODEL, values.get("revision"), fetch=fetch, weights=fetch)
+
+
+def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | None:
+    """The older block expansion script's folder, completed from --model_name; on paper where `fetch` is False."""
+    said, base_name = f"--llama_pro_path {values['llama_pro_path']}", values.get("model_name")
+    if base_name is None:
+        raise PlanError(
+            f"{said}: has weights and no config.json, as the older block expansion leaves it. Add --model_name, the "
+            "model it was made from."
+        )
+    base = find_model(base_name, values.get("revision"), fetch=fetch, weights=False)
+    if base is None:
+        return None
+    config, tensors = older_expansion.expanded_config(folder, base.config, said)
+    if not fetch:
+        files = tuple(sorted(folder.glob("*.safetensors")))
+        return ModelFiles(values["llama_pro_path"], folder, None, config, files, base.tokenizer_files, "local folder")
+    written = older_expansion.complete(folder, config, tensors, base.tokenizer_files, said)
+    say(f"{folder}: wrote {', '.join(written)}, from {base_name}")
+    return find_model(values["llama_pro_path"], flag="--llama_pro_path")
 
 
 # ---- a folder on this disk

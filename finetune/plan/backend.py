@@ -4,6 +4,7 @@ import os
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, environment_error, package_version
 from finetune.errors import PlanError
+from finetune.plan.run_plan import Adjustment
 
 ENGINES = ("torch", "mlx")
 
@@ -23,6 +24,17 @@ def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
     except ValueError as error:
         raise PlanError(f"{named_by}{name}: {error}") from None
     return manager, None
+
+
+def selection(name: str | None, manager: BackendManager, skipped: Backend | None) -> Adjustment | None:
+    """What was selected and why, if --backend did not name it."""
+    if name and name.lower() != "auto":
+        return None
+    variable = os.environ.get("FSDP_BACKEND") if not name else None
+    if variable and variable.lower() != "auto":
+        return Adjustment("backend", None, str(manager.backend), f"FSDP_BACKEND={variable}")
+    why = f"auto found {skipped}, and this version has no engine for it" if skipped else manager.why_selected
+    return Adjustment("backend", "auto", str(manager.backend), why)
 
 
 def check_environment(overrides: dict) -> None:

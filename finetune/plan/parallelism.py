@@ -16,8 +16,13 @@ def resolve_parallelism(draft: Draft) -> None:
     """World size and degrees, rows per rank, and the settings that these make meaningless."""
     values, env = draft.values, draft.facts.env
     if env and values["world_size"] not in (-1, env.size):
+        each = (
+            " srun starts one rank per task: set --ntasks-per-node to the ranks per node."
+            if env.launcher == "srun"
+            else ""
+        )
         raise PlanError(
-            f"--world_size {values['world_size']}: {env.launcher} started {env.size} ranks. Omit --world_size."
+            f"--world_size {values['world_size']}: {env.launcher} started {env.size} ranks.{each} Omit --world_size."
         )
     if env:
         world_size = env.size

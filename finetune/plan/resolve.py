@@ -7,8 +7,15 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, auto_precision
-from finetune.config import DEFAULTS, DEPRECATED_OPTIMIZERS, DEPRECATED_TRAIN_TYPES, FIELDS, TrainConfig
+from backend_manager import Backend, auto_precision, package_version
+from finetune.config import (
+    DEFAULTS,
+    DEPRECATED_OPTIMIZERS,
+    DEPRECATED_TARGETS,
+    DEPRECATED_TRAIN_TYPES,
+    FIELDS,
+    TrainConfig,
+)
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
@@ -47,7 +54,7 @@ def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> 
 
 
 def deprecated_aliases(draft: Draft) -> None:
-    """The older scripts' words for train_type and optimizer, translated."""
+    """Older words for train_type, optimizer and target modules, translated."""
     values, word = draft.values, draft.values["train_type"]
     for name, value in DEPRECATED_TRAIN_TYPES.get(word, {}).items():
         if value == "required":
@@ -60,6 +67,9 @@ def deprecated_aliases(draft: Draft) -> None:
             )
         else:
             draft.adjust(name, value, f"--train_type {word} means this")
+    targets = values["lora_target_modules"].strip().lower()
+    if targets in DEPRECATED_TARGETS:
+        draft.adjust("lora_target_modules", DEPRECATED_TARGETS[targets], f"{targets} means this")
     optimizer = values["optimizer"]
     if optimizer in DEPRECATED_OPTIMIZERS:
         reason = "torch's fused kernels are used on every device that has them"
@@ -314,8 +324,12 @@ def passing_quantizers(draft: Draft) -> str:
 
 
 def steps(draft: Draft) -> None:
-    """The default learning rate, and warmup given in steps."""
+    """The default learning rate, warmup given in steps, and no warmup that was not asked for before a constant rate."""
     values = draft.values
+    if values["lr_scheduler"] == "constant" and not (
+        draft.given("warmup_ratio") or "warmup_ratio" in (draft.facts.inherited or {})
+    ):
+        draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
     if values["lr"] is None:
         values["lr"] = 2e-5 if values["train_type"] == "full" else 2e-4
     if draft.given("warmup_steps"):
@@ -366,6 +380,20 @@ def saving(draft: Draft) -> None:
         )
 
 
+def profiling(draft: Draft) -> None:
+    """What the profiler will not write as asked."""
+    values = draft.values
+    if not values["profile"]:
+        given = [n for n in ("export_memory_timeline", "profile_memory", "with_stack", "with_shapes") if values[n]]
+        if given:
+            draft.notices.append(f"{', '.join(given)}: nothing is recorded without --profile")
+    elif values["export_memory_timeline"] and package_version("matplotlib") is None:
+        draft.notices.append(
+            "export_memory_timeline: matplotlib is not installed, so each timeline is written as numbers "
+            "(memory-step-N.json.gz) and not drawn (pip install matplotlib)"
+        )
+
+
 def default_output_dir(draft: Draft, now: datetime) -> None:
     if draft.values["output_dir"] is None:
         draft.values["output_dir"] = f"outputs/{now:%Y%m%d-%H%M%S}-{Path(draft.values['model_name']).name}"
@@ -387,4 +415,5 @@ RULES = (
     model_limits,
     resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
     saving,
+    profiling,
 )

@@ -7,6 +7,8 @@ there is no outlier decomposition.
 
 import torch
 
+from finetune.quantizers import packing
+
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """Quantized tensors of a weight.
@@ -14,23 +16,52 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     8 bits: {'packed' int8 [O, I], 'absmax' int32 bits [O, 1]}. 4 bits: {'packed' uint8 [O, I/2] (flat if blocks cross
     rows), 'absmax' int32 bits of fp32}; with double_quant 'absmax' uint8, 'absmax2' and 'offset' int32 bits.
     """
+    if fmt.bits == 8:
+        return _quantize_int8(weight_OI)
+    rows, columns = weight_OI.shape
+    packed, absmax = _quantize_4bit(weight_OI, fmt)
+    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (-1,)
+    tensors = {"packed": packed.view(by_rows)}
+    if not fmt.double_quant:
+        return tensors | {"absmax": _bits(absmax).view(by_rows)}
     import bitsandbytes.functional as bnb
 
-    if fmt.bits == 8:  # the library quantizes only from fp16
-        codes, absmax, _ = bnb.int8_vectorwise_quant(weight_OI.to(torch.float16).contiguous())
-        return {"packed": codes, "absmax": _bits(absmax.reshape(-1, 1))}
-    rows, columns = weight_OI.shape
-    packed, state = bnb.quantize_4bit(
-        weight_OI.float().contiguous(),
-        blocksize=fmt.group_size,
-        quant_type=fmt.quant_type,
-        compress_statistics=fmt.double_quant,
-    )
-    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (-1,)
-    tensors = {"packed": packed.reshape(by_rows), "absmax": _bits(state.absmax).reshape(by_rows)}
-    if fmt.double_quant:
-        tensors |= {"absmax2": _bits(state.state2.absmax), "offset": _bits(state.offset.reshape(1))}
-    return tensors
+    offset = absmax.mean()  # as quantize_4bit's compress_statistics: over the full matrix
+    codes, state = bnb.quantize_blockwise(absmax - offset, blocksize=256)
+    return tensors | {"absmax": codes.view(by_rows), "absmax2": _bits(state.absmax), "offset": _bits(offset.reshape(1))}
+
+
+def _quantize_int8(weight_OI) -> dict[str, torch.Tensor]:
+    """Per-row INT8, blocks of rows at a time. The library quantizes only from fp16."""
+    import bitsandbytes.functional as bnb
+
+    packed = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
+    absmax = torch.empty(len(weight_OI), 1, dtype=torch.float32, device=weight_OI.device)
+    for rows in packing.blocks(weight_OI):
+        codes, scales, _ = bnb.int8_vectorwise_quant(weight_OI[rows].to(torch.float16).contiguous())
+        packed[rows], absmax[rows] = codes, scales.reshape(-1, 1)
+    return {"packed": packed, "absmax": _bits(absmax)}
+
+
+def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes of the flattened matrix, fp32 scale per block), some blocks at a time: the library's temporaries take 20
+    bytes per weight.
+    """
+    import bitsandbytes.functional as bnb
+
+    flat, size = weight_OI.reshape(-1), fmt.group_size
+    packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
+    absmax = torch.empty(-(-len(flat) // size), dtype=torch.float32, device=flat.device)
+    full = flat[: len(flat) // size * size].view(-1, size)
+    for blocks in packing.blocks(full) if len(full) else ():
+        codes, state = bnb.quantize_4bit(full[blocks].float(), blocksize=size, quant_type=fmt.quant_type)
+        packed[blocks.start * size // 2 : blocks.stop * size // 2] = codes.view(-1)
+        absmax[blocks] = state.absmax
+    rest = flat[full.numel() :]
+    if len(rest):
+        codes, state = bnb.quantize_4bit(rest.float(), blocksize=size, quant_type=fmt.quant_type)
+        packed[full.numel() // 2 :], absmax[len(full) :] = codes.view(-1), state.absmax
+    return packed, absmax
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

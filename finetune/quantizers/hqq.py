@@ -1,7 +1,8 @@
 """HQQ (Badri and Shaji 2023) through its own library, with codes repacked row-wise.
 
 Its solver stops on an error over the full matrix, so a matrix is quantized in full and may be sharded row-wise
-afterwards. Groups of `group_size` lie within rows. w = (q - zero) * scale.
+afterwards. Its steps work within groups and run on some rows at a time; only the error has the matrix's size. Groups of
+`group_size` lie within rows. w = (q - zero) * scale.
 """
 
 import torch
@@ -11,26 +12,63 @@ from finetune.quantizers import packing
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError if groups cross rows."""
-    from hqq.core.quantize import Quantizer
-
     rows, columns = weight_OI.shape
     if columns % fmt.group_size:
         raise ValueError(f"group_size {fmt.group_size}: does not divide a row of {columns} columns, which hqq requires")
-    codes, meta = Quantizer.quantize(
-        weight_OI.float(),
-        nbits=fmt.bits,
-        group_size=fmt.group_size,
-        axis=1,
-        bitpack=False,
-        compute_dtype=torch.float32,
-        device=str(weight_OI.device),
-    )
-    scale, zero = (meta[name].float().reshape(rows, -1) for name in ("scale", "zero"))
+    scale, zero = _solve(weight_OI, fmt)
+    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
+    for part in packing.blocks(weight_OI):
+        groups, own = _groups(weight_OI[part], fmt), _groups_of(part, columns, fmt)
+        codes = (groups * scale[own] + zero[own]).round_().clamp_(0, 2**fmt.bits - 1)
+        packed[part] = packing.pack(codes.to(torch.uint8).view(-1, columns), fmt.bits)
     return {
-        "packed": packing.pack(codes.to(torch.uint8).view(rows, columns), fmt.bits),
-        "scale": packing.as_bits(scale),
-        "zero": packing.as_bits(zero),
+        "packed": packed,
+        "scale": packing.as_bits((1.0 / scale).float().view(rows, -1)),
+        "zero": packing.as_bits(zero.float().view(rows, -1)),
     }
+
+
+def _solve(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale as a factor, zero) per group [number, 1], on CUDA in fp16 as in the library.
+
+    The start is hqq.core.quantize's, the steps and their parameters those of its default solver,
+    optimize_weights_proximal_legacy.
+    """
+    from hqq.core.optimize import optimize_weights_proximal_legacy_step as step
+
+    (rows, columns), most, device = weight_OI.shape, 2**fmt.bits - 1, weight_OI.device
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    number = rows * columns // fmt.group_size
+    scale, zero = (torch.empty(number, 1, device=device) for _ in range(2))
+    for part in packing.blocks(weight_OI):
+        groups, own = _groups(weight_OI[part], fmt), _groups_of(part, columns, fmt)
+        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        factor = most / (high - low)
+        factor = torch.where((high - low).abs() <= 1e-4, torch.ones_like(factor), factor).clamp(max=2e4)
+        scale[own], zero[own] = factor, -low * factor
+    scale, zero = scale.to(dtype), zero.to(dtype)
+    error = torch.empty(number, fmt.group_size, dtype=dtype, device=device)
+    beta, least = 10.0, torch.tensor(torch.inf, device=device)
+    for _ in range(20):
+        for part in packing.blocks(weight_OI):
+            groups, own = _groups(weight_OI[part], fmt).to(dtype), _groups_of(part, columns, fmt)
+            restored, _, zero[own], _ = step(groups, scale[own], zero[own], [0, most], beta, 0.7, 1)
+            error[own] = (groups - restored).abs_()
+        mean = error.mean().float()
+        if not mean < least:
+            break
+        least = mean
+    return scale, zero
+
+
+def _groups(weight_OI, fmt):
+    return weight_OI.float().reshape(-1, fmt.group_size)
+
+
+def _groups_of(rows: slice, columns: int, fmt) -> slice:
+    """The groups that rows hold."""
+    each = columns // fmt.group_size
+    return slice(rows.start * each, rows.stop * each)
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

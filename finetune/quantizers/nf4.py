@@ -11,6 +11,8 @@ import importlib.util
 
 import torch
 
+from finetune.quantizers import packing
+
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -30,7 +32,7 @@ LEVELS = (
     1.0,
 )
 SCALES_GROUP = 256
-CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which fits in the CPU cache
+CHUNK = packing.CPU_BLOCK  # weights quantized at a time
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:

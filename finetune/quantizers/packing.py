@@ -4,10 +4,22 @@ A row is one bit stream; its first code is in the lowest bits of its first byte.
 MLX's packing. O rows, I columns, K groups per row, B bytes per row.
 """
 
+from collections.abc import Iterator
+
 import torch
 
+# Weights quantized at a time: 512 KiB of fp32, which fits in a CPU's cache; on a device, enough for its kernels.
+CPU_BLOCK, DEVICE_BLOCK = 2**17, 2**24
 # Number of codes and bytes in the smallest run of full bytes that contains full codes.
 _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}
+
+
+def blocks(tensor: torch.Tensor) -> Iterator[slice]:
+    """Slices of a tensor's rows, each of about CPU_BLOCK numbers (on a device DEVICE_BLOCK) and at least one row."""
+    numbers = CPU_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
+    step = max(1, numbers // max(1, tensor[0].numel()))
+    for start in range(0, len(tensor), step):
+        yield slice(start, min(start + step, len(tensor)))
 
 
 def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:

@@ -14,31 +14,45 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     8 bits: {'packed' int8 [O, I], 'scale' int32 bits [O, 1]}; else {'packed' uint8 [O, I*bits/8], 'scale', 'shift':
     int32 bits of fp32 [O, K]}.
     """
-    from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint2, qint4, qint8
-
-    weight, rows = weight_OI.float(), weight_OI.shape[0]
+    (rows, columns), device = weight_OI.shape, weight_OI.device
     if fmt.bits == 8:
-        scale = AbsmaxOptimizer()(weight, qint8, axis=0).clamp_min(torch.finfo(torch.float32).tiny)
-        codes = (
-            torch.ops.quanto.quantize_symmetric(weight, dtype=torch.int8, axis=0, scale=scale)
-            if rows > 1
-            else ((weight / scale).round().clamp(-128, 127).to(torch.int8))
-        )
-        return {"packed": codes, "scale": packing.as_bits(scale.view(rows, 1))}
-    if weight.shape[1] % fmt.group_size:
+        packed = torch.empty(rows, columns, dtype=torch.int8, device=device)
+        scales = torch.empty(rows, 1, device=device)
+        for part in packing.blocks(weight_OI):
+            packed[part], scales[part] = _int8(weight_OI[part].float())
+        return {"packed": packed, "scale": packing.as_bits(scales)}
+    if columns % fmt.group_size:
         raise ValueError(
-            f"group_size {fmt.group_size}: does not divide a row of {weight.shape[1]} columns, which quanto requires"
+            f"group_size {fmt.group_size}: does not divide a row of {columns} columns, which quanto requires"
         )
-    kind = {4: qint4, 2: qint2}[fmt.bits]
-    groups = weight.reshape(-1, fmt.group_size)
-    scale, shift = MaxOptimizer().optimize(groups, kind, axis=0)
+    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=device)
+    scales, shifts = (torch.empty(rows, columns // fmt.group_size, device=device) for _ in range(2))
+    for part in packing.blocks(weight_OI):
+        weight = weight_OI[part].float()
+        codes, scale, shift = _affine(weight.reshape(-1, fmt.group_size), fmt.bits)
+        packed[part] = packing.pack(codes.view(weight.shape), fmt.bits)
+        scales[part], shifts[part] = scale.view(len(weight), -1), shift.view(len(weight), -1)
+    return {"packed": packed, "scale": packing.as_bits(scales), "shift": packing.as_bits(shifts)}
+
+
+def _int8(weight_OI):
+    """(int8 codes, scale per row) of fp32 rows."""
+    from optimum.quanto import AbsmaxOptimizer, qint8
+
+    scale = AbsmaxOptimizer()(weight_OI, qint8, axis=0).clamp_min(torch.finfo(torch.float32).tiny)
+    if len(weight_OI) == 1:  # quanto has no per-axis scales for one row
+        return (weight_OI / scale).round().clamp(-128, 127).to(torch.int8), scale.view(1, 1)
+    return torch.ops.quanto.quantize_symmetric(weight_OI, dtype=torch.int8, axis=0, scale=scale), scale
+
+
+def _affine(groups, bits: int):
+    """(uint8 codes, scale, shift) of fp32 groups [number, size]."""
+    from optimum.quanto import MaxOptimizer, qint2, qint4
+
+    scale, shift = MaxOptimizer().optimize(groups, {4: qint4, 2: qint2}[bits], axis=0)
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a group of equal weights has zero range
-    codes = torch.ops.quanto.quantize_affine(groups, bits=fmt.bits, axis=0, group_size=None, scale=scale, shift=shift)
-    return {
-        "packed": packing.pack(codes.view(rows, -1), fmt.bits),
-        "scale": packing.as_bits(scale.view(rows, -1)),
-        "shift": packing.as_bits(shift.view(rows, -1)),
-    }
+    codes = torch.ops.quanto.quantize_affine(groups, bits=bits, axis=0, group_size=None, scale=scale, shift=shift)
+    return codes, scale, shift
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

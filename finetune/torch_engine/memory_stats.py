@@ -7,6 +7,7 @@ process after the largest microbatch had run once with optimizer state present.
 
 import contextlib
 import ctypes
+import functools
 import platform
 import re
 from pathlib import Path
@@ -137,6 +138,7 @@ def _status(name: str) -> int | None:
         return None
 
 
+@functools.cache
 def glibc():
     """The C library if it is glibc, else None."""
     return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from backend_manager import package_version
+
 
 @contextlib.contextmanager
 def profiler(settings, device, written: list):
@@ -12,17 +14,18 @@ def profiler(settings, device, written: list):
     if not settings.profile:
         yield lambda: None
         return
-    folder = Path(settings.profiling_output)
+    folder, drawn = Path(settings.profiling_output), package_version("matplotlib") is not None
     folder.mkdir(parents=True, exist_ok=True)
 
     def on_trace_ready(prof):
-        number = prof.step_num
+        number, asked = prof.step_num, []
         if settings.export_trace:
-            written.append(folder / f"trace-step-{number}.json")
-            prof.export_chrome_trace(str(written[-1]))
+            asked.append(folder / f"trace-step-{number}.json")
+            prof.export_chrome_trace(str(asked[-1]))
         if settings.export_memory_timeline:
-            written.append(folder / f"memory-step-{number}.html")
-            prof.export_memory_timeline(str(written[-1]), device=str(device))
+            asked.append(folder / f"memory-step-{number}{'.html' if drawn else '.json.gz'}")
+            prof.export_memory_timeline(str(asked[-1]), device=str(device))
+        written.extend(file for file in asked if file.is_file())
 
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):

@@ -27,7 +27,7 @@ from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import prequantized, transformers_internals
+from finetune.torch_engine import memory_stats, prequantized, transformers_internals
 from finetune.untrusted import untrusted
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
@@ -313,6 +313,8 @@ class WeightLoader:
             ) from error
         while made:
             self.put(*made.popitem())
+        if weight.target in self.quantized:  # quantizers' freed blocks lie between the weights that stay
+            memory_stats.trim_heap()
 
     def lacks(self, parameter) -> bool:
         return parameter.is_meta and not (self.local_shards is not None and self.local_shards.has(parameter))

@@ -34,7 +34,7 @@ SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "expor
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
 # Of other programs, which pages name in running text.
-FOREIGN_FLAGS = {"--index-url", "--cpu", "--num_processes"}  # the last two are accelerate's
+FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes"}  # the last two are accelerate's
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 

@@ -1,5 +1,7 @@
 """Quantized linear layers against each method's own library."""
 
+import json
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from quantization_wrapper import (
 )
 from tests.support import tiny
 from tests.support.build import torch_engine
+from tests.support.commands import PYTHON, finish
 
 # Every method, width, code book and double quantization there is; group 32 fits the tiny model's rows.
 CASES = [
@@ -106,6 +109,31 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name,
 
     losses = twenty_steps(config, device)
     assert losses[-1] < 0.9 * losses[0] and all(map(torch.isfinite, torch.tensor(losses)))
+
+
+@pytest.mark.parametrize(("name", "bits", "book", "double"), CASES, ids=NAMES)
+def test_a_matrix_quantized_some_rows_at_a_time_is_its_reference_bit_for_bit(name, bits, book, double):
+    """Of several blocks each; hqq's solver and the mean of bnb's double quantization are over the full matrix."""
+    torch.manual_seed(0)
+    shapes = [(900, 640)] + ([(301, 1001)] if name == "bnb" else [])  # the second's blocks cross its rows
+    for shape in shapes:
+        weight = torch.randn(shape) * 0.02
+        weight[:3], weight[5, :32] = 0.0, 0.01
+        layer = quantized_linear(weight, None, config_for(name, bits, book, 32, double))
+        wanted = reference(name, bits, book, double, weight)
+        if wanted is not None:
+            assert torch.equal(layer.weight_of(layer.stored(), torch.float32), wanted), shape
+
+
+@pytest.mark.slow
+def test_quantizing_a_matrix_takes_its_result_and_a_few_blocks():
+    """Bytes above what was there before. 16 MiB: a block's temporaries of up to 20 bytes per weight, and freed heap."""
+    argv = [*PYTHON, "-m", "tests.support.quantizing_peaks"]
+    peaks = json.loads(finish(argv).stdout.splitlines()[-1])
+    assert peaks.keys() == {f"{name}/{bits}" for name, bits in pairs()}
+    for pair, (peak, stored, weights) in peaks.items():
+        solver = METHODS[pair.partition("/")[0]].solver_bytes * weights
+        assert peak <= stored + solver + 16 * 2**20, (pair, peak / 2**20, stored / 2**20)
 
 
 def twenty_steps(config, device):

@@ -1,0 +1,240 @@
+"""What the source guides promise: thin tests of the promises that no other test shows, and the list of all of them."""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import quantization_wrapper
+from backend_manager import Backend, BackendManager, environment, memory_lines
+from finetune.cli import parse_overrides
+from finetune.config import PRECISIONS, TrainConfig
+from finetune.errors import PlanError
+from finetune.estimate.memory import LOADING_BYTES, base_bytes, loading_bytes
+from finetune.estimate.model_cost import ModelCost
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.report import plan_lines
+from finetune.torch_engine.device import device_of
+from finetune.torch_engine.load import WEIGHT_DTYPES
+from quantization_wrapper import QuantizationConfig, QuantizationMethod, pairs
+from tests.support.build import load_model
+from tests.support.checklist import SHOWN_BY, ids_of
+from tests.support.commands import ROOT
+from tests.support.planned import SMALL
+from tests.support.plans import NOW, capabilities, plan_of
+from train import build_parser, fine_tune, make_plan
+
+CPU = torch.device("cpu")
+NUMBERS = {"BM": 15, "CLI": 17, "ENV": 8, "MSG": 7, "TAB": 4, "Q": 5, "FT": 12, "CK": 2}
+NOT_HERE = {"CLI_15"}  # --mlx_config: of the MLX engine
+
+
+def test_every_promise_has_a_test_that_runs_by_default():
+    wanted = {f"{kind}_{i:02}" for kind, last in NUMBERS.items() for i in range(1, last + 1)} - NOT_HERE
+    assert SHOWN_BY.keys() == wanted
+    slow = {}
+    for tests in SHOWN_BY.values():
+        for entry in tests:
+            file, _, name = entry.partition("::")
+            for node in ast.parse((ROOT / "tests" / file).read_text()).body:
+                if isinstance(node, ast.FunctionDef):
+                    marks = [ast.unparse(mark) for mark in node.decorator_list]
+                    slow[f"{file}::{node.name}"] = "pytest.mark.slow" in marks
+            assert f"{file}::{name.partition('[')[0]}" in slow, f"{entry}: no such test"
+    for promise, tests in SHOWN_BY.items():
+        assert not all(slow[entry.partition("[")[0]] for entry in tests), promise
+
+
+def test_a_test_is_found_by_the_promise_it_shows():
+    assert ids_of("tests/test_doctor.py::test_the_tree_ends_in_flags_that_parse") == {"TAB_04"}
+    exact = "tests/promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"
+    assert {"Q_04", "FT_05", "FT_06", "FT_07"} <= ids_of(exact)
+    assert ids_of(exact.replace("[2]", "[4]")) == {"FT_07"}
+
+
+# ---- BackendManager
+
+
+def test_the_guides_snippet_on_flash_attention_runs():
+    config = {"context_length": 4096, "use_flash_attention": False}
+    if BackendManager("cpu", verbose=False).capabilities.supports_flash_attention:
+        config["use_flash_attention"] = True
+    else:
+        config["context_length"] = min(config["context_length"], 2048)
+    assert config == {"context_length": 2048, "use_flash_attention": False}
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize("word", ["auto", "cuda", "mps", "mlx", "cpu"])
+def test_each_backend_word_parses_and_an_unavailable_one_ends_before_a_model_is_looked_for(word):
+    assert parse_overrides(["--backend", word], build_parser()) == {"backend": word}
+    here = {"auto", *map(str, BackendManager(verbose=False).available)}
+    missing = {"backend": word, "model_name": "/nowhere/model", "dry_run": True}
+    with pytest.raises(PlanError) as error:
+        make_plan(missing)
+    asked = "no such folder" if word in here else f"Backend '{word}' is not available"
+    assert asked in str(error.value)
+
+
+def run_flags(tiny_model, rows_file, folder, **changes) -> dict:
+    flags = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(folder), backend="cpu", lr=1e-2)
+    return flags | dict(batch_size=2, context_length=32, max_steps=2, log_to="stdout", lora_rank=4) | changes
+
+
+def test_a_qlora_run_prints_what_it_trains_and_leaves_its_base_as_it_was(tiny_model, rows_file, tmp_path, capsys):
+    before = {file.name: file.read_bytes() for file in tiny_model.iterdir()}
+    fine_tune(**run_flags(tiny_model, rows_file, tmp_path / "out", train_type="qlora", quantization_backend="nf4"))
+    assert re.search(r"trainable parameters: [\d,]+ of [\d,]+ \(\d+\.\d+%\)", capsys.readouterr().out)
+    assert before == {file.name: file.read_bytes() for file in tiny_model.iterdir()}
+
+
+def test_the_effective_batch_is_printed_as_its_three_factors():
+    plan = plan_of(batch_size=4, gradient_accumulation_steps=3, world_size=2, dataset="x")
+    assert any("rows per step: 24 (batch_size 4 x accumulation 3 x data ranks 2)" in s for s in plan_lines(plan))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_parameters_have_the_dtype_that_the_precision_says(precision, tiny_model):
+    settings = dataclasses.replace(TrainConfig(), train_type="lora", precision=precision, lora_rank=2)
+    named = dict(load_model(tiny_model, settings, CPU).named_parameters())
+    frozen = {p.dtype for p in named.values() if not p.requires_grad}
+    trained = {p.dtype for p in named.values() if p.requires_grad}
+    assert frozen == {WEIGHT_DTYPES[precision]} and trained == {torch.float32}
+
+
+@pytest.mark.parametrize(("name", "bits"), pairs())
+def test_loading_is_predicted_within_what_is_stored_and_two_layers(name, bits):
+    """Of the 1.1 B shape; benchmarks/loading.py measures it."""
+    settings = TrainConfig(precision="bf16", quantization_backend=name, n_bits=bits, cache_dequantized="false")
+    layer = sum(rows * columns for layer, rows, columns in SMALL.linears if ".layers.0." in layer) * 2
+    expected = loading_bytes(settings, SMALL) - LOADING_BYTES
+    assert layer > 0 and expected <= 1.15 * base_bytes(ModelCost(SMALL, settings)) + 2 * layer
+
+
+@pytest.mark.parametrize(("name", "bits"), pairs())
+def test_the_quantized_base_has_its_bits_and_little_more(name, bits):
+    """Within 10 % of bits / 16 of the 16-bit weight and the scales: 64 bits per group of 64, or 32 per row."""
+    rows, columns = 512, 1024
+    stored = quantization_wrapper.weight_bytes(name, bits, 64, False, rows, columns)
+    scales = 4 * rows if quantization_wrapper.per_channel(name, bits) else 8 * rows * columns // 64
+    assert rows * columns * bits / 8 <= stored <= 1.1 * rows * columns * bits / 8 + scales
+
+
+# ---- launch and environment
+
+
+def test_the_flag_beats_the_environment_beats_the_default(monkeypatch):
+    monkeypatch.setenv("FSDP_BACKEND", "nonsense")
+    assert make_plan({"backend": "cpu", "dry_run": True}).backend == "cpu"
+    with pytest.raises(PlanError, match="FSDP_BACKEND=nonsense: Backend 'nonsense' is unknown"):
+        make_plan({"dry_run": True})
+    monkeypatch.delenv("FSDP_BACKEND")
+    assert make_plan({"dry_run": True}).backend in map(str, Backend)
+
+
+def test_two_visible_devices_are_two_ranks():
+    facts = Facts(Backend.CUDA, capabilities(Backend.CUDA, memory_bytes=24 * 2**30), num_devices=2)
+    plan = resolve_plan({"dataset": "x"}, facts, NOW)
+    assert plan.dims.world_size == 2 and plan.settings.dp_shards == 2
+
+
+def test_watermarks_are_left_alone_and_reported(monkeypatch, capsys):
+    values = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7", "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    make_plan({"dry_run": True})
+    assert environment().items() >= values.items()
+    BackendManager("cpu", verbose=True)
+    out = capsys.readouterr().out
+    assert all(f"{name}={value}" in out for name, value in values.items())
+
+
+def test_an_old_device_is_a_notice_and_no_error():
+    why = "GTX 1080 has CUDA capability (6, 1), 7.0 is the documented minimum"
+    plan = plan_of(Backend.CUDA, caps=capabilities(Backend.CUDA, reasons={"capability": why}), dataset="x")
+    assert plan.notices.count(f"capability: {why}") == 1
+
+
+# ---- messages and tables
+
+
+def test_four_bits_on_mps_are_one_notice():
+    notices = plan_of(Backend.MPS, dataset="x").notices
+    assert len([n for n in notices if "4-bit weights on MPS" in n and "slower" in n]) == 1
+
+
+def test_ranks_of_mps_meet_over_gloo():
+    class Mac(BackendManager):
+        def _detect_available_backends(self):
+            return [Backend.MPS, Backend.CPU]
+
+    manager = Mac(verbose=False)
+    assert manager.backend is Backend.MPS and manager.get_distributed_backend() == "gloo"
+
+
+def test_the_saved_plan_has_the_backend_type():
+    assert plan_of(dataset="x").to_json()["settled"]["backend_type"] == "cpu"
+
+
+def test_memory_is_reported_in_gib_for_every_kind_of_backend():
+    memory = dict(total=64 * 2**30, available=32 * 2**30, allocated=4.5 * 2**30, reserved=6.2 * 2**30)
+    device = memory_lines("cuda", memory | {"unified": False})
+    assert device[:2] == ["Memory allocated: 4.5 GiB", "Memory reserved: 6.2 GiB"]
+    shared = memory_lines("mlx", memory | {"unified": True})
+    assert shared[:2] == ["Total memory: 64.0 GiB", "Available memory: 32.0 GiB"]
+    assert "Allocated on the device: 4.5 GiB" in memory_lines("mps", memory | {"unified": True})
+
+
+def test_speeds_of_the_guides_are_not_repeated():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for claim in (r"50-100", r"30-50 tok", r"A100\)? *\|", r"M3 Ultra\)? *\|", r"M2 Ultra *\|"):
+            assert not re.search(claim, text), (page.name, claim)
+
+
+def test_hqq_4bit_is_hqq_with_four_bits():
+    config = QuantizationConfig(method=QuantizationMethod.HQQ_4BIT)
+    plain = QuantizationConfig(method=QuantizationMethod.HQQ, bits=4)
+    assert (config.backend, config.bits, config.quant_type) == (plain.backend, plain.bits, plain.quant_type)
+
+
+def test_another_quantizer_starts_from_the_base_weights(tiny_model, rows_file, tmp_path, capsys):
+    flags = run_flags(tiny_model, rows_file, tmp_path / "out", quantization_backend="bnb", group_size=32)
+    fine_tune(**flags)
+    for method in ("hqq", "mlx"):
+        steps = flags["max_steps"] = flags["max_steps"] + 1
+        state = fine_tune(**flags | {"quantization_backend": method, "resume": "auto"})
+        assert state.step == steps
+        assert "the base is quantized again from its own weights" in capsys.readouterr().out
+
+
+# ---- parallelism
+
+
+@pytest.mark.parametrize("word", ["ptd", "accelerate"])
+def test_the_two_parallel_backends_parse_and_others_do_not(word):
+    assert parse_overrides(["--parallel_backend", word], build_parser()) == {"parallel_backend": word}
+    with pytest.raises(PlanError, match="--parallel_backend nanotron: not one of ptd, accelerate"):
+        parse_overrides(["--parallel_backend", "nanotron"], build_parser())
+
+
+def test_docs_start_torchrun_with_flags_that_it_has():
+    from torch.distributed.run import get_args_parser
+
+    known, found = set(get_args_parser()._option_string_actions), []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "runs").glob("*.sh"))):
+        for command in re.findall(r"^torchrun (.*?) train\.py", page.read_text(encoding="utf-8"), re.M):
+            found += [word.partition("=")[0] for word in command.split() if word.startswith("--")]
+    assert found and {word.replace("-", "_") for word in found} <= {word.replace("-", "_") for word in known}
+
+
+def test_a_rank_takes_the_visible_device_of_its_local_rank():
+    """CUDA numbers the visible devices from 0: four of them are 0 to 3, whichever they are."""
+    assert [device_of("cuda", rank) for rank in range(4)] == [torch.device("cuda", i) for i in range(4)]
+    assert device_of("cuda") == torch.device("cuda") and device_of("cpu", 3) == CPU

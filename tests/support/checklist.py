@@ -1,0 +1,179 @@
+"""Which tests show each promise of the source guides: `pytest -k BM_07` runs those of BM-07.
+
+BM BackendManager, CLI flags, ENV launch and environment, MSG messages, TAB tables, Q quantization, FT parallelism, CK
+checkpoints. An entry is a file and a test in it, with its parameters or without.
+"""
+
+CHECKLIST = "promises/test_checklist.py::"
+OLDER, MANAGER = "test_older_scripts.py::", "test_backend_manager.py::"
+SHOWN_BY = {
+    "BM_01": [
+        "test_older_imports.py::test_the_package_installed_as_it_is_needs_neither_torch_nor_mlx_to_be_imported",
+        MANAGER + "test_constructing_one_imports_no_framework",
+    ],
+    "BM_02": [MANAGER + "test_names_and_values_are_the_documented_ones"],
+    "BM_03": [MANAGER + "test_auto_and_none_choose_the_same"],
+    "BM_04": [MANAGER + "test_auto_and_none_choose_the_same"],
+    "BM_05": [
+        MANAGER + "test_a_backend_is_given_as_text_or_enum",
+        MANAGER + "test_an_unknown_word_names_the_valid_ones",
+    ],
+    "BM_06": [MANAGER + "test_the_summary_names_everything_and_quiet_prints_nothing"],
+    "BM_07": [
+        MANAGER + "test_auto_takes_the_first_available_in_the_documented_order",
+        MANAGER + "test_mlx_that_has_only_a_processor_is_available_by_name_and_never_picked",
+        "test_older_imports.py::test_an_imported_torch_is_asked",
+    ],
+    "BM_08": [MANAGER + "test_an_unavailable_backend_says_so_with_what_is_available"],
+    "BM_09": [
+        MANAGER + "test_the_baseline_has_every_documented_field_for_every_backend",
+        "test_older_imports.py::test_a_manager_has_the_older_attributes",
+    ],
+    "BM_10": [
+        MANAGER + "test_widths_are_supported_where_a_method_has_them_and_passes",
+        MANAGER + "test_capabilities_are_probed_and_each_difference_carries_its_reason",
+    ],
+    "BM_11": [MANAGER + "test_a_batch_size_is_given_for_any_model_size"],
+    "BM_12": [CHECKLIST + "test_the_guides_snippet_on_flash_attention_runs"],
+    "BM_13": ["test_older_imports.py::test_a_subclass_may_return_a_list_and_nothing_else"],
+    "BM_14": [MANAGER + "test_the_environment_names_a_backend", MANAGER + "test_junk_in_the_environment_is_an_error"],
+    "BM_15": [MANAGER + "test_a_backend_is_added_in_a_few_lines"],
+    "CLI_01": [
+        CHECKLIST + "test_each_backend_word_parses_and_an_unavailable_one_ends_before_a_model_is_looked_for",
+        OLDER + "test_an_older_command_line_that_is_refused_is_answered",
+    ],
+    "CLI_02": [
+        "promises/test_hub_equals_local.py::test_a_hub_model_and_dataset_train_as_the_local_ones_do",
+        "promises/test_exit_codes.py::test_bad_flags_are_one_line_that_names_the_flag",
+    ],
+    "CLI_03": [
+        CHECKLIST + "test_a_qlora_run_prints_what_it_trains_and_leaves_its_base_as_it_was",
+        "plan/test_resolve.py::test_older_product_names_map_or_say_what_is_missing",
+        "test_train.py::test_the_base_folder_is_never_written_to",
+    ],
+    "CLI_04": [CHECKLIST + "test_the_effective_batch_is_printed_as_its_three_factors"],
+    "CLI_05": [
+        "plan/test_resolve.py::test_every_precision_word_settles",
+        CHECKLIST + "test_the_parameters_have_the_dtype_that_the_precision_says",
+    ],
+    "CLI_06": ["test_train.py::test_an_epoch_takes_each_row_once_and_its_last_step_the_rows_that_remain"],
+    "CLI_07": ["plan/test_parallelism.py::test_mlx_with_two_processes_gives_the_documented_text"],
+    "CLI_08": [
+        "test_cli.py::test_booleans_parse_bare_and_valued_with_dashes_and_underscores",
+        "test_cli.py::test_checkpointing_is_bare_valued_or_auto",
+    ],
+    "CLI_09": [
+        CHECKLIST + "test_loading_is_predicted_within_what_is_stored_and_two_layers",
+        "quantizers/test_linear.py::test_a_matrix_quantized_some_rows_at_a_time_is_its_reference_bit_for_bit",
+        "quantizers/test_linear.py::test_quantizing_a_matrix_takes_its_result_and_a_few_blocks",
+    ],
+    "CLI_10": ["plan/test_resolve.py::test_flash_attention_without_kernels_says_what_is_used_instead"],
+    "CLI_11": [
+        "test_quantization_wrapper.py::test_unsupported_pairs_are_reported_with_those_that_exist",
+        "plan/test_resolve.py::test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed",
+    ],
+    "CLI_12": [
+        CHECKLIST + "test_the_quantized_base_has_its_bits_and_little_more",
+        "quantizers/test_linear.py::test_every_method_is_its_reference_its_dense_layer_its_file_and_trains",
+    ],
+    "CLI_13": [
+        "test_cli.py::test_aliases_of_the_older_scripts_set_the_same_flag",
+        OLDER + "test_an_older_flag_has_its_effect_in_the_plan[hqq_group_size 128 --train_type hqq_lora]",
+    ],
+    "CLI_14": ["test_train.py::test_accumulation_changes_nothing_in_the_curve"],
+    "CLI_16": [
+        "torch_engine/test_profiling.py::test_traces_are_written",
+        OLDER + "test_a_timeline_without_matplotlib_is_said_before_the_run_and_counted_truly",
+    ],
+    "CLI_17": ["promises/test_docs_are_true.py::test_no_comment_follows_a_continued_line"],
+    "ENV_01": [
+        CHECKLIST + "test_the_flag_beats_the_environment_beats_the_default",
+        OLDER + "test_the_environment_variable_is_named",
+    ],
+    "ENV_02": [CHECKLIST + "test_two_visible_devices_are_two_ranks"],
+    "ENV_03": [
+        "distributed/test_env.py::test_every_launcher_gives_a_process_its_rank",
+        "distributed/test_launcher.py::test_torchrun_starts_no_second_set_of_ranks",
+    ],
+    "ENV_04": [
+        "distributed/test_env.py::test_every_launcher_gives_a_process_its_rank",
+        "distributed/test_env.py::test_ranks_started_by_hand_meet_without_master_or_local_rank",
+        "distributed/test_launcher.py::test_ranks_started_by_hand_all_answer_what_rank_0_answers",
+    ],
+    "ENV_05": [
+        MANAGER + "test_watermarks_the_wrong_way_round_are_refused",
+        CHECKLIST + "test_watermarks_are_left_alone_and_reported",
+    ],
+    "ENV_06": ["torch_engine/test_engine.py::test_threads_of_the_environment_are_respected"],
+    "ENV_07": [
+        "test_quantization_wrapper.py::test_a_missing_package_is_named_with_its_remedy",
+        OLDER + "test_wandb_without_the_package_is_answered",
+    ],
+    "ENV_08": [CHECKLIST + "test_an_old_device_is_a_notice_and_no_error"],
+    "MSG_01": [
+        "plan/test_resolve.py::test_mps_without_bf16_gets_fp16_with_the_documented_text",
+        "plan/test_resolve.py::test_mps_with_working_bf16_keeps_it",
+    ],
+    "MSG_02": [CHECKLIST + "test_four_bits_on_mps_are_one_notice"],
+    "MSG_03": [CHECKLIST + "test_ranks_of_mps_meet_over_gloo"],
+    "MSG_04": [
+        "plan/test_parallelism.py::test_mlx_with_two_processes_gives_the_documented_text",
+        CHECKLIST + "test_the_saved_plan_has_the_backend_type",
+    ],
+    "MSG_05": ["plan/test_resolve.py::test_cpu_warns_once_of_speed_and_once_of_quantization"],
+    "MSG_06": [
+        MANAGER + "test_memory_is_real_numbers",
+        CHECKLIST + "test_memory_is_reported_in_gib_for_every_kind_of_backend",
+    ],
+    "MSG_07": ["torch_engine/test_engine.py::test_running_out_of_memory_names_what_to_lower"],
+    "TAB_01": [CHECKLIST + "test_speeds_of_the_guides_are_not_repeated"],
+    "TAB_02": [MANAGER + "test_the_baseline_has_every_documented_field_for_every_backend"],
+    "TAB_03": [MANAGER + "test_the_baseline_has_every_documented_field_for_every_backend"],
+    "TAB_04": ["test_doctor.py::test_the_tree_ends_in_flags_that_parse"],
+    "Q_01": ["test_older_imports.py::test_an_adapter_is_made_in_both_forms_and_quantizes"],
+    "Q_02": [CHECKLIST + "test_hqq_4bit_is_hqq_with_four_bits"],
+    "Q_03": ["test_quantization_wrapper.py::test_configs_say_what_a_method_has"],
+    "Q_04": ["promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"],
+    "Q_05": [CHECKLIST + "test_another_quantizer_starts_from_the_base_weights"],
+    "FT_01": [CHECKLIST + "test_the_two_parallel_backends_parse_and_others_do_not"],
+    "FT_02": [
+        "promises/test_parallel_equals_one_process.py::test_degrees_of_the_command_line_give_the_run_of_one_process"
+    ],
+    "FT_03": [
+        "distributed/test_parallel_dims.py::test_flags_and_older_words_mean_degrees",
+        "promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]",
+    ],
+    "FT_04": [
+        "distributed/test_parallel_dims.py::test_flags_and_older_words_mean_degrees",
+        "distributed/test_launcher.py::test_world_size_starts_its_own_ranks_and_only_the_first_speaks",
+    ],
+    "FT_05": ["promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"],
+    "FT_06": ["promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"],
+    "FT_07": [
+        "promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does",
+        "promises/test_parallel_equals_one_process.py::test_the_full_matrix",
+    ],
+    "FT_08": ["plan/test_parallelism.py::test_degrees_that_do_not_divide_are_refused_in_the_plan"],
+    "FT_09": [
+        CHECKLIST + "test_docs_start_torchrun_with_flags_that_it_has",
+        "distributed/test_launcher.py::test_torchrun_starts_no_second_set_of_ranks",
+    ],
+    "FT_10": [CHECKLIST + "test_a_rank_takes_the_visible_device_of_its_local_rank"],
+    "FT_11": [
+        "distributed/test_accelerate_config.py::test_the_config_files_of_the_older_guide_are_there_and_mean_replicas",
+        "distributed/test_launcher.py::test_accelerate_launch_starts_no_second_set_of_ranks",
+    ],
+    "FT_12": [
+        "distributed/test_env.py::test_every_launcher_gives_a_process_its_rank",
+        "distributed/test_hosts.py::test_two_hosts_train_as_one_process_does",
+        "distributed/test_slurm.py::test_a_slurm_job_trains_as_one_process_does",
+    ],
+    "CK_01": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_has_the_five_keys_and_loads_safely_ck_01"],
+    "CK_02": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_moves_between_backends_ck_02"],
+}
+
+
+def ids_of(nodeid: str) -> set[str]:
+    """Ids of the promises that a test shows."""
+    wanted = {nodeid.removeprefix("tests/"), nodeid.removeprefix("tests/").partition("[")[0]}
+    return {name for name, tests in SHOWN_BY.items() if wanted & set(tests)}
