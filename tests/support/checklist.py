@@ -1,10 +1,11 @@
 """Which tests show each promise of the source guides: `pytest -k BM_07` runs those of BM-07.
 
 BM BackendManager, CLI flags, ENV launch and environment, MSG messages, TAB tables, Q quantization, FT parallelism, CK
-checkpoints. An entry is a file and a test in it, with its parameters or without.
+checkpoints, FS mps_fsdp_wrapper. An entry is a file and a test in it, with its parameters or without.
 """
 
 CHECKLIST = "promises/test_checklist.py::"
+WRAPPER = "test_mps_fsdp_wrapper.py::"
 OLDER, MANAGER = "test_older_scripts.py::", "test_backend_manager.py::"
 SHOWN_BY = {
     "BM_01": [
@@ -170,6 +171,42 @@ SHOWN_BY = {
     ],
     "CK_01": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_has_the_five_keys_and_loads_safely_ck_01"],
     "CK_02": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_moves_between_backends_ck_02"],
+    # FS: mps_fsdp_wrapper
+    "FS_01": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],
+    "FS_02": [WRAPPER + "test_config_has_the_guides_fields_and_defaults"],
+    "FS_03": [WRAPPER + "test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction"],
+    "FS_04": [WRAPPER + "test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction"],
+    "FS_05": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],
+    "FS_06": [WRAPPER + "test_another_backend_is_switched_to_gloo_with_a_warning"],
+    "FS_07": [
+        WRAPPER + "test_one_process_needs_no_launcher_and_logs_details_on_request_only",
+        WRAPPER + "test_every_strategy_equals_one_process_with_averaged_gradients",
+    ],
+    "FS_08": [WRAPPER + "test_bfloat16_becomes_float16_where_the_device_has_none"],
+    "FS_09": [WRAPPER + "test_units_by_size_by_class_and_by_a_function_of_fsdp1s_form"],
+    "FS_10": [WRAPPER + "test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks"],
+    "FS_11": [WRAPPER + "test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks"],
+    "FS_12": [WRAPPER + "test_one_process_needs_no_launcher_and_logs_details_on_request_only"],
+    "FS_13": [WRAPPER + "test_one_process_needs_no_launcher_and_logs_details_on_request_only"],
+    "FS_14": [WRAPPER + "test_a_larger_model_is_never_sharded_less_and_the_pool_is_obeyed"],
+    "FS_15": [WRAPPER + "test_a_larger_model_is_never_sharded_less_and_the_pool_is_obeyed"],
+    "FS_16": [WRAPPER + "test_helpers_pass_fields_to_the_config"],
+    "FS_17": ["test_mps_fsdp_guide.py::test_every_block_runs_in_one_process"],
+    "FS_18": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],
+    "FS_19": [WRAPPER + "test_the_fallback_switch_is_set_for_children_and_restored"],
+    "FS_20": ["test_mps_fsdp_guide.py::test_every_block_runs_in_one_process"],
+    "FS_21": [
+        "torch_engine/parallel/test_device_without_collectives.py::test_bytes_of_a_step_are_those_of_a_device_that_resizes"
+    ],
+    "FS_22": ["promises/test_checklist.py::test_speeds_of_the_guides_are_not_repeated"],
+    "FS_23": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],
+    "FS_24": [WRAPPER + "test_one_process_needs_no_launcher_and_logs_details_on_request_only"],
+    "CLI_15": [
+        "plan/test_mlx.py::test_settings_of_mlx_are_ignored_elsewhere_with_a_line",
+        "plan/test_mlx.py::test_what_mlx_does_not_do_is_one_line",
+    ],
+    "CK_03": ["mlx_engine/test_runs.py::test_folders_of_mlx_train_and_say_what_they_are"],
+    "CK_04": ["mlx_engine/test_adapter_formats.py::test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft"],
 }
 
 
