@@ -81,6 +81,10 @@ SHOWN_BY = {
         OLDER + "test_an_older_flag_has_its_effect_in_the_plan[hqq_group_size 128 --train_type hqq_lora]",
     ],
     "CLI_14": ["test_train.py::test_accumulation_changes_nothing_in_the_curve"],
+    "CLI_15": [
+        "mlx_engine/test_step.py::test_settings_of_mlx_are_checked",
+        "plan/test_mlx.py::test_settings_of_mlx_are_ignored_elsewhere_with_a_line",
+    ],
     "CLI_16": [
         "torch_engine/test_profiling.py::test_traces_are_written",
         OLDER + "test_a_timeline_without_matplotlib_is_said_before_the_run_and_counted_truly",
@@ -170,6 +174,15 @@ SHOWN_BY = {
     ],
     "CK_01": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_has_the_five_keys_and_loads_safely_ck_01"],
     "CK_02": ["torch_engine/test_older_state.py::test_a_plain_checkpoint_moves_between_backends_ck_02"],
+    "CK_03": [
+        "mlx_engine/test_runs.py::test_folders_of_mlx_train_and_say_what_they_are",
+        "mlx_engine/test_step.py::test_a_folder_that_mlx_lm_wrote_trains_as_it_is_stored",
+    ],
+    "CK_04": [
+        "mlx_engine/test_runs.py::test_the_adapter_gives_peft_the_logits_it_gives_mlx",
+        "mlx_engine/test_runs.py::test_a_run_that_moves_twice_is_the_run_that_stays",
+        "promises/test_docs_are_true.py::test_every_command_parses_and_its_plan_settles",
+    ],
 }
 
 
