@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 
 import quantization_wrapper
-from backend_manager import CAPABILITIES, GIB, BackendManager, auto_precision
+from backend_manager import CAPABILITIES, GIB, BackendManager
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
 
 OOM_ADVICE = {
     "cuda": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
@@ -102,15 +104,18 @@ def recommend(manager: BackendManager) -> list[str]:
         f"MLX? {answer('mlx')}",
         f"so: --backend {backend}, {memory:.0f} GiB",
     ]
-    precision = auto_precision(manager.backend, caps.supports_bfloat16)
     train_type = "lora" if memory > LARGE_GIB and backend != "cpu" else "qlora"
     why = {
         "lora": f"more than {LARGE_GIB} GiB: the base need not be quantized; --dry_run shows whether your model fits",
         "qlora": "a quantized base leaves more memory for activations and longer rows",
     }[train_type]
-    text.append(f"  --precision {precision}: {caps.reasons.get('bf16', 'bf16 is supported')}")
+    plan = resolve_plan({"backend": backend, "train_type": train_type}, Facts(manager.backend, caps))
+    reasons, precision = {a.setting: a.reason for a in plan.adjustments}, plan.settings.precision
+    text.append(f"  --precision {precision}: {reasons['precision']}")
     text.append(f"  --train_type {train_type}: {why}")
-    if train_type == "qlora":
+    if train_type == "qlora" and backend == "mlx":
+        text.append(f"  --quantization_backend mlx: {reasons['quantization_backend']}")
+    elif train_type == "qlora":
         text.append("  --quantization_backend auto: the first that passes its probe; --doctor lists all")
     if backend == "mps":
         text.append("  MLX is faster on Apple silicon; use MPS if you need torch")

@@ -13,6 +13,7 @@ CHANGES = {
     "recomputed": {"use_gradient_checkpointing": "true"},
     "fp16": {"precision": "fp16"},
 }
+SLOW = ("dora", "recomputed", "fp16")
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,6 @@ def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CHANGES])
 def test_the_mlx_engine_is_an_engine(folder, name, tmp_path):
     conformance.check_engine(lambda: mlx_engine(folder, verify=False, **CHANGES[name]), DATASET, tmp_path)

@@ -41,7 +41,7 @@ def off(mine: list, theirs: list) -> float:
     return max(abs(a.nll / b.nll - 1) for a, b in zip(mine, theirs, strict=True))
 
 
-SLOW = ("dora", "affine 8")
+SLOW = KINDS.keys() - {"lora"}  # moved runs in test_runs.py and every width in test_step.py run by default
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])

@@ -120,6 +120,36 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             raise AssertionError(f"{where}: a command nobody checks: {words}")
 
 
+@pytest.mark.parametrize(
+    ("backend", "flags", "what"),
+    [
+        ("mps", "--precision bf16", "bf16 -> fp16 (MPS backend doesn't support bfloat16"),
+        ("mps", "--train_type qlora --quantization_backend bnb", "dequantized by plain torch operations"),
+        ("mlx", "--train_type qlora --quantization_backend bnb", "on MLX there is mlx only. Use mlx, or auto."),
+        ("mlx", "--train_type qlora --quantization_backend hqq", "on MLX there is mlx only. Use mlx, or auto."),
+        ("mlx", "--train_type qlora --quantization_backend quanto", "on MLX there is mlx only. Use mlx, or auto."),
+        ("cuda", "--precision fp16", "precision fp16"),
+        ("cpu", "--precision fp32 --batch_size 1 --gradient_accumulation_steps 4", "precision fp32"),
+    ],
+)
+def test_flags_of_one_backend_do_on_the_next_what_the_migration_page_says(backend, flags, what):
+    given = vars(PARSERS["train.py"].parse_args(["--backend", backend, *flags.split()]))
+    try:
+        plan = resolve_plan(given, Facts(Backend(backend), CAPABILITIES[Backend(backend)]))
+    except errors.PlanError as error:
+        assert what in str(error)
+    else:
+        assert what in "\n".join([*map(str, plan.adjustments), *plan.notices, f"precision {plan.settings.precision}"])
+
+
+def test_the_migration_page_has_a_command_for_every_backend_and_quantizer_of_the_guide():
+    page = [" ".join(words) for where, words in SHELL if where == "docs/migration.md"]
+    for flag in [*(f"backend {b}" for b in ("cpu", "cuda", "mps", "mlx")), "to mlx-lm", "to peft", "plain", "resume"]:
+        assert any(f"--{flag} " in command for command in page), flag
+    for name in ("bnb", "hqq", "quanto", "mlx"):
+        assert any(f"--quantization_backend {name} " in command for command in page), name
+
+
 def path_or_name(dataset: str) -> bool:
     return (
         (ROOT / dataset).exists()

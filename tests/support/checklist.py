@@ -82,6 +82,10 @@ SHOWN_BY = {
         OLDER + "test_an_older_flag_has_its_effect_in_the_plan[hqq_group_size 128 --train_type hqq_lora]",
     ],
     "CLI_14": ["test_train.py::test_accumulation_changes_nothing_in_the_curve"],
+    "CLI_15": [
+        "mlx_engine/test_step.py::test_settings_of_mlx_are_checked",
+        "plan/test_mlx.py::test_settings_of_mlx_are_ignored_elsewhere_with_a_line",
+    ],
     "CLI_16": [
         "torch_engine/test_profiling.py::test_traces_are_written",
         OLDER + "test_a_timeline_without_matplotlib_is_said_before_the_run_and_counted_truly",
@@ -201,12 +205,15 @@ SHOWN_BY = {
     "FS_22": ["promises/test_checklist.py::test_speeds_of_the_guides_are_not_repeated"],
     "FS_23": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],
     "FS_24": [WRAPPER + "test_one_process_needs_no_launcher_and_logs_details_on_request_only"],
-    "CLI_15": [
-        "plan/test_mlx.py::test_settings_of_mlx_are_ignored_elsewhere_with_a_line",
-        "plan/test_mlx.py::test_what_mlx_does_not_do_is_one_line",
+    "CK_03": [
+        "mlx_engine/test_runs.py::test_folders_of_mlx_train_and_say_what_they_are",
+        "mlx_engine/test_step.py::test_a_folder_that_mlx_lm_wrote_trains_as_it_is_stored",
     ],
-    "CK_03": ["mlx_engine/test_runs.py::test_folders_of_mlx_train_and_say_what_they_are"],
-    "CK_04": ["mlx_engine/test_adapter_formats.py::test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft"],
+    "CK_04": [
+        "mlx_engine/test_runs.py::test_the_adapter_gives_peft_the_logits_it_gives_mlx",
+        "mlx_engine/test_runs.py::test_a_run_that_moves_twice_is_the_run_that_stays",
+        "promises/test_docs_are_true.py::test_every_command_parses_and_its_plan_settles",
+    ],
 }
 
 
