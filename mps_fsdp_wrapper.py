@@ -302,7 +302,14 @@ class MPSFSDPWrapper:
         for tensor in tensors:
             if tensor.dtype is torch.bfloat16 and self._convert_dtype(torch.bfloat16) is not torch.bfloat16:
                 tensor.data = tensor.data.to(torch.float16)
+        names = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
         model.to(self.device)
+        for first, *others in names.values():
+            for name in others:  # a device whose tensors cannot take the place of the CPU's unties weights
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
         if self.config.use_mixed_precision or cast:
             dtype = self._convert_dtype(self.config.buffer_dtype)
             for buffer in model.buffers():
@@ -444,10 +451,20 @@ def by_class(classes: tuple) -> Callable:
 
 
 def units_of(model: nn.Module, policy) -> list[nn.Module]:
-    """The modules that a policy makes units, inner ones first, the model itself left out."""
+    """The modules that a policy makes units, inner ones first, the model itself left out.
+
+    A module with a weight that is tied to one outside it is not a unit: FSDP2 keeps a tied weight in one group.
+    """
     if isinstance(policy, set | tuple | list):
         policy = by_class(tuple(policy))
-    found, taken = [], set()
+    found, taken, users = [], set(), {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(module)
+
+    def is_tied_outside(module) -> bool:
+        inside = set(module.modules())
+        return any(not users[p] <= inside for p in module.parameters())
 
     def visit(module):
         inside = [p for p in module.parameters() if p not in taken]
@@ -457,7 +474,7 @@ def units_of(model: nn.Module, policy) -> list[nn.Module]:
             visit(child)
         rest = [p for p in module.parameters() if p not in taken]
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
-        if module is model or is_container or not rest:
+        if module is model or is_container or not rest or is_tied_outside(module):
             return
         if policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in rest)):
             found.append(module)

@@ -206,6 +206,28 @@ def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
 
 
 @needs_device
+def test_a_checkpoint_that_cannot_be_written_or_does_not_fit_is_one_line_on_every_rank(tmp_path):
+    told = ranks.run(2, wrapper_cases.refused, tmp_path / "ranks", folder=str(tmp_path), timeout_s=60, **ON)
+    for said in told:
+        assert "x.pt: cannot be written (No such file or directory)" in said["no folder"]
+        assert "metadata x: cannot be saved" in said["metadata of rank 0"]
+        assert "optimizer: the model does not have 12 of its parameters" in said["optimizer from before"]
+        assert "Create the optimizer after wrap_model" in said["its load"]
+        assert "the parameter groups differ" in said["groups"]
+        assert "SGD has no amsgrad, betas" in said["SGD"]
+        assert "is not a tensor" in said["not tensors"]
+        assert "is not a checkpoint of this wrapper" in said["no optimizer"]
+
+
+@needs_device
+def test_tied_weights_stay_one_and_train_as_in_one_process(tmp_path):
+    for device in ("emulated", "cpu"):
+        for found in ranks.run(2, wrapper_cases.tied, tmp_path / device, device=device):
+            # fp32 sums of two ranks in another order.
+            assert all(off is not None and off < 1e-5 for off in found.values()), (device, found)
+
+
+@needs_device
 def test_bfloat16_becomes_float16_where_the_device_has_none(tmp_path):
     (found,) = ranks.run(1, wrapper_cases.converted, tmp_path, **ON)
     dtypes = found["dtypes"]
