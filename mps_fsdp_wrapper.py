@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import platform
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -62,11 +63,45 @@ def _gloo(name: str) -> str:
     return "gloo"
 
 
+def _dtype(value) -> torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"{value!r}: is not a floating-point dtype. Use torch.float16, torch.bfloat16 or torch.float32"
+        )
+    return found
+
+
+def _number(smallest: int) -> Callable:
+    def checked(value) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 2**63:
+            raise ValueError(f"{value!r}: must be a number of at least {smallest}")
+        return int(value)
+
+    return checked
+
+
+def _flag(value) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r}: must be True or False")
+    return value
+
+
+def _or_none(coerce: Callable) -> Callable:
+    return lambda value: None if value is None else coerce(value)
+
+
+# What a field's value must be, and becomes; the rest are flags.
 COERCED = {
     "sharding_strategy": ShardingStrategy.of,
-    "backward_prefetch": lambda value: None if value is None else BackwardPrefetch.of(value),
-    "min_num_params": int,
+    "backward_prefetch": _or_none(BackwardPrefetch.of),
+    "min_num_params": _number(0),
+    **dict.fromkeys(("compute_dtype", "reduce_dtype", "buffer_dtype"), _dtype),
     "backend": _gloo,
+    "world_size": _number(1),
+    "rank": _number(0),
+    "unified_memory_pool_size": _or_none(_number(1)),
+    "fallback_to_cpu_ops": set,
 }
 
 
@@ -100,7 +135,12 @@ class MPSFSDPConfig:
     fallback_to_cpu_ops: set = field(default_factory=lambda: {"aten::_fused_adam", "aten::_foreach_addcdiv_"})
 
     def __setattr__(self, name, value):
-        super().__setattr__(name, COERCED[name](value) if name in COERCED else value)
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(f"MPSFSDPConfig has no field {name}. It has {', '.join(self.__dataclass_fields__)}.")
+        try:
+            super().__setattr__(name, COERCED.get(name, _flag)(value))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
 
     def counterparts(self) -> list[str]:
         """A line for each value that FSDP2 cannot follow, with what happens instead."""
@@ -302,7 +342,14 @@ class MPSFSDPWrapper:
         for tensor in tensors:
             if tensor.dtype is torch.bfloat16 and self._convert_dtype(torch.bfloat16) is not torch.bfloat16:
                 tensor.data = tensor.data.to(torch.float16)
+        names = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
         model.to(self.device)
+        for first, *others in names.values():
+            for name in others:  # a device whose tensors cannot take the place of the CPU's unties weights
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
         if self.config.use_mixed_precision or cast:
             dtype = self._convert_dtype(self.config.buffer_dtype)
             for buffer in model.buffers():
@@ -444,10 +491,20 @@ def by_class(classes: tuple) -> Callable:
 
 
 def units_of(model: nn.Module, policy) -> list[nn.Module]:
-    """The modules that a policy makes units, inner ones first, the model itself left out."""
+    """The modules that a policy makes units, inner ones first, the model itself left out.
+
+    A module with a weight that is tied to one outside it is not a unit: FSDP2 keeps a tied weight in one group.
+    """
     if isinstance(policy, set | tuple | list):
         policy = by_class(tuple(policy))
-    found, taken = [], set()
+    found, taken, users = [], set(), {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(module)
+
+    def is_tied_outside(module) -> bool:
+        inside = set(module.modules())
+        return any(not users[p] <= inside for p in module.parameters())
 
     def visit(module):
         inside = [p for p in module.parameters() if p not in taken]
@@ -457,7 +514,7 @@ def units_of(model: nn.Module, policy) -> list[nn.Module]:
             visit(child)
         rest = [p for p in module.parameters() if p not in taken]
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
-        if module is model or is_container or not rest:
+        if module is model or is_container or not rest or is_tied_outside(module):
             return
         if policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in rest)):
             found.append(module)
@@ -515,7 +572,7 @@ def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
     except (RuntimeError, TypeError, PlanError) as error:
         found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, PlanError)
         found["warnings"].append(first_line(error))
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if found["macos_version"] and int(found["macos_version"].split(".")[0]) < 13:
         found["warnings"].append(f"macOS {found['macos_version']}: MPS needs 13 or later")
     if version < (2, 11):

@@ -67,6 +67,26 @@ def test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction
         config.sharding_strategy = "HYBRID"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("compute_dtype", "floaty"),
+        ("world_size", "2"),
+        ("rank", None),
+        ("cpu_offload", "no"),
+        ("unified_memory_pool_size", "16GB"),
+        ("unified_memory_pool_size", -5),
+        ("min_num_params", "abc"),
+        ("min_num_params", float("inf")),
+    ],
+)
+def test_a_value_that_a_field_cannot_have_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} .*(must be|is not a)"):
+        MPSFSDPConfig(**{name: value})
+    with pytest.raises(AttributeError, match="no field shard_strategy. It has sharding_strategy"):
+        MPSFSDPConfig().shard_strategy = "NO_SHARD"
+
+
 def test_another_backend_is_switched_to_gloo_with_a_warning():
     with pytest.warns(UserWarning, match="only supports Gloo"):
         config = MPSFSDPConfig(backend="nccl")
@@ -203,6 +223,28 @@ def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
     for said in ranks.run(size, wrapper_cases.wrong_answers, tmp_path, **ON):
         assert said.startswith("SelfTestError: emulated: wrong answers in the self-test"), said
         assert "Nothing was trained. Use --backend cpu" in said
+
+
+@needs_device
+def test_a_checkpoint_that_cannot_be_written_or_does_not_fit_is_one_line_on_every_rank(tmp_path):
+    told = ranks.run(2, wrapper_cases.refused, tmp_path / "ranks", folder=str(tmp_path), timeout_s=60, **ON)
+    for said in told:
+        assert "x.pt: cannot be written (No such file or directory)" in said["no folder"]
+        assert "metadata x: cannot be saved" in said["metadata of rank 0"]
+        assert "optimizer: the model does not have 12 of its parameters" in said["optimizer from before"]
+        assert "Create the optimizer after wrap_model" in said["its load"]
+        assert "the parameter groups differ" in said["groups"]
+        assert "SGD has no amsgrad, betas" in said["SGD"]
+        assert "is not a tensor" in said["not tensors"]
+        assert "is not a checkpoint of this wrapper" in said["no optimizer"]
+
+
+@needs_device
+def test_tied_weights_stay_one_and_train_as_in_one_process(tmp_path):
+    for device in ("emulated", "cpu"):
+        for found in ranks.run(2, wrapper_cases.tied, tmp_path / device, device=device):
+            # fp32 sums of two ranks in another order.
+            assert all(off is not None and off < 1e-5 for off in found.values()), (device, found)
 
 
 @needs_device

@@ -221,6 +221,22 @@ def disagreeing(rank: int, size: int, cases: list, folder: str) -> dict:
     return {case: failing(rank, size, case, folder) for case in cases}
 
 
+def messages_of_one_tag(rank: int, size: int, rounds: int, count: int) -> int:
+    """Rank 0 sends `count` messages of one shape and tag, rank 1 posts all receives first; messages out of order."""
+    group, swapped = staged_group(), 0
+    for _ in range(rounds):
+        tensors = [torch.full((5,), float(n), device=emulated_device.NAME) for n in range(count)]
+        received = [torch.empty_like(t) for t in tensors]
+        if rank == 0:
+            works = [dist.isend(t, 1, group) for t in tensors]
+        else:
+            works = [dist.irecv(t, 0, group) for t in received]
+        for work in works:
+            work.wait()
+        swapped += rank * sum(not torch.equal(a.cpu(), b.cpu()) for a, b in zip(received, tensors, strict=True))
+    return swapped
+
+
 def leave(folder: str, rank: int, result: dict) -> None:
     """Ends this rank with its result, without a word to the others."""
     Path(folder, f"result-{rank}.json").write_text(json.dumps(result))

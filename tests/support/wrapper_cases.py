@@ -117,6 +117,75 @@ def resumed(rank: int, size: int, path: str, same_world: bool) -> dict:
     return {"metadata": metadata, "after": after, "off": max(weights.values()), "problem": problem}
 
 
+def refused(rank: int, size: int, folder: str) -> dict:
+    """{case: what each rank is told} for checkpoints that cannot be written or do not fit; nothing hangs or changes."""
+    wrapped, said, path = wrapper(min_num_params=200), {}, f"{folder}/good.pt"
+    early = net()
+    before = torch.optim.AdamW(early.parameters(), lr=1e-2)
+    model = wrapped.wrap_model(early)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, size, range(1))
+    wrapped.save_checkpoint(model, path, optimizer)
+    if rank == 0:
+        content = torch.load(path, weights_only=True)
+        torch.save(
+            {**content, "model_state_dict": dict.fromkeys(content["model_state_dict"], [1])}, f"{folder}/list.pt"
+        )
+        torch.save({**content, "optimizer_state_dict": [1]}, f"{folder}/optimizer.pt")
+    first, *others = model.parameters()
+    groups = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    for case, call in {
+        "no folder": lambda: wrapped.save_checkpoint(model, f"{folder}/no/such/x.pt", optimizer),
+        "metadata of rank 0": lambda: wrapped.save_checkpoint(model, path, None, x=print if rank == 0 else 1),
+        "optimizer from before": lambda: wrapped.save_checkpoint(model, path, before),
+        "its load": lambda: wrapped.load_checkpoint(model, path, before),
+        "groups": lambda: wrapped.load_checkpoint(model, path, groups),
+        "SGD": lambda: wrapped.load_checkpoint(model, path, torch.optim.SGD(model.parameters(), lr=1.0)),
+        "not tensors": lambda: wrapped.load_checkpoint(model, f"{folder}/list.pt", optimizer),
+        "no optimizer": lambda: wrapped.load_checkpoint(model, f"{folder}/optimizer.pt", optimizer),
+    }.items():
+        try:
+            call()
+        except (ValueError, OSError) as error:
+            said[case] = f"{type(error).__name__}: {error}"
+    return said
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.layer(self.embed(tokens))))
+
+
+def tied(rank: int, size: int) -> dict:
+    """{policy: largest difference of any weight from one process's}; None if the weights are no longer one."""
+    found = {}
+    for name, policy in {"by size": None, "by class": {nn.Linear, nn.Embedding}}.items():
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Tied())
+        models[1] = wrapper(min_num_params=200).wrap_model(models[1], policy)
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for step in range(STEPS):
+                tokens = torch.randint(0, 32, (BATCH, 6), generator=torch.Generator().manual_seed(step))
+                model(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        worst = max((mine.full_tensor().cpu() - whole).abs().max().item() for whole, mine in pairs)
+        found[name] = worst if models[1].head.weight is models[1].embed.weight else None
+    return found
+
+
 def wrong_answers(rank: int, size: int) -> str | None:
     """What is said where copies from the device read the wrong bytes, as MPS has done."""
     from tests.support import emulated_device

@@ -3,6 +3,7 @@
 For modules that the wrapper shards alone; runs of train.py keep safetensors checkpoints (finetune/checkpoint).
 """
 
+import contextlib
 import io
 import os
 from pathlib import Path
@@ -12,34 +13,59 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.errors import PlanError
+from finetune.errors import PlanError, StorageError, first_line
 from finetune.untrusted import untrusted
 
+MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
 MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
 
 
 def save(model, path, optimizer, metadata: dict) -> None:
-    """Writes `path` on rank 0, which appears when it is complete. Collective.
+    """Writes `path` on rank 0, which appears when it is complete. Collective; a failure raises on every rank.
 
-    Raises PlanError if `metadata` is more than numbers, text, lists, dicts and tensors: it could not be read again
-    without running pickled code.
+    Raises StorageError, and PlanError if `optimizer` is not one of this model, or if `metadata` is more than numbers,
+    text, lists, dicts and tensors: it could not be read again without running pickled code.
     """
-    _check_metadata(metadata)
+    path = Path(path)
+    _raise_everywhere(_problem_of(_check_metadata, metadata), PlanError)
     content = {MODEL: {name: _full(t) for name, t in _named_tensors(model).items()}, **metadata}
     if optimizer is not None:
         content[OPTIMIZER] = _full_optimizer(model, optimizer)
-    if _rank() == 0:
-        path, beside = Path(path), Path(f"{path}.{os.getpid()}.partial")
-        try:
-            with open(beside, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
+    _raise_everywhere(_problem_of(_write, path, content), StorageError)
+
+
+def _write(path: Path, content: dict) -> None:
+    beside = Path(f"{path}.{os.getpid()}.partial")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError if the disk is full
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise StorageError(f"{path}: cannot be written ({reason}). Use an existing folder with free space.") from error
+    finally:
+        # If the folder is missing or not a folder, there is nothing to remove.
+        with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-    if dist.is_initialized():
-        dist.barrier()
+
+
+def _problem_of(function, *arguments) -> str | None:
+    """What `function` raises on rank 0, as text; None if it succeeds, and on the other ranks, which do not call it."""
+    if _rank() == 0:
+        try:
+            function(*arguments)
+        except (PlanError, StorageError) as error:
+            return str(error)
+    return None
+
+
+def _raise_everywhere(problem: str | None, kind: type[Exception]) -> None:
+    """Raises rank 0's problem, if it has one, on every rank. Collective."""
+    problem = _broadcast_plain({"problem": problem})["problem"]
+    if problem:
+        raise kind(problem)
 
 
 def load(model, path, optimizer) -> dict:
@@ -47,20 +73,23 @@ def load(model, path, optimizer) -> dict:
 
     Raises PlanError on every rank if the file does not fit the model; nothing is changed then.
     """
-    content, problem = None, None
+    content, problem, rest = None, None, None
     if _rank() == 0:
         try:
             with untrusted(f"{path}: cannot be read with weights_only", "Use a file that save_checkpoint wrote."):
                 content = torch.load(path, map_location="cpu", weights_only=True)
-            found = _misfit(content, model, optimizer)
+            with untrusted(f"{path}: is not a checkpoint of this wrapper", "Use a file that save_checkpoint wrote."):
+                found = _misfit(content, model, optimizer)
+                if not found:
+                    states = content.get(OPTIMIZER, {})
+                    rest = {
+                        "metadata": {k: v for k, v in content.items() if k not in (MODEL, OPTIMIZER)},
+                        "groups": states.get("param_groups"),
+                        "entries": _entries(states),
+                    }
             problem = f"{path}: {found}. Use the model and optimizer that it was saved from." if found else None
         except PlanError as error:
             problem = str(error)
-    rest = None
-    if content and not problem:
-        rest = {k: v for k, v in content.items() if k not in (MODEL, OPTIMIZER)}
-        states = content.get(OPTIMIZER, {})
-        rest = {"metadata": rest, "groups": states.get("param_groups"), "entries": _entries(states)}
     message = _broadcast_plain({"problem": problem, "rest": rest})
     if message["problem"]:
         raise PlanError(message["problem"])
@@ -106,6 +135,9 @@ def _names(model) -> dict:
 
 def _full_optimizer(model, optimizer) -> dict:
     names = _names(model)
+    foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise PlanError(f"optimizer: the model does not have {foreign} of its parameters. {MAKE_AFTER}")
     state = {
         names[p]: {key: _full(v) if torch.is_tensor(v) else v for key, v in values.items()}
         for p, values in optimizer.state.items()
@@ -135,7 +167,7 @@ def _load_optimizer(model, optimizer, content, rest: dict) -> None:
                 _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
             )  # torch counts on the CPU
         optimizer.state[p][key] = value
-    for group, saved in zip(optimizer.param_groups, rest["groups"] or [], strict=False):
+    for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
@@ -158,14 +190,28 @@ def _misfit(content, model, optimizer) -> str | None:
         return f"{name} is in {'the model' if name in tensors else 'the checkpoint'} only"
     for name, tensor in tensors.items():
         saved = content[MODEL][name]
+        if not torch.is_tensor(saved):
+            return f"{name} is not a tensor"
         if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
             found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
             return f"{name} is {found} in the checkpoint and {own} in the model"
-    if optimizer is not None and OPTIMIZER not in content:
+    return None if optimizer is None else _misfit_of_optimizer(content, _names(model), optimizer)
+
+
+def _misfit_of_optimizer(content: dict, names: dict, optimizer) -> str | None:
+    if OPTIMIZER not in content:
         return "it was saved without an optimizer"
-    known = set(_names(model).values())
-    names = set(content.get(OPTIMIZER, {}).get("state", {})) if optimizer is not None else set()
-    return f"optimizer state of {min(names - known)}, which the model lacks" if names - known else None
+    unknown = set(content[OPTIMIZER]["state"]) - set(names.values())
+    if unknown:
+        return f"optimizer state of {min(unknown)}, which the model lacks"
+    saved, own = content[OPTIMIZER]["param_groups"], optimizer.param_groups
+    if any(p not in names for group in own for p in group["params"]):
+        return f"the optimizer has parameters that the model does not. {MAKE_AFTER.rstrip('.')}"
+    if [sorted(g["params"]) for g in saved] != [sorted(names[p] for p in g["params"]) for g in own]:
+        sizes = " and ".join(str([len(g["params"]) for g in groups]) for groups in (saved, own))
+        return f"the parameter groups differ: {sizes} parameters in the checkpoint and in the optimizer"
+    options = sorted({key for old, new in zip(saved, own, strict=True) for key in set(old) - set(new)})
+    return f"{type(optimizer).__name__} has no {', '.join(options)}: another optimizer was saved" if options else None
 
 
 def _check_metadata(metadata: dict) -> None:

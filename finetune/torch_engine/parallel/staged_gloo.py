@@ -71,6 +71,7 @@ class StagedGloo(dist.ProcessGroup):
         self.held = [dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)]
         weakref.finalize(self, self.held.clear)
         self.buffers, self.num_operations = StagingBuffers(), 0
+        self.last_receive = {}  # {(source, tag): the Receiving asked for last}
         self.names = {"name": "", "description": ""}
 
     def getBackendName(self) -> str:
@@ -101,6 +102,12 @@ class StagedGloo(dist.ProcessGroup):
     @property
     def _device_types(self) -> list:
         return [torch.device(device) for device in self.devices]
+
+    # torch collects the operations of a coalescing block itself and then calls one of the coalesced ones.
+    def _start_coalescing(self, device) -> None: ...
+
+    def _end_coalescing(self, device) -> StagedWork:
+        return StagedWork(self.diagnosed, "nothing", [], [])
 
     @property
     def gloo(self):
@@ -326,13 +333,17 @@ class StagedGloo(dist.ProcessGroup):
         what = f"recv of {describe_tensor(mine)} from rank {self.global_ranks[source]}"
 
         def receive(_, outputs):
-            def run():
+            def check():
                 header.wait()
                 if not torch.equal(mine, theirs):
                     raise CollectiveError(f"{what}: it sent {describe_tensor(theirs)}. Send what is received.")
-                self.gloo.recv(outputs, source, 2 * tag + 1).wait()
 
-            return Receiving(run)
+            def post():
+                return self.gloo.recv(outputs, source, 2 * tag + 1)
+
+            last = self.last_receive.get((source, tag))
+            self.last_receive[source, tag] = receiving = Receiving(check, post, last)
+            return receiving
 
         return self._one(what, receive, [], tensors)
 

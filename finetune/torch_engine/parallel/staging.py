@@ -128,14 +128,25 @@ class StagedWork(dist.Work):
 
 
 class Receiving:
-    """A receive whose shape is checked first, in a thread: it must be posted at once, and the check has to wait."""
+    """A receive whose shape is checked first, in a thread: it must be posted at once, and the check has to wait.
 
-    def __init__(self, receive):
-        self.error = None
+    `check` waits for the header and raises if it does not fit; `post` then posts the receive. `previous`: the receive
+    of the same source and tag that was asked for before. Gloo pairs messages in the order of posting.
+    """
+
+    def __init__(self, check, post, previous: "Receiving | None" = None):
+        self.error, self.posted = None, threading.Event()
 
         def run():
             try:
-                receive()
+                try:
+                    check()
+                    if previous is not None:
+                        previous.posted.wait()
+                    work = post()
+                finally:
+                    self.posted.set()
+                work.wait()
             except RuntimeError as error:
                 self.error = error
 

@@ -3,6 +3,7 @@
 Its module offers what `torch.mps` offers and no more, so that what FSDP2 misses on MPS is missing here too.
 """
 
+import hashlib
 import os
 import shutil
 import sys
@@ -46,7 +47,10 @@ def load(refuses_resize: bool = True):
     from torch.utils.cpp_extension import load as build
 
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is there
-    device = build("emulated_device", [str(Path(__file__).with_name("device.cpp"))], extra_cflags=["-O1"])
+    source = Path(__file__).with_name("device.cpp")
+    # One build for each checkout and version of the source: two at work must not build over one another.
+    name = f"emulated_device_{hashlib.sha256(bytes(source) + source.read_bytes()).hexdigest()[:12]}"
+    device = build(name, [str(source)], extra_cflags=["-O1"])
     sys.modules["emulated_device"] = device
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
