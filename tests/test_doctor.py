@@ -83,6 +83,7 @@ def test_every_fact_of_the_device_has_its_row_and_its_reason(found):
     assert len(rows) == 1 and "yes" in rows[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
 def test_facts_of_a_device_without_collectives_say_what_was_supplied(tmp_path):
     (found,) = ranks.run(1, wrapper_cases.facts, tmp_path, device=emulated_device.NAME)

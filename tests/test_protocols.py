@@ -40,6 +40,7 @@ def test_replicas_of_accelerate_are_one_process(tmp_path):
     check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), "AccelerateDDP")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
 def test_two_ranks_on_a_device_without_collectives_are_one_process(tmp_path):
     """Through MPSFSDPWrapper, as on Apple GPUs."""

@@ -8,6 +8,7 @@ from tests.support import emulated_device, ranks, staged_cases
 pytestmark = pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
 
 
+@pytest.mark.slow
 def test_gloo_itself_refuses_the_device(tmp_path):
     assert ranks.run(2, staged_cases.plain_gloo, tmp_path) == ["RuntimeError", "RuntimeError"]
 
