@@ -56,6 +56,20 @@ def build_parser() -> Parser:
     return parser
 
 
+def refuse_unread(args) -> None:
+    """Raises PlanError for a flag that this form of the command does not read."""
+    older = ("model_name", "revision", "lora_alpha", "for_backend")
+    if args.from_older:
+        unread = ("base", "to")
+    elif args.plain:
+        unread = ("output_dir", "base", "to", *older)
+    else:
+        unread = ("base", *older) if args.to == "hf" else ("dtype", *older)
+    for name in unread:
+        if getattr(args, name) not in (None, "auto", "hf"):
+            raise PlanError(f"--{name} {getattr(args, name)}: is not read by this form of the command. Omit it.")
+
+
 def convert_adapter(args) -> int:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
@@ -120,6 +134,7 @@ def plain(args) -> int:
     if file.exists():
         raise PlanError(f"--plain {file}: exists. Give another file.")
     with storage(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
         say(f"{older_state.write_plain(Path(args.checkpoint), file, args.dtype)}: {file}")
     return 0
 
@@ -127,6 +142,7 @@ def plain(args) -> int:
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
+    refuse_unread(args)
     if args.from_older:
         return from_older(args)
     if args.plain:

@@ -117,7 +117,8 @@ def _one_task_per_node(e) -> str:
     """The line for the older scripts' form: WORLD_SIZE exported, one task per node that starts the node's ranks."""
     tasks, nodes = (e.get(f"SLURM_{name}") or "1" for name in ("NTASKS", "NNODES"))
     size = _number(e, "WORLD_SIZE")
-    each = size // max(1, int(nodes)) if nodes.isdigit() else size
+    number = int(nodes) if nodes.isdecimal() and int(nodes) else 1
+    each = max(1, -(-size // number))
     return (
         f"WORLD_SIZE={size}: SLURM started {tasks} tasks on {nodes} nodes, and each task is one rank. Unset WORLD_SIZE "
         f"and start one task per rank: srun --ntasks-per-node={each} python train.py ... (see runs/slurm.sh)."

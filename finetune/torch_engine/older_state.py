@@ -24,7 +24,9 @@ from finetune.torch_engine.weights import config_dtype, load_dense
 from finetune.untrusted import untrusted
 
 # Words of module wrappers within the older names.
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.)")
+WRAPPERS = re.compile(
+    r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_offload_wrapped_module|_orig_mod|module)(?=\.)"
+)
 # An adapter tensor's older name -> (its name in PEFT's layout, True for the older DoRA layers).
 ADAPTER_NAMES = (
     (re.compile(r"\.lora_AB\.0\.weight$"), ".lora_A.weight", False),
@@ -47,6 +49,7 @@ class OlderState:
     tensors: dict
     notices: tuple[str, ...]
     adapter_config: dict  # of a plain checkpoint that --plain wrote
+    backend: str | None = None  # where it will run
 
 
 def read_state(file: Path, backend: str | None = None) -> OlderState:
@@ -55,6 +58,8 @@ def read_state(file: Path, backend: str | None = None) -> OlderState:
     A plain checkpoint's weights in bf16 become fp16 for mps.
     """
     said = f"--from_older {file}"
+    if re.search(r"-\d{5}-of-\d{5}\.", file.name):
+        raise PlanError(f"{said}: is one shard of several. Merge them into one file first.")
     if not file.is_file():
         raise PlanError(f"{said}: no such file. Give the older run's model_state_dict.safetensors, or a .pt file.")
     with untrusted(f"{said}: cannot be read", "Give a state dict in safetensors, or one that torch.load reads safely."):
@@ -66,17 +71,27 @@ def read_state(file: Path, backend: str | None = None) -> OlderState:
             content = torch.load(file, map_location="cpu", weights_only=True)
     plain = isinstance(content, dict) and isinstance(content.get("model_state_dict"), dict)
     facts, tensors = (content, content["model_state_dict"]) if plain else ({}, content)
-    if not isinstance(tensors, dict) or not tensors or not all(torch.is_tensor(t) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not tensors or not all(map(_is_named_tensor, tensors.items())):
         raise PlanError(f"{said}: is not a state dict of tensors. Give the older run's model_state_dict.")
-    tensors, notices = {WRAPPERS.sub("", name).lstrip("."): t for name, t in tensors.items()}, []
-    in_bf16 = any(t.dtype == torch.bfloat16 for t in tensors.values())
-    if backend == "mps" and (in_bf16 or str(facts.get("precision", "")).startswith("bf16")):
-        tensors = {n: t.half() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
+    clean, notices = {WRAPPERS.sub("", name).lstrip("."): t for name, t in tensors.items()}, []
+    if len(clean) < len(tensors):
+        raise PlanError(f"{said}: has one weight under two names. Give the state dict of one model.")
+    tensors = clean
+    in_bf16 = {name for name, t in tensors.items() if t.dtype == torch.bfloat16}
+    if backend == "mps" and in_bf16:
+        tensors = {n: t.half() if n in in_bf16 else t for n, t in tensors.items()}
+        over = [n for n in sorted(in_bf16) if not tensors[n].isfinite().all()]
+        if over:
+            raise PlanError(f"{said}: {over[0]} exceeds fp16's 65504. Omit --for_backend mps.")
         notices.append("Converting bf16 to fp16 for MPS")
     if backend == "mlx":
         notices.append("Direct loading not supported, conversion required: the folder written here is the conversion")
     config = facts.get("adapter_config")
-    return OlderState(file, tensors, tuple(notices), config if isinstance(config, dict) else {})
+    return OlderState(file, tensors, tuple(notices), config if isinstance(config, dict) else {}, backend)
+
+
+def _is_named_tensor(item: tuple) -> bool:
+    return isinstance(item[0], str) and torch.is_tensor(item[1])
 
 
 def adapter_of(state: OlderState) -> tuple[dict[str, torch.Tensor], bool]:
@@ -100,7 +115,10 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
     from safetensors.torch import save_file
 
     said, (tensors, unscaled) = f"--from_older {state.file}", adapter_of(state)
-    dora = any(name.endswith("lora_magnitude_vector") for name in tensors)
+    dora = unscaled or any(name.endswith("lora_magnitude_vector") for name in tensors)
+    odd = [n for n, t in tensors.items() if not _is_factor(n, t)]
+    if odd:
+        raise PlanError(f"{said}: {odd[0]} is not a matrix of finite numbers. Give a complete file.")
     shapes = read_headers(base.weight_files)
     owners = sorted({re.sub(r"\.lora_(A\.weight|B\.weight|magnitude_vector)$", "", n) for n in tensors})
     rank = next((t.shape[0] for n, t in tensors.items() if n.endswith("lora_A.weight")), 0)
@@ -108,7 +126,7 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         module = owner.removeprefix(PREFIX)
         pair = [tensors.get(f"{owner}.lora_{side}.weight") for side in "AB"]
         weight = shapes.get(f"{module}.weight")
-        if weight is None:
+        if weight is None or len(weight) != 2:
             raise PlanError(
                 f"{said}: adapts {module}, which {base.name} does not have. Give the base it was trained on."
             )
@@ -118,14 +136,18 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
                 f"{said}: {module} has factors {found}, and {base.name} needs rank {rank} for {list(weight)}. Give the "
                 "base it was trained on."
             )
-        if dora and f"{owner}.lora_magnitude_vector" not in tensors:
-            raise PlanError(f"{said}: {module} has no magnitude, as the other DoRA layers have. Give a complete file.")
+        magnitude = tensors.get(f"{owner}.lora_magnitude_vector")
+        if dora and (magnitude is None or magnitude.numel() != weight[0]):
+            found = "none" if magnitude is None else magnitude.numel()
+            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {found}. Give a complete file.")
     leaves = sorted({owner.rpartition(".")[2] for owner in owners})
     with_leaf = {n.removesuffix(".weight") for n in shapes if n.removesuffix(".weight").rpartition(".")[2] in leaves}
     modules = sorted(owner.removeprefix(PREFIX) for owner in owners)
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
     alpha = state.adapter_config.get("lora_alpha", float(rank) if unscaled else OLDER_ALPHA)
     alpha = alpha if lora_alpha is None else lora_alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
+        raise PlanError(f"{said}: lora_alpha is {alpha!r}, not a positive number. Give --lora_alpha.")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -140,18 +162,27 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         "bias": "none",
         "inference_mode": True,
     }
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
+    copies = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}  # none shares memory
+    save_file(copies, folder / "adapter_model.safetensors", {"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     (folder / "base_model.json").write_text(json.dumps({"name": base.name, "digest": base.digest}, indent=1) + "\n")
     kind = "DoRA" if dora else "LoRA"
-    return f"{kind} adapter of rank {rank}, alpha {alpha:g}, on {len(owners)} layers of {base.name}"
+    rest = len(state.tensors) - len(tensors)
+    unused = f"; {rest} other tensors of the file are not used" if rest else ""
+    return f"{kind} adapter of rank {rank}, alpha {alpha:g}, on {len(owners)} layers of {base.name}{unused}"
+
+
+def _is_factor(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all()) and (".lora_m" in name or tensor.dim() == 2)
 
 
 @torch.no_grad()
 def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
     """Writes `base` with this state's weights in place of its own, and says what it is. Raises PlanError."""
-    own = config_dtype(base.config)
-    model = load_dense(base.folder, own)
+    target = config_dtype(base.config) if dtype == "auto" else DTYPES[dtype]
+    if state.backend == "mps" and target == torch.bfloat16:
+        target = torch.float16
+    model = load_dense(base.folder, target)
     parameters, said = dict(model.named_parameters(remove_duplicate=False)), f"--from_older {state.file}"
     replaced = 0
     for name, tensor in state.tensors.items():
@@ -163,8 +194,7 @@ def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
             )
         parameters[name].copy_(tensor)
         replaced += 1
-    half = any("Converting" in notice for notice in state.notices)
-    write_model_folder(model, folder, torch.float16 if half else own if dtype == "auto" else DTYPES[dtype])
+    write_model_folder(model, folder, target)
     return f"model with {replaced} of {len(parameters)} weights from the file, the others {base.name}'s"
 
 
