@@ -202,3 +202,36 @@ def test_a_plain_checkpoint_needs_a_run_and_a_new_file(tmp_path, plain_of):
         export.main(["--checkpoint", str(plain_of[0]), "--plain", str(plain_of[1])])
     with pytest.raises(PlanError, match="needs --checkpoint"):
         export.main(["--plain", str(tmp_path / "x.pt")])
+
+
+def test_what_is_no_complete_state_is_refused_in_one_line(tiny_model, tmp_path):
+    def said(content, name="state.pt", backend=None):
+        torch.save(content, tmp_path / name)
+        with pytest.raises(PlanError) as error:
+            state = older_state.read_state(tmp_path / name, backend)
+            older_state.write_adapter(state, find_model(str(tiny_model)), tmp_path)
+        return str(error.value)
+
+    one = torch.ones(2, 2)
+    assert "is not a state dict" in said({0: one})
+    assert "one weight under two names" in said({"module.a": one, "a": one})
+    assert "one shard of several" in said({"a": one}, "model-00001-of-00002.pt")
+    assert "exceeds fp16" in said({"a": torch.full((2,), 1e5, dtype=torch.bfloat16)}, backend="mps")
+    q_proj = find_model(str(tiny_model)).config["hidden_size"]
+    layer = "model.layers.0.self_attn.q_proj"
+    factors = {f"{layer}.dora_layer.lora_a.weight": torch.ones(2, q_proj)}
+    factors[f"{layer}.dora_layer.lora_b.weight"] = torch.ones(q_proj, 2)
+    text = said({name.replace("lora_a", "lora_A").replace("lora_b", "lora_B"): t for name, t in factors.items()})
+    assert "DoRA magnitudes, found none" in text or "is not a" in text or "adapt" in text
+
+
+def test_a_model_is_written_in_the_dtype_that_was_asked_for(bf16_folders, tmp_path):
+    weight = torch.full((1,), 0.30001)
+    base = find_model(bf16_folders["llama"])
+    name, like = next((n, t) for n, t in load_dense(base.folder, torch.bfloat16).named_parameters() if t.dim() == 1)
+    torch.save({name: weight.expand(like.shape).contiguous()}, tmp_path / "state.pt")
+    state = older_state.read_state(tmp_path / "state.pt")
+    (tmp_path / "out").mkdir()
+    older_state.write_model(state, base, tmp_path / "out", "fp32")
+    written = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert torch.equal(written[name], weight.expand(like.shape))
