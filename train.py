@@ -372,15 +372,22 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
 def run_parity(overrides: dict) -> TrainState:
     """Takes the same steps on both backends of --parity; prints, writes and returns the verdict."""
     both, tracks = parity.backends(overrides.pop("parity")), []
+    for name, alone in (("resume", None), ("world_size", 1)):
+        if overrides.get(name) not in (None, alone):
+            raise PlanError(f"--{name} {overrides[name]}: --parity starts two runs in one process. Omit it.")
     for backend in both:
         plan = make_plan(parity.overrides_of(overrides, backend, both))
         say("\n".join(report.plan_lines(plan)))
+        if overrides.get("dry_run"):
+            continue
         tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.settings)
         ensure_chat_template(tokenizer)
         data, opened = load_data(plan.settings, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
         engine = opened.build(opened.load(), pad_id(tokenizer))
         tracks.append(parity.follow(engine, data, finalize(plan, data, engine, say), say))
         del engine
+    if overrides.get("dry_run"):
+        return TrainState(status="planned", output_dir=plan.settings.output_dir)
     found, folder = parity.compare(*tracks, plan.settings.precision), Path(plan.settings.output_dir)
     parity.write(found, folder)
     say("\n".join([*parity.report(found), f"written: {folder}/parity.json, {folder}/parity.svg"]))

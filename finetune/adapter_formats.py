@@ -71,7 +71,9 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
     """(tensors, adapter_config.json) as mlx-lm reads them. Raises PlanError for what it has no place for."""
     for key, what in NOT_CONVERTED.items():
         if config.get(key):
-            raise PlanError(f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm has not. Use --to hf.")
+            raise PlanError(
+                f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm does not support. Use --to hf."
+            )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     out, num_experts = {}, model_config.get("num_local_experts") or model_config.get("num_experts")
@@ -86,8 +88,11 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
         else:
             out[f"{module}.{LEAVES[leaf]}"] = np.ascontiguousarray(array.T)
     dora, paths = bool(config.get("use_dora")), sorted({name.rpartition(".")[0] for name in out})
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": _keys(paths)}
     layers = len({LAYER.match(path)[2] for path in paths if LAYER.match(path)})
+    text = model_config.get("text_config") or model_config
+    # mlx-lm counts layers from the end: of other layers it needs the full paths.
+    keys = _keys(paths) if layers == text.get("num_hidden_layers") else paths
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     return out, {
         "fine_tune_type": "dora" if dora else "lora",
         "model": config.get("base_model_name_or_path"),

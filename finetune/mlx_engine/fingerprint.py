@@ -63,8 +63,9 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference) 
             "--backend cpu."
         ) from error
     theirs = reference(folder, ids)
-    off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
-    if ours.shape != theirs.shape or not off <= LIMIT:
+    same_shape = ours.shape == theirs.shape
+    off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30)) if same_shape else float("inf")
+    if not off <= LIMIT:
         unread = unread_fields(config, _fields_read(config))
         why = f"; it does not read {', '.join(unread)}" if unread else ""
         raise PlanError(
@@ -101,10 +102,13 @@ def first_layers(files, target: Path) -> dict:
     """Writes a folder of the model's first layers, one of each kind at least; returns its config."""
     config = json.loads(json.dumps(files.config))
     text = config.get("text_config") or config
-    total, kinds = text["num_hidden_layers"], text.get("layer_types") or []
+    field = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in text), None)
+    if field is None:
+        raise PlanError(f"--model_name {files.name}: config.json names no number of layers. Use --backend cpu.")
+    total, kinds = text[field], text.get("layer_types") or []
     kept = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
     kept = min(total, max(2, kept))
-    text["num_hidden_layers"] = kept
+    text[field] = kept
     for key, value in text.items():
         if isinstance(value, list) and len(value) == total:
             text[key] = value[:kept]

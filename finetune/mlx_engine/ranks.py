@@ -28,8 +28,10 @@ class Ranks:
     def waiting(self):
         """Surrounds every evaluation that needs the other ranks."""
         self.waiting_since = time.monotonic()
-        yield
-        self.waiting_since = None
+        try:
+            yield
+        finally:
+            self.waiting_since = None
 
     def watch(self, timeout_s: float, log_error) -> None:
         """Ends this process, with exit code 69, if the others do not answer for `timeout_s`: a ring waits forever."""
@@ -48,6 +50,17 @@ class Ranks:
     def sum(self, array: mx.array) -> mx.array:
         """The sum over ranks, evaluated when it is used."""
         return mx.distributed.all_sum(array, group=self.group) if self.size > 1 else array
+
+    def sum_in_order(self, first: mx.array, arrays: dict) -> tuple[mx.array, dict]:
+        """The sums over ranks, one after another: MLX orders a graph by its shape, which differs between ranks."""
+        if self.size == 1:
+            return first, arrays
+        first = previous = self.sum(first)
+        sums = {}
+        for name in sorted(arrays):
+            (array,) = mx.depends([arrays[name]], [previous])
+            sums[name] = previous = self.sum(array)
+        return first, sums
 
     def sum_numbers(self, *numbers: float) -> list[float]:
         """The sums of these numbers over ranks, exact for counts below 2**24 per rank."""
