@@ -190,6 +190,7 @@ def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, t
     assert any("INFO memory: +" in line for line in own) == debug
 
 
+@pytest.mark.slow
 @needs_device
 def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
     for found in ranks.run(2, wrapper_cases.strategies, tmp_path, **ON):
@@ -217,6 +218,7 @@ def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(other, tmp_
     assert content["epoch"] == 3 and content["model_state_dict"]["layers.0.weight"].shape == (16, 16)
 
 
+@pytest.mark.slow
 @needs_device
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
@@ -225,6 +227,7 @@ def test_wrong_answers_of_a_device_end_the_run_before_it_trains(size, tmp_path):
         assert "Nothing was trained. Use --backend cpu" in said
 
 
+@pytest.mark.slow
 @needs_device
 def test_a_checkpoint_that_cannot_be_written_or_does_not_fit_is_one_line_on_every_rank(tmp_path):
     told = ranks.run(2, wrapper_cases.refused, tmp_path / "ranks", folder=str(tmp_path), timeout_s=60, **ON)

@@ -35,6 +35,7 @@ def test_two_ranks_are_one_process(layouts, implementation, tmp_path):
     check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), implementation)
 
 
+@pytest.mark.slow
 def test_replicas_of_accelerate_are_one_process(tmp_path):
     arguments = dict(layouts=["DDP 2"], distribution="ddp", kinds=KINDS)
     check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), "AccelerateDDP")

@@ -200,7 +200,8 @@ SHOWN_BY = {
     "FS_19": [WRAPPER + "test_the_fallback_switch_is_set_for_children_and_restored"],
     "FS_20": ["test_mps_fsdp_guide.py::test_every_block_runs_in_one_process"],
     "FS_21": [
-        "torch_engine/parallel/test_device_without_collectives.py::test_bytes_of_a_step_are_those_of_a_device_that_resizes"
+        "estimate/test_memory.py::test_a_ranks_own_bytes_are_predicted_to_the_byte",
+        "torch_engine/parallel/test_device_without_collectives.py::test_bytes_of_a_step_are_those_of_a_device_that_resizes",
     ],
     "FS_22": ["promises/test_checklist.py::test_speeds_of_the_guides_are_not_repeated"],
     "FS_23": [WRAPPER + "test_without_mps_the_wrapper_says_so_and_the_check_never_raises"],

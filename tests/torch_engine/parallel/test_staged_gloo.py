@@ -25,6 +25,7 @@ def test_a_thousand_random_operations_equal_gloo_on_the_cpu(size, tmp_path):
         assert sum(seen.values()) == 1008
 
 
+@pytest.mark.slow
 def test_tensors_of_many_chunks_equal_gloo_and_buffers_are_reused(tmp_path):
     for rank in ranks.run(3, staged_cases.large_tensors, tmp_path):
         assert max(rank) <= 16  # of one operation's chunks; 8 operations of up to 12 chunks ran
