@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from finetune import lora_start
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import DEFAULT_TARGETS
+from finetune.lora_targets import default_targets, named_targets
 from finetune.mlx_engine.layers import DropoutKeys, LoRALinear, recompute
 from finetune.mlx_engine.model import MLXModel
 
@@ -19,32 +19,8 @@ def target_names(linears: dict[str, str], targets: str) -> list[str]:
     if targets == "all":
         return names
     if targets == "default":
-        for leaves in DEFAULT_TARGETS:
-            found = [n for n in names if n.rpartition(".")[2] in leaves]
-            if found:
-                return found
-        raise PlanError(
-            "--lora_target_modules default: the query and value projections of this model are unknown. Use all."
-        )
-    if re.fullmatch(r"[\w.,\s]+", targets):
-        endings = [e.strip() for e in targets.split(",") if e.strip()]
-        chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
-        missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
-    else:
-        try:
-            chosen = [n for n in names if re.fullmatch(targets, n)]
-        except re.error as error:
-            raise PlanError(
-                f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
-            ) from None
-        missing = [] if chosen else [targets]
-    if missing:
-        leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
-        raise PlanError(
-            f"--lora_target_modules {missing[0]}: the MLX engine adapts no layer of that name in this model. Choose "
-            f"from {leaves}, or use all."
-        )
-    return chosen
+        return default_targets(names)
+    return named_targets(names, targets, "the MLX engine adapts no layer of that name in this model")
 
 
 def add_adapters(loaded: MLXModel, settings) -> DropoutKeys:

@@ -1,12 +1,10 @@
 """Which layers get an adapter: --lora_target_modules resolved against the loaded model."""
 
-import re
-
 from torch import nn
 
 import quantization_wrapper
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import DEFAULT_TARGETS
+from finetune.lora_targets import default_targets, named_targets
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
@@ -46,34 +44,9 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     if targets == "all":
         return names if use_dora else names + three_d
     if targets == "default":
-        for leaves in DEFAULT_TARGETS:
-            found = [n for n in names if n.rpartition(".")[2] in leaves]
-            if found:
-                return found
-        raise PlanError(
-            "--lora_target_modules default: the query and value projections of this model are unknown. Use all."
-        )
-    names = names + three_d + outer_names(model)
-    if re.fullmatch(r"[\w.,\s]+", targets):
-        endings = [e.strip() for e in targets.split(",") if e.strip()]
-        if not endings:
-            raise PlanError(f"--lora_target_modules {targets!r}: names nothing. Name layers, or use all.")
-        chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
-        missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
-    else:
-        try:
-            chosen = [n for n in names if re.fullmatch(targets, n)]
-        except re.error as error:
-            raise PlanError(
-                f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
-            ) from None
-        missing = [] if chosen else [targets]
-    if missing:
-        leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
-        raise PlanError(
-            f"--lora_target_modules {missing[0]}: no adaptable layer of this model has that name. Choose from "
-            f"{leaves}, or use all."
-        )
+        return default_targets(names)
+    unknown = "no adaptable layer of this model has that name"
+    chosen = named_targets(names + three_d + outer_names(model), targets, unknown)
     if use_dora and set(chosen) & set(three_d):
         first = next(n for n in chosen if n in three_d)
         raise PlanError(
