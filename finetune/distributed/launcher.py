@@ -16,7 +16,8 @@ from pathlib import Path
 
 from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
-from finetune.errors import RankLostError
+from finetune.errors import EXPECTED, RankLostError
+from finetune.plan.run_plan import TrainState
 from finetune.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
@@ -61,6 +62,28 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
         if failure:
             raise failure
         return json.loads((folder / "result.json").read_text())
+
+
+def send_plan(announced_plan, send) -> tuple:
+    """Rank 0's (plan, end if there is nothing to train) of a launched run, sent to the other ranks, as a failure is.
+
+    `send(message)`: gives every rank the JSON value that `received_end` reads.
+    """
+    code = 1  # of an error that is not expected
+    try:
+        plan, done = announced_plan()
+        code = done.exit_code if done else None
+    except EXPECTED as error:
+        code = error.exit_code
+        raise
+    finally:
+        send({"plan": plan.serialize()} if code is None else {"exit_code": code})
+    return plan, done
+
+
+def received_end(message: dict) -> TrainState | None:
+    """How the run ends on a rank that got this message, which rank 0 has said; None if it has a plan."""
+    return TrainState(status="ended", exit_code=message["exit_code"]) if "exit_code" in message else None
 
 
 def _start(program: Path, folder: Path, rank: int, world_size: int):

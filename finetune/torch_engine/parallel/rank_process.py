@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from finetune import process
 from finetune.distributed.env import RankEnv, network_address
-from finetune.distributed.launcher import GRACE_S, write_failure, write_result
+from finetune.distributed.launcher import GRACE_S, received_end, send_plan, write_failure, write_result
 from finetune.errors import EXPECTED, RankLostError, first_line
 from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
@@ -34,21 +34,15 @@ def run_launched(run, announced_plan, env: RankEnv) -> TrainState:
     store = create_store(env)
     if env.rank:
         message = json.loads(_from_rank0(env, store))
-        if "exit_code" in message:  # rank 0 has printed why
-            return TrainState(status="ended", exit_code=message["exit_code"])
-        return run_rank(run, env, store, RunPlan.deserialize(message["plan"]))
-    code = 1  # of an error that is not expected
-    try:
-        plan, done = announced_plan()
-        code = done.exit_code if done else None
-    except EXPECTED as error:
-        code = error.exit_code
-        raise
-    finally:
-        store.set("plan", json.dumps({"plan": plan.serialize()} if code is None else {"exit_code": code}))
-        if code is not None:  # the store ends with this process: not before each rank has read its answer
+        return received_end(message) or run_rank(run, env, store, RunPlan.deserialize(message["plan"]))
+
+    def send(message: dict) -> None:
+        store.set("plan", json.dumps(message))
+        if "exit_code" in message:  # the store ends with this process: not before each rank has read its answer
             with contextlib.suppress(dist.DistError):
                 store.wait([f"read-{rank}" for rank in range(1, env.size)], timedelta(seconds=GRACE_S))
+
+    plan, done = send_plan(announced_plan, send)
     return done or run_rank(run, env, store, plan)
 
 
