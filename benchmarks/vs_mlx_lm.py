@@ -69,10 +69,17 @@ def ours(args) -> dict:
 
     config = json.loads((Path(args.model) / "config.json").read_text())
     settings = TrainConfig(
-        train_type="qlora" if args.bits else "lora", precision="fp32", lora_rank=RANK, lora_alpha=SCALE * RANK, lr=LR,
-        n_bits=args.bits or 4, quant_type="affine", cache_dequantized="false", use_gradient_checkpointing="false",
+        train_type="qlora" if args.bits else "lora",
+        precision="fp32",
+        lora_rank=RANK,
+        lora_alpha=SCALE * RANK,
+        lr=LR,
+        n_bits=args.bits or 4,
+        quant_type="affine",
+        cache_dequantized="false",
+        use_gradient_checkpointing="false",
         apply_gradient_clipping=False,
-    )  # fmt: skip
+    )
     docs = documents(0, ROWS * args.steps)
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in docs])])
     targets = np.concatenate([np.arange(len(ids)) >= first for ids, first in docs])
@@ -86,8 +93,11 @@ def ours(args) -> dict:
         lambda step: engine.train_step(
             microbatches(data, range(step * ROWS, (step + 1) * ROWS), "padded", ROWS, CPU_MICROBATCH_TOKENS, 0), LR
         ),
-        args.steps, docs, mx, lambda: held_out(engine.model),
-    )  # fmt: skip
+        args.steps,
+        docs,
+        mx,
+        lambda: held_out(engine.model),
+    )
 
 
 def measured(step, steps: int, docs, mx, loss) -> dict:
@@ -128,9 +138,15 @@ def mlx_lm(args) -> dict:
             found["last"] = now
 
     options = TrainingArgs(
-        batch_size=ROWS, iters=args.steps, val_batches=0, steps_per_report=1, steps_per_eval=10**9,
-        steps_per_save=10**9, max_seq_length=1024, adapter_file=os.devnull,
-    )  # fmt: skip
+        batch_size=ROWS,
+        iters=args.steps,
+        val_batches=0,
+        steps_per_report=1,
+        steps_per_eval=10**9,
+        steps_per_save=10**9,
+        max_seq_length=1024,
+        adapter_file=os.devnull,
+    )
     optimizer = optim.AdamW(learning_rate=LR, weight_decay=0.0, bias_correction=True)
     train(model, optimizer, rows, None, args=options, training_callback=Clock())
     model.eval()

@@ -43,7 +43,7 @@ def read(folder: Path) -> tuple[dict, dict]:
 
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise TypeError(f"{CONFIG} is no JSON object")
+            raise TypeError(f"{CONFIG} is not a JSON object")
         return {name: np.asarray(t, np.float32) for name, t in load_file(file).items()}, config
 
 

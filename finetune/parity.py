@@ -44,7 +44,7 @@ def backends(text: str) -> tuple[str, str]:
     for word, name in zip(words, found, strict=True):
         if name not in [str(b) for b in Backend]:
             known = ", ".join(["torch", *map(str, manager.available)])
-            raise PlanError(f"--parity {text}: '{word}' is no backend. Available here: {known}.")
+            raise PlanError(f"--parity {text}: '{word}' is not a backend. Available here: {known}.")
     if found[0] == found[1]:
         raise PlanError(f"--parity {text}: both are {found[0]} here. Name two different backends.")
     return found

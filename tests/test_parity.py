@@ -29,8 +29,10 @@ def test_torch_and_mlx_are_the_same_run_here(tiny_model, rows_file, tmp_path, ca
 
 
 def test_runs_that_differ_are_told_so():
-    one, other = (parity.Track(name, [2.0, 1.0 + off], [1.0, 1.0], 1.0, {"w": np.full(2, off)}) for name, off in
-                  (("cpu", 0.0), ("mlx", 0.01)))  # fmt: skip
+    one, other = (
+        parity.Track(name, [2.0, 1.0 + off], [1.0, 1.0], 1.0, {"w": np.full(2, off)})
+        for name, off in (("cpu", 0.0), ("mlx", 0.01))
+    )
     found = parity.compare(one, other, "fp32")
     assert not found["same"] and found["largest_weight_difference"] == 0.01
     assert "NOT the same run in fp32 over 2 steps" in parity.report(found)[-1]
@@ -43,7 +45,7 @@ def test_runs_that_differ_are_told_so():
         ("mlx", "--parity mlx: must name two different backends"),
         ("mlx,mlx", "must name two different backends"),
         ("cpu,torch", "both are cpu here"),
-        ("torch,jax", "'jax' is no backend"),
+        ("torch,jax", "'jax' is not a backend"),
     ],
 )
 def test_backends_to_compare_are_checked(text, message):

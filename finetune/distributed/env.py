@@ -105,7 +105,7 @@ def _of_mlx_launch(e) -> RankEnv:
             try:
                 hosts = json.loads(path.read_text(encoding="utf-8") or "[]")
             except (OSError, ValueError) as error:
-                raise PlanError(f"{name}={path}: is no JSON list of hosts ({first_line(error)}).") from None
+                raise PlanError(f"{name}={path}: is not a JSON list of hosts ({first_line(error)}).") from None
     size = _number(e, "MLX_WORLD_SIZE", len(hosts) or 1)
     addresses = [str(host[0]).partition(":")[0] for host in hosts if isinstance(host, list) and host]
     own = addresses[rank] if rank < len(addresses) and "MLX_HOSTFILE" in e else None

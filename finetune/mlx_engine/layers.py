@@ -30,9 +30,15 @@ class AffineLinear(nn.QuantizedLinear):
             out = frozen_product(x, self.dense)
         else:
             out = mx.quantized_matmul(
-                x, self["weight"], scales=self["scales"], biases=self.get("biases"), transpose=True,
-                group_size=self.group_size, bits=self.bits, mode=self.mode,
-            )  # fmt: skip
+                x,
+                self["weight"],
+                scales=self["scales"],
+                biases=self.get("biases"),
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
         return out + self["bias"].astype(out.dtype) if "bias" in self else out
 
     def dense(self, dtype=None) -> mx.array:

@@ -168,9 +168,15 @@ def _cast(loaded: MLXModel, dtype, dequantizes: bool) -> None:
     for path, module in list(loaded.model.named_modules()):
         if isinstance(module, nn.QuantizedLinear):
             own = AffineLinear.of(
-                module.weight, module.scales, module.get("biases"), module.get("bias"), module.group_size, module.bits,
-                module.mode, dequantizes,
-            )  # fmt: skip
+                module.weight,
+                module.scales,
+                module.get("biases"),
+                module.get("bias"),
+                module.group_size,
+                module.bits,
+                module.mode,
+                dequantizes,
+            )
             loaded.replace(path, own)
     packed = {p for p, m in loaded.model.named_modules() if "scales" in m}
     plain = [

@@ -89,7 +89,7 @@ def test_the_environment_of_mlx_launch_is_read(tmp_path):
     hosts.write_text("")
     assert rank_env({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}) is None
     hosts.write_text("[[")
-    with pytest.raises(PlanError, match="is no JSON list of hosts"):
+    with pytest.raises(PlanError, match="is not a JSON list of hosts"):
         rank_env({"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)})
 
 

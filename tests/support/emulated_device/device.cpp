@@ -23,7 +23,7 @@
 namespace {
 
 const at::Device DEVICE(at::kPrivateUse1, 0);
-std::atomic<int64_t> live_bytes{0}, peak_bytes{0}, num_fallbacks{0};
+std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
 std::atomic<bool> refuses_resize{false}, refuses_bfloat16{false}, ignores_offsets{false};
 
 struct Block {
@@ -155,7 +155,6 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& to) 
 at::Scalar local_scalar(const at::Tensor& self) { return on_cpu(self).item(); }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  ++num_fallbacks;
   at::native::cpu_fallback(op, stack);
 }
 
@@ -196,7 +195,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("live_bytes", [] { return live_bytes.load(); });
   m.def("peak_bytes", [] { return peak_bytes.load(); });
   m.def("reset_peak", [] { peak_bytes = live_bytes.load(); });
-  m.def("num_fallbacks", [] { return num_fallbacks.load(); });
   m.def("refuse_resize", [](bool refuses) { refuses_resize = refuses; });
   m.def("refuse_bfloat16", [](bool refuses) { refuses_bfloat16 = refuses; });
   m.def("ignore_offsets", [](bool ignores) { ignores_offsets = ignores; });
