@@ -338,10 +338,10 @@ class MPSFSDPWrapper:
 
     def _move(self, model: nn.Module, cast: bool) -> None:
         """Puts the model on the device in dtypes that it has; buffers in the configured dtype of mixed precision."""
-        tensors = [*model.parameters(), *model.buffers()]
-        for tensor in tensors:
-            if tensor.dtype is torch.bfloat16 and self._convert_dtype(torch.bfloat16) is not torch.bfloat16:
-                tensor.data = tensor.data.to(torch.float16)
+        in_bf16 = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
+        dtype = self._convert_dtype(torch.bfloat16) if in_bf16 else None
+        for tensor in in_bf16:
+            tensor.data = tensor.data.to(dtype)
         names = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from finetune import safetensors_io
 from finetune.adapter_config import adapter_config, shortest_targets
+from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.mlx_engine.lora import adapted_names, adapter_names
@@ -84,9 +85,7 @@ def write_model(engine, folder: Path) -> None:
     beside = folder / ".tmp-model.safetensors"
     safetensors_io.write_file(beside, tensors)
     beside.replace(folder / "model.safetensors")
-    text = folder / ".tmp-config.json"
-    text.write_text(json.dumps(config, indent=2) + "\n")
-    text.replace(folder / "config.json")
+    replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _bits(array: mx.array) -> np.ndarray:

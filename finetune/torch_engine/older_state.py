@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.adapter_config import shortest_targets
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
@@ -140,9 +141,7 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         if dora and (magnitude is None or magnitude.numel() != weight[0]):
             found = "none" if magnitude is None else magnitude.numel()
             raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {found}. Give a complete file.")
-    leaves = sorted({owner.rpartition(".")[2] for owner in owners})
-    with_leaf = {n.removesuffix(".weight") for n in shapes if n.removesuffix(".weight").rpartition(".")[2] in leaves}
-    modules = sorted(owner.removeprefix(PREFIX) for owner in owners)
+    adapted, modules = [owner.removeprefix(PREFIX) for owner in owners], [n.removesuffix(".weight") for n in shapes]
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
     alpha = state.adapter_config.get("lora_alpha", float(rank) if unscaled else OLDER_ALPHA)
     alpha = alpha if lora_alpha is None else lora_alpha
@@ -156,7 +155,7 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": leaves if with_leaf == set(modules) else modules,
+        "target_modules": shortest_targets(adapted, modules),
         "use_dora": dora,
         "use_rslora": bool(state.adapter_config.get("use_rslora")),
         "bias": "none",

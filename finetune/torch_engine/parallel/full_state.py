@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.errors import PlanError, StorageError, first_line
+from finetune.torch_engine.parallel.placement import local_shard
 from finetune.untrusted import untrusted
 
 MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
@@ -97,7 +98,7 @@ def load(model, path, optimizer) -> dict:
     with torch.no_grad():
         for name, tensor in _named_tensors(model).items():
             full = content[MODEL][name] if content else torch.empty(tensor.shape, dtype=tensor.dtype)
-            _local(tensor).copy_(_local_slice(_broadcast(full), tensor))
+            local_shard(tensor).copy_(_local_slice(_broadcast(full), tensor))
         if optimizer is not None:
             _load_optimizer(model, optimizer, content, rest)
     return rest["metadata"]
@@ -115,10 +116,6 @@ def _named_tensors(model) -> dict[str, torch.Tensor]:
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _local_slice(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,9 +160,8 @@ def _load_optimizer(model, optimizer, content, rest: dict) -> None:
         if dtype is not None:
             dtype = getattr(torch, dtype.removeprefix("torch."))
             full = _broadcast(content[OPTIMIZER]["state"][name][key] if content else torch.empty(shape, dtype=dtype))
-            value = (
-                _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
-            )  # torch counts on the CPU
+            # torch counts steps on the CPU.
+            value = _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
         optimizer.state[p][key] = value
     for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -173,7 +169,7 @@ def _load_optimizer(model, optimizer, content, rest: dict) -> None:
 
 def _like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """`full` on the device of `parameter` and sharded like it."""
-    local = _local_slice(full, parameter).to(_local(parameter).device, copy=True).contiguous()
+    local = _local_slice(full, parameter).to(local_shard(parameter).device, copy=True).contiguous()
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
