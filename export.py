@@ -47,7 +47,12 @@ def build_parser() -> Parser:
     )
     older.add_argument("--model_name", metavar="ID|DIR", help="with --from_older: the base it was trained on")
     older.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub model")
-    older.add_argument("--lora_alpha", type=float, metavar="X", help="its alpha (default: the file's, else 16)")
+    older.add_argument(
+        "--lora_alpha",
+        type=float,
+        metavar="X",
+        help="its alpha (default: the file's; else 16, or the rank for older DoRA layers)",
+    )
     older.add_argument(
         "--for_backend",
         choices=("cuda", "mps", "mlx", "cpu"),
