@@ -52,7 +52,8 @@ def main(argv=None) -> int:
     from finetune import evaluation, inference
     from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
-    from finetune.data.formats import detect_format
+    from finetune.data.columns import RowOptions
+    from finetune.data.prepare import check_columns, needs_chat_template
     from finetune.data.sources import read_rows
     from finetune.data.tokenize import generation_examples, tokenize
 
@@ -62,15 +63,15 @@ def main(argv=None) -> int:
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
     raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-    form = detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
+    options = RowOptions(args.dataset_format)
+    check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends = inference.open_engine(args)
-    if form == "chat":
-        ensure_chat_template(tokenizer)
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": (raw, options)}))
     length = min(args.context_length, engine.context_limit() or args.context_length)
     with shared_renderer(tokenizer) as renderer:
-        rows = tokenize(raw, form, tokenizer, length, False, engine.vocab_size(), renderer)
-        questions = generation_examples(raw, form, tokenizer, renderer)
+        rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
+        questions = generation_examples(raw, options, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
     match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)

@@ -39,7 +39,7 @@ from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data.chat_template import ensure_chat_template
-from finetune.data.prepare import eva_batches, load_data, read_datasets
+from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
@@ -244,10 +244,9 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     with stop.installed(), open_output_dir(plan, env.rank) as output_dir, Metrics(plan, env.rank > 0, watchdog) as log:
         raw_datasets = read_datasets(plan.settings)
         tokenizer = load_tokenizer(plan.files.folder)
-        if raw_datasets["train"][1] == "chat":
-            notice = ensure_chat_template(tokenizer)
-            if notice:
-                log.say(f"  note: {notice}")
+        notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
+        if notice:
+            log.say(f"  note: {notice}")
         process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         opened = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.

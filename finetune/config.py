@@ -29,7 +29,9 @@ QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 AUTO_BOOL = ("auto", "true", "false")
-DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "text")
+DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
+OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
+TEXT_UNITS = ("auto", "document", "line")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
     "model": "Model and training type",
@@ -97,12 +99,35 @@ class TrainConfig:
         nonempty=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
+    columns: str = flag(
+        None,
+        "data",
+        "columns under the names of a format's fields, such as prompt=query,completion=reply",
+        metavar="FIELD=COLUMN,...",
+        nonempty=True,
+    )
+    ignore_columns: str = flag(
+        None, "data", "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
+    )
+    text_unit: str = flag(
+        "auto",
+        "data",
+        "what is a row of a .txt or .md file: the document, or each line; auto: the document, if it is prose",
+        choices=TEXT_UNITS,
+    )
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int = flag(
-        512,
+        512, "data", "maximum sequence length in tokens; longer rows are treated as --overlong says", minimum=2
+    )
+    overlong: str = flag(
+        "auto",
         "data",
-        "maximum sequence length in tokens; longer rows are truncated at the start of the prompt",
-        minimum=2,
+        "rows over --context_length. auto: text is split, a chat loses its oldest messages, other rows the start of "
+        "their prompt; keep_end, keep_start: truncated; split: windows; drop: left out; error: refused",
+        choices=OVERLONG,
+    )
+    window_overlap: int = flag(
+        0, "data", "tokens that each window of a split row repeats from the one before, not learned again", minimum=0
     )
     train_on_prompt: bool = flag(False, "data", "compute the loss on all tokens, not only on answers")
     skip_bad_rows: int = flag(

@@ -3,7 +3,8 @@
 import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.data.formats import chat_messages
+from finetune.data.columns import Row
+from finetune.data.formats import needs_template, question_text, turns_of
 from finetune.data.tokenize import render_sample
 from finetune.distributed.accelerate_config import NAMES
 from finetune.metrics import GIB, Summary, table
@@ -53,18 +54,18 @@ def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
 
 
-def ask_command(output_dir: str, form: str, row: dict) -> str:
+def ask_command(output_dir: str, row: Row) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
-    if form == "chat":
-        messages = chat_messages(row, "")
+    if needs_template(row):
+        messages = turns_of(row)[0]
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
         command += ["--system", system] if system else []
         command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
-    elif form == "prompt_completion":
-        command += ["--raw", "--prompt", row["prompt"]]
+    elif row.format == "prompt_completion":
+        command += ["--raw", "--prompt", row.text("prompt")]
     else:
-        command += ["--prompt", row.get("instruction") or row.get("question") or "..."]
+        command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(command)
 
 
@@ -95,6 +96,7 @@ def memory_table(predicted: dict, measured: dict) -> str:
 def data_lines(data, color: bool) -> list[str]:
     """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
+    lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
     return [*map(clean, lines), render_sample(data.train, 0, data.tokenizer, color=color)]
 
 
@@ -141,4 +143,4 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, *data.example)}"]
+    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example)}"]

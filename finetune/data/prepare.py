@@ -7,8 +7,10 @@ import numpy as np
 from finetune.config import TrainConfig
 from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import largest_microbatch, microbatches
-from finetune.data.formats import detect_format
-from finetune.data.readers import RawDataset
+from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
+from finetune.data.formats import needs_template
+from finetune.data.overlong import Cut
+from finetune.data.rows import RawDataset
 from finetune.data.sampler import Cursor, rank_rows, split_validation, step_rows, total_steps
 from finetune.data.sources import read_rows
 from finetune.data.tokenize import TokenizedDataset, generation_examples, tokenize
@@ -29,8 +31,8 @@ DATASETS = {  # use: (flag, split of a folder or Hub name)
 class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
-    `score_examples`: (prompt ids, expected answer, source) each. `example`: (format, row) of one raw row. `stop_ids`:
-    tokens that end an answer.
+    `score_examples`: (prompt ids, expected answer, source) each. `example`: one row as it was read. `stop_ids`: tokens
+    that end an answer.
     """
 
     tokenizer: object
@@ -39,7 +41,7 @@ class Data:
     train: TokenizedDataset
     validation: TokenizedDataset | None
     score_examples: list
-    example: tuple[str, dict]
+    example: Row | None
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""
@@ -60,8 +62,8 @@ class Data:
         )
 
 
-def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, str]]:
-    """{use: (raw rows, format)} of every dataset the settings name. Every broken row is found here.
+def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, RowOptions]]:
+    """{use: (raw rows, how to read their columns)} of every dataset the settings name. Every broken row is found here.
 
     Raises PlanError.
     """
@@ -71,10 +73,36 @@ def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, str]]:
         if not dataset:
             continue
         samples = {"train": settings.dataset_samples, "validation": -1, "score": settings.score_samples}[use]
-        raw = read_rows(dataset, samples=samples, skip_bad_rows=settings.skip_bad_rows, split=split, flag=flag)
-        known = settings.dataset_format != "auto"
-        raw_datasets[use] = raw, settings.dataset_format if known else detect_format(raw.columns, flag)
+        raw = read_rows(dataset, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
+        options = row_options(settings)
+        check_columns(raw, options, flag)
+        raw_datasets[use] = raw, options
     return raw_datasets
+
+
+def row_options(settings: TrainConfig) -> RowOptions:
+    """How the settings have columns read. Raises PlanError."""
+    return RowOptions(settings.dataset_format, parse_columns(settings.columns), parse_names(settings.ignore_columns))
+
+
+def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
+    """Raises PlanError for columns that match no format, or that say what is not learned."""
+    reader, seen = RowReader(options, raw.columns, flag), set()
+    for row, source in zip(raw.rows, raw.sources, strict=True):
+        names = tuple(row)
+        if names not in seen or reader.has_unused(names):
+            seen.add(names)
+            reader.read(row, source)
+
+
+def needs_chat_template(raw_datasets: dict) -> bool:
+    """True if some row is rendered by a chat template only."""
+    return any(
+        needs_template(reader.read(row, source))
+        for raw, options in raw_datasets.values()
+        for reader in [RowReader(options, raw.columns)]
+        for row, source in zip(raw.rows, raw.sources, strict=True)
+    )
 
 
 def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: ModelFiles) -> Data:
@@ -82,9 +110,9 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
     vocab_size = ModelShape.from_config(files.config).vocab_size
 
     def tokenized(use: str, renderer) -> TokenizedDataset:
-        raw, fmt = raw_datasets[use]
+        raw, options = raw_datasets[use]
         on_prompt = settings.train_on_prompt and use == "train"
-        return tokenize(raw, fmt, tokenizer, settings.context_length, on_prompt, vocab_size, renderer)
+        return tokenize(raw, options, tokenizer, cut_of(settings), on_prompt, vocab_size, renderer)
 
     with shared_renderer(tokenizer) as renderer:
         train, validation, score_examples = tokenized("train", renderer), None, []
@@ -96,10 +124,15 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
         if "score" in raw_datasets:
             score_examples = generation_examples(*raw_datasets["score"], tokenizer, renderer)
             validation = validation or tokenized("score", renderer)
-    raw, fmt = raw_datasets.get("score") or raw_datasets["train"]
+    raw, options = raw_datasets["score" if score_examples else "train"]
     source = score_examples[0][2] if score_examples else train.sources[0]
-    row = raw.rows[raw.sources.index(source)] if source in raw.sources else {}
-    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, (fmt, row))
+    row = RowReader(options, raw.columns).read(raw.rows[raw.sources.index(source)], source)
+    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, row)
+
+
+def cut_of(settings: TrainConfig) -> Cut:
+    """How the settings have long documents cut."""
+    return Cut(settings.context_length, settings.overlong, settings.window_overlap)
 
 
 def eva_batches(data: Data, settings: TrainConfig) -> list[Batch]:

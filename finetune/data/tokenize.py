@@ -1,21 +1,19 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.chat_template import TemplateRenderer, special_texts
-from finetune.data.formats import Conversation, Document, describe_format, detect_format, render_text, uses_template
-from finetune.data.readers import RawDataset
-from finetune.data.sources import read_rows
+from finetune.data.chat_template import TemplateRenderer
+from finetune.data.columns import RowOptions, RowReader
+from finetune.data.encode import Encoded, RowEncoder
+from finetune.data.formats import describe_format
+from finetune.data.overlong import CUTS, Cut, last_answer_start
+from finetune.data.rows import RawDataset
 from finetune.errors import PlanError
 from finetune.terminal import clean
-from finetune.untrusted import untrusted
 
-__all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
 
 
@@ -24,7 +22,7 @@ class TokenizedDataset:
     """Documents as flat arrays: document i is tokens[offsets[i] : offsets[i + 1]].
 
     Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
-    skipped, dropped_empty, prompt_truncated and answer_truncated while reading.
+    skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows.
     """
 
     tokens: np.ndarray  # int32
@@ -34,6 +32,7 @@ class TokenizedDataset:
     counts: dict
     description: str = ""
     skipped: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -61,18 +60,24 @@ class TokenizedDataset:
             hasher.update(np.ascontiguousarray(array).tobytes())
         return hasher.hexdigest()
 
+    def lost(self) -> str | None:
+        """The line on tokens lost to --context_length, and the length that keeps all; None if none are."""
+        c = self.counts
+        if not c.get("tokens_lost"):
+            return None
+        share = c["tokens_lost"] / (c["tokens_lost"] + c["tokens"])
+        return (
+            f"{c['tokens_lost']:,} tokens ({share:.1%}) are over the context length and not learned; --context_length "
+            f"{c['full_100']} keeps all (p50 {c['full_50']:,}, p95 {c['full_95']:,}, max {c['full_100']:,})"
+        )
+
     def describe(self) -> str:
         """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
         longest = int(self.lengths.max()) if len(self) else 0
         parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
-        for name, text in (
-            ("prompt_truncated", "truncated at the start of the prompt"),
-            ("answer_truncated", "truncated at the end of the answer"),
-            ("dropped_empty", "dropped: no answer"),
-            ("skipped", "skipped: bad rows"),
-        ):
-            if c[name]:
+        for name, text in {**CUTS, "dropped_empty": "dropped: no answer", "skipped": "skipped: bad rows"}.items():
+            if c.get(name):
                 parts.append(f"{c[name]:,} {text}")
         return ", ".join(parts) + (f"; {self.description}" if self.description else "")
 
@@ -82,192 +87,196 @@ class TokenizedDataset:
 
 def tokenize(
     raw: RawDataset,
-    fmt: str,
+    options,
     tokenizer,
-    context_length: int,
+    cut,
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
     renderer: TemplateRenderer | None = None,
 ) -> TokenizedDataset:
-    """Tokenizes rows and marks targets, truncating to `context_length`. `fmt`: a key of FORMATS, or auto.
+    """Tokenizes rows and marks targets. `options`: RowOptions or a format; `cut`: a Cut or a context length.
 
     A token is a target iff it contains a character of an answer; the end-of-turn token is one too. `vocab_size`:
     rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
     PlanError for a row that does not fit the format, or if no row has a target.
     """
-    fmt = resolve_format(raw, fmt, tokenizer)
-    skipped = list(raw.skipped)
-    counts = dict(dropped_empty=0, prompt_truncated=0, answer_truncated=0)
-    parts, sources = [], []
-    for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped, renderer):
-        if vocab_size is not None and ids.max() >= vocab_size:
+    reader, cut = reader_of(raw, options, tokenizer), Cut.of(cut)
+    builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
+    with RowEncoder(tokenizer, reader, renderer) as encoder:
+        limits = Limits(cut, train_on_prompt, vocab_size)
+        for start in range(0, len(raw.rows), TOKENIZER_BATCH):
+            part = slice(start, start + TOKENIZER_BATCH)
+            builder.add(encode_batch(encoder, raw.rows[part], raw.sources[part], limits))
+    return builder.finished(reader, tokenizer, len(raw.rows))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What every document must keep to, and whether all of its tokens are learned."""
+
+    cut: Cut
+    train_on_prompt: bool = False
+    vocab_size: int | None = None
+
+
+@dataclass
+class EncodedRow:
+    """What became of one row: its documents, or why it is left out.
+
+    `full`: tokens of each document before any cut; `cuts`: what became of those cut.
+    """
+
+    source: str
+    parts: list
+    full: list[int]
+    cuts: list[str]
+    empty: int = 0
+    bad: str | None = None
+
+
+def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> list[EncodedRow]:
+    """What becomes of each row."""
+    return [
+        EncodedRow(source, [], [], [], bad=str(documents))
+        if isinstance(documents, PlanError)
+        else _limited(encoder, documents, source, limits)
+        for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
+    ]
+
+
+def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
+    found = EncodedRow(source, [], [], [])
+    for document in documents:
+        ids, is_target = document.ids, document.is_target
+        if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
             raise PlanError(
-                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is out of range for the model's "
-                f"{vocab_size} "
-                "embedding rows. Use the model's own tokenizer."
+                f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
+                f"{limits.vocab_size} embedding rows. Use the model's own tokenizer."
             )
-        ids, is_target, cut = truncate(ids, is_target, context_length, tokenizer.bos_token_id)
         if not is_target[1:].any():
-            counts["dropped_empty"] += 1
+            found.empty += 1
             continue
-        if cut:
-            counts[cut] += 1
-        is_target = np.ones_like(is_target) if train_on_prompt else is_target
-        is_target[0] = False
-        parts.append((ids, is_target))
-        sources.append(raw.sources[row])
-    if not parts:
-        raise PlanError(
-            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to train on. Fill in the answers."
+        splits = limits.cut.policy(is_target) == "split"
+        if limits.train_on_prompt and splits:  # before windows repeat tokens that are not to be learned again
+            document = replace(document, is_target=np.ones_like(is_target))
+        parts, how = encoder.cut(document, limits.cut, source)
+        found.full.append(int(np.flatnonzero(is_target)[-1]) + 1)
+        found.cuts += [how] if how else []
+        for ids, is_target in parts:
+            if not is_target[1:].any():
+                found.empty += 1
+                continue
+            is_target = np.ones_like(is_target) if limits.train_on_prompt and not splits else is_target.copy()
+            is_target[0] = False
+            found.parts.append((ids, is_target))
+    return found
+
+
+class Builder:
+    """Collects encoded rows into a TokenizedDataset."""
+
+    def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
+        self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
+        self.parts, self.sources, self.full = [], [], []
+        self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
+
+    def add(self, rows: list[EncodedRow]) -> None:
+        """Raises PlanError for more bad rows than may be skipped."""
+        for row in rows:
+            if row.bad is not None:
+                if len(self.skipped) >= self.skip_bad_rows:
+                    raise PlanError(row.bad)
+                self.skipped.append(row.bad)
+                continue
+            self.parts += row.parts
+            self.sources += [row.source] * len(row.parts)
+            self.full += row.full
+            self.counts["dropped_empty"] += row.empty
+            for name in row.cuts:
+                self.counts[name] += 1
+            if row.cuts and set(row.cuts) != {"split"}:
+                self.counts["tokens_lost"] += max(0, sum(row.full) - sum(len(ids) for ids, _ in row.parts))
+
+    def finished(self, reader: RowReader, tokenizer, num_rows: int) -> TokenizedDataset:
+        """Raises PlanError if there is nothing to train on."""
+        if not self.parts:
+            long = self.counts["dropped_long"]
+            why = (
+                f"all of its {long} rows with an answer are too long, see --context_length"
+                if long
+                else (f"none of its {num_rows} rows has an answer to train on. Fill in the answers")
+            )
+            raise PlanError(f"{self.description}: {why}.")
+        sizes = _sizes([ids for ids, _ in self.parts], [targets for _, targets in self.parts])
+        counts = self.counts | dict(skipped=len(self.skipped)) | sizes
+        if self.counts["tokens_lost"]:
+            counts |= {f"full_{q}": int(np.percentile(self.full, q)) for q in (50, 95, 100)}
+        description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
+        if tokenizer.eos_token_id is None:
+            description += ", the tokenizer has no EOS token"
+        return TokenizedDataset(
+            **_joined(self.parts),
+            sources=tuple(self.sources),
+            counts=counts,
+            description=description,
+            skipped=tuple(self.skipped),
+            notices=notice_lines(reader.notices),
         )
-    counts |= dict(skipped=len(skipped)) | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
-    description = f"{raw.description}, {describe_format(fmt, tokenizer)}"
-    if tokenizer.eos_token_id is None:
-        description += ", the tokenizer has no EOS token"
-    return TokenizedDataset(
-        **_joined(parts), sources=tuple(sources), counts=counts, description=description, skipped=tuple(skipped)
-    )
 
 
-def generation_examples(raw: RawDataset, fmt: str, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
+def describe_formats(formats, tokenizer) -> str:
+    """The format of all rows, or the number of rows in each."""
+    if len(formats) == 1:
+        return describe_format(next(iter(formats)), tokenizer)
+    return ", ".join(f"{count:,} {describe_format(fmt, tokenizer)}" for fmt, count in formats.items())
+
+
+def notice_lines(notices) -> tuple[str, ...]:
+    """A line per notice with its count; columns that are not used in one."""
+    unused = {key: n for key, n in notices.items() if key.endswith("is not used") and key.startswith("column ")}
+    named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
+    lines = [f"columns not used, with their number of rows: {named}"] if named else []
+    return (*lines, *(f"{key}: {n:,} x" for key, n in notices.items() if key not in unused))
+
+
+def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
-    the prompt, they belong to the answer text. Rows without an answer are left out.
+    the prompt, they belong to the answer text. Rows without an answer are left out, and texts, which ask nothing.
     """
-    fmt = resolve_format(raw, fmt, tokenizer)
-    by_row = {}  # a row rendered as several documents is scored on its last
-    for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped), renderer):
-        if is_target.any():
-            start = last_answer_start(is_target)
-            by_row[row] = (ids[:start].tolist(), text_from(start), raw.sources[row])
-    if not by_row:
+    examples, answered = [], False
+    with RowEncoder(tokenizer, reader_of(raw, options, tokenizer), renderer) as encoder:
+        for at in range(0, len(raw.rows), TOKENIZER_BATCH):
+            sources = raw.sources[at : at + TOKENIZER_BATCH]
+            encoded = encoder.encode(raw.rows[at : at + TOKENIZER_BATCH], sources)
+            for source, documents in zip(sources, encoded, strict=True):
+                if isinstance(documents, PlanError):
+                    if not raw.skip_bad_rows:
+                        raise documents
+                    continue
+                documents = [d for d in documents if d.is_target.any()]
+                answered = answered or bool(documents)
+                if not documents:
+                    continue
+                last = documents[-1]  # a row rendered as several documents is scored on its last
+                start = last_answer_start(last.is_target)
+                if start > int(last.ids[0] == tokenizer.bos_token_id):
+                    examples.append((last.ids[:start].tolist(), last.answer_text(start), source))
+    if not answered:
         raise PlanError(
             f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
         )
-    return list(by_row.values())
+    return examples
 
 
-def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
-    """Resolves format `auto` from the columns. Raises PlanError if none matches or the tokenizer has no offsets."""
+def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
+    """A reader of the rows' columns. Raises PlanError if no format matches or the tokenizer has no offsets."""
     if not tokenizer.is_fast:
         raise PlanError(
             f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
-    return detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
-
-
-def truncate(ids, is_target, context_length: int, bos_id: int | None):
-    """(input ids, is_target, name of its truncation count or None), truncated to context_length.
-
-    A row that is too long keeps BOS and its last answer and is truncated at the start of the prompt; an answer too long
-    by itself is truncated at its end. Tokens after the last target are dropped.
-    """
-    targets = np.flatnonzero(is_target)
-    end = targets[-1] + 1 if len(targets) else len(ids)
-    ids, is_target = ids[:end], is_target[:end]
-    if len(ids) <= context_length or not len(targets):
-        return ids, is_target, None
-    head = int(ids[0] == bos_id) if bos_id is not None else 0
-    start = max(last_answer_start(is_target), head)
-    room = context_length - head
-    first = end - room if end - start <= room else start
-    keep = np.r_[:head, first : first + room]
-    return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
-
-
-def last_answer_start(is_target) -> int:
-    """Index at which the last contiguous run of targets starts."""
-    targets = np.flatnonzero(is_target)
-    gaps = np.flatnonzero(np.diff(targets) > 1)
-    return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])
-
-
-def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str], renderer) -> Iterator[tuple]:
-    """Yields (row number, input ids, is_target, answer_text(token)) per document; appends bad rows to `skipped`."""
-
-    def encode_pending():
-        texts = ["".join(span.text for span in document.spans) for _, document in pending]
-        first = raw.sources[pending[0][0]]
-        with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
-            encodings = tokenizer(
-                texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
-            ).encodings
-        for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
-            yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
-
-    pending = []
-    for row, documents in _rendered(raw, fmt, tokenizer, renderer):
-        if isinstance(documents, PlanError):
-            if len(skipped) >= raw.skip_bad_rows:
-                raise documents
-            skipped.append(str(documents))
-            continue
-        pending += [(row, document) for document in documents]
-        if len(pending) >= TOKENIZER_BATCH:
-            yield from encode_pending()
-            pending = []
-    if pending:
-        yield from encode_pending()
-
-
-def _rendered(raw: RawDataset, fmt: str, tokenizer, renderer) -> Iterator[tuple[int, list[Document] | PlanError]]:
-    """Yields (row number, its documents or what is wrong with it)."""
-    if not uses_template(fmt, tokenizer):
-        for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
-            try:
-                yield row, [render_text(fields, source, fmt, tokenizer)]
-            except PlanError as error:
-                yield row, error
-        return
-    with contextlib.ExitStack() as stack:
-        renderer = renderer or stack.enter_context(TemplateRenderer(tokenizer))
-        specials = special_texts(tokenizer)
-        for start in range(0, len(raw.rows), TOKENIZER_BATCH):
-            rows = range(start, min(start + TOKENIZER_BATCH, len(raw.rows)))
-            yield from zip(rows, _rendered_batch(raw, fmt, rows, renderer, specials), strict=True)
-
-
-def _rendered_batch(raw: RawDataset, fmt: str, rows, renderer, specials) -> list[list[Document] | PlanError]:
-    found, asked, requests = {}, [], []
-    for row in rows:
-        try:
-            found[row] = Conversation.of(raw.rows[row], raw.sources[row], fmt)
-            requests.append(found[row].request(raw.sources[row]))
-            asked.append(row)
-        except PlanError as error:
-            found[row] = error
-    for row, texts in zip(asked, renderer.render(requests, [raw.sources[row] for row in asked]), strict=True):
-        try:
-            failed = isinstance(texts, PlanError)
-            found[row] = texts if failed else found[row].documents(texts, raw.sources[row], specials)
-        except PlanError as error:
-            found[row] = error
-    return [found[row] for row in rows]
-
-
-def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
-    ids = np.array(encoding.ids, np.int32)
-    if not len(ids):
-        return np.zeros(1, np.int32), np.zeros(1, bool), str
-    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
-    # where
-    # the previous one ended.
-    before = np.maximum.accumulate(np.r_[0, ends[:-1]])
-    trimmed = np.minimum(starts, before)
-    starts = np.where(starts == ends, trimmed, starts)
-    is_target, at, answer_end = np.zeros(len(ids), bool), 0, len(text)
-    for span in document.spans:
-        if span.is_target and span.text:
-            is_target |= (starts < at + len(span.text)) & (ends > at)
-            answer_end = answer_end if span.is_end else at + len(span.text)
-        at += len(span.text)
-    if document.add_eos and eos_id is not None and is_target.any():
-        if ids[-1] != eos_id:
-            ids, is_target = np.append(ids, np.int32(eos_id)), np.append(is_target, False)
-        is_target[-1] = True
-    return ids, is_target, lambda token: text[trimmed[token] : answer_end]
+    return RowReader(RowOptions.of(options), raw.columns, raw.description)
 
 
 def _joined(parts: list) -> dict:

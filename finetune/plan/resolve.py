@@ -20,6 +20,7 @@ from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.plan.data import data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
@@ -404,6 +405,7 @@ RULES = (
     deprecated_aliases,
     prequantized_base,
     contradictions,
+    data_flags,
     train_type_limits,
     mlx_limits,
     resolve_parallelism,  # world size, degrees, who distributes

@@ -21,7 +21,7 @@ from backend_manager import CAPABILITIES, Backend
 from finetune import errors
 from finetune.cli import read_config
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
-from finetune.data.formats import detect_format
+from finetune.data.columns import detect_format
 from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
