@@ -39,6 +39,7 @@ from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data.chat_template import ensure_chat_template
+from finetune.data.lengths import sampled_lengths
 from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
@@ -82,6 +83,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         env=env,
         num_devices=manager.num_devices,
         environment=dict(os.environ),
+        lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
     )
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
     s = plan.settings

@@ -217,7 +217,7 @@ def _metavar(name, field) -> str:
 
 
 def help_text(field) -> str:
-    default = field.default
+    default = field.metadata["unset"] or field.default
     shown = "unset" if default is None else str(default).lower() if isinstance(default, bool) else default
     if default is None and "default:" in field.metadata["help"]:
         return field.metadata["help"]

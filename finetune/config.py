@@ -59,6 +59,7 @@ FACTS = {
     "auto": False,  # also accepts "auto"
     "nonempty": False,  # rejects an empty string
     "metavar": None,  # how --help shows its value
+    "unset": None,  # what it is if it is not given, where that is not the default of the field
     "adapter_only": False,  # has no meaning without an adapter
     "saved": True,  # part of run_plan.json; False for flags of one invocation, not of the training
     "resumable": False,  # a resumed run may change it
@@ -117,7 +118,14 @@ class TrainConfig:
     )
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int = flag(
-        512, "data", "maximum sequence length in tokens; longer rows are treated as --overlong says", minimum=2
+        512,  # where nothing is planned, such as tests of an engine
+        "data",
+        "maximum sequence length in tokens; longer rows are treated as --overlong says. auto: what 99 % of the rows "
+        "fit in, if the model and the memory allow it",
+        minimum=2,
+        auto=True,
+        metavar="N|auto",
+        unset="auto",
     )
     overlong: str = flag(
         "auto",

@@ -9,6 +9,7 @@ from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.formats import needs_template
+from finetune.data.mixture import Source
 from finetune.data.overlong import Cut
 from finetune.data.rows import RawDataset
 from finetune.data.sampler import Cursor, rank_rows, split_validation, step_rows, total_steps
@@ -74,15 +75,16 @@ def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, RowOptio
             continue
         samples = {"train": settings.dataset_samples, "validation": -1, "score": settings.score_samples}[use]
         raw = read_rows(dataset, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
-        options = row_options(settings)
+        options = options_of(Source(dataset), settings)
         check_columns(raw, options, flag)
         raw_datasets[use] = raw, options
     return raw_datasets
 
 
-def row_options(settings: TrainConfig) -> RowOptions:
-    """How the settings have columns read. Raises PlanError."""
-    return RowOptions(settings.dataset_format, parse_columns(settings.columns), parse_names(settings.ignore_columns))
+def options_of(source: Source, settings: TrainConfig) -> RowOptions:
+    """How a dataset's columns are read: as it says itself, else as the settings do. Raises PlanError."""
+    columns = source.columns or parse_columns(settings.columns)
+    return RowOptions(source.format or settings.dataset_format, columns, parse_names(settings.ignore_columns))
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:

@@ -1,8 +1,15 @@
 """The plan's rules for data: what can be refused of its flags before a file is read."""
 
+import numpy as np
+
+from finetune.config import TrainConfig
 from finetune.data.columns import parse_columns, parse_names
 from finetune.errors import PlanError
+from finetune.estimate import budget
 from finetune.plan.draft import Draft
+
+MULTIPLE = 64  # lengths are rounded up to these
+UNKNOWN = 512  # if no row can be read
 
 
 def data_flags(draft: Draft) -> None:
@@ -12,12 +19,59 @@ def data_flags(draft: Draft) -> None:
     both = [column for column in columns.values() if column.casefold() in ignored]
     if both:
         raise PlanError(f"--ignore_columns {both[0]}: --columns uses it. Give it to one of them.")
-    overlap, length = values["window_overlap"], values["context_length"]
+    overlap = values["window_overlap"]
     if overlap and values["overlong"] not in ("auto", "split"):
         raise PlanError(
             f"--window_overlap {overlap}: --overlong {values['overlong']} makes no windows. Omit one of them."
         )
+
+
+def context_length(draft: Draft) -> None:
+    """auto: the least of what the rows need, the model can and the memory allows. A number: within the model's."""
+    values, limit = draft.values, draft.shape and draft.shape.context_limit
+    is_open = not draft.given("context_length") and "context_length" not in (draft.facts.inherited or {})
+    if is_open and draft.facts.lengths:
+        values["context_length"] = "auto"
+    if values["context_length"] == "auto" or (is_open and limit and limit < values["context_length"]):
+        _auto_length(draft, limit)
+    elif limit and values["context_length"] > limit:
+        raise PlanError(
+            f"--context_length {values['context_length']}: exceeds this model's limit of {limit}. Use at most {limit}."
+        )
+    length, overlap = values["context_length"], values["window_overlap"]
     if overlap > length // 2:
         raise PlanError(
             f"--window_overlap {overlap}: must be at most half of --context_length {length}. Use {length // 2} or less."
         )
+
+
+def _auto_length(draft: Draft, limit: int | None) -> None:
+    lengths = draft.facts.lengths and draft.facts.lengths(TrainConfig(**draft.values))
+    if lengths:
+        needed = int(np.percentile(lengths, 99, method="higher"))
+        used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
+        reason = f"99 % of {len(lengths):,} rows read for this have at most {needed:,} tokens; a multiple of {MULTIPLE}"
+    else:
+        used, reason = UNKNOWN, "the rows are not read yet"
+    if limit and limit < used:
+        used, reason = limit, f"this model's limit; {reason}"
+    allowed = _allowed_by_memory(draft, used)
+    if allowed < used:
+        used, reason = allowed, f"what memory allows for one row; {reason}"
+    draft.adjust("context_length", used, reason)
+
+
+def _allowed_by_memory(draft: Draft, length: int) -> int:
+    """The length, halved until one row of it fits with recomputation; as it is if the memory is not known."""
+    memory_budget, shape, least = draft.memory_budget(), draft.shape, min(length, MULTIPLE)
+    if not (memory_budget and shape and shape.known and shape.linears):
+        return length
+    values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
+    if values["cache_dequantized"] == "auto":
+        values["cache_dequantized"] = "false"
+    while length > least:
+        settings = TrainConfig(**values | {"context_length": length})
+        if budget.fits(settings, shape, memory_budget, budget.full_microbatch(settings, 1)):
+            break
+        length = max(least, length // 2)
+    return length
