@@ -53,7 +53,8 @@ def main(argv=None) -> int:
     from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
     from finetune.data.columns import RowOptions
-    from finetune.data.prepare import check_columns, needs_chat_template
+    from finetune.data.mixture import Source
+    from finetune.data.prepare import Read, check_columns, needs_chat_template
     from finetune.data.sources import read_rows
     from finetune.data.tokenize import generation_examples, tokenize
 
@@ -67,7 +68,7 @@ def main(argv=None) -> int:
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends = inference.open_engine(args)
-    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": (raw, options)}))
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [Read(raw, options, Source(args.dataset))]}))
     length = min(args.context_length, engine.context_limit() or args.context_length)
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)

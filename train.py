@@ -40,7 +40,7 @@ from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import sampled_lengths
-from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
+from finetune.data.prepare import eva_batches, load_data, named_sources, needs_chat_template, read_datasets
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
@@ -101,7 +101,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if selected:
         plan = replace(plan, adjustments=(selected, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
-        check_local(getattr(s, flag), f"--{flag}")
+        for source in named_sources(s, flag) if getattr(s, flag) else ():
+            check_local(source.name, f"--{flag}")
     if s.verbose:
         manager.print_summary()
     return check_resumed(plan, saved.saved_plan) if saved else plan

@@ -58,6 +58,7 @@ FACTS = {
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
     "nonempty": False,  # rejects an empty string
+    "repeatable": False,  # may be given several times, or as a list: then its value is a list
     "metavar": None,  # how --help shows its value
     "unset": None,  # what it is if it is not given, where that is not the default of the field
     "adapter_only": False,  # has no meaning without an adapter
@@ -95,9 +96,10 @@ class TrainConfig:
         None,
         "data",
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
-        "dummy; default: the demo data",
+        "dummy; as NAME[:weight][@split], and several times to train on all of them; default: the demo data",
         metavar="FILE|NAME",
         nonempty=True,
+        repeatable=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
     columns: str = flag(

@@ -96,8 +96,17 @@ def memory_table(predicted: dict, measured: dict) -> str:
 def data_lines(data, color: bool) -> list[str]:
     """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
+    lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
     lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
     return [*map(clean, lines), render_sample(data.train, 0, data.tokenizer, color=color)]
+
+
+def dataset_lines(tokens: dict[str, int]) -> list[str]:
+    """The line on how many tokens of each dataset were trained on; nothing for a single one."""
+    if not tokens:
+        return []
+    total = max(1, sum(tokens.values()))
+    return ["tokens by dataset: " + ", ".join(f"{name} {n:,} ({n / total:.1%})" for name, n in tokens.items())]
 
 
 def engine_lines(engine) -> list[str]:
@@ -130,6 +139,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
     lines += [
         f"time: {phases}; {rate:,.0f} tokens/s in training",
+        *dataset_lines(data.tokens_by_dataset(plan, state)),
         f"memory above imports: {peak / GIB:.2f} GiB in training, {r.loading_bytes / GIB:.2f} GiB while loading",
     ]
     if r.peak and r.predicted and r.predicted["total"]:

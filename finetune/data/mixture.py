@@ -41,6 +41,11 @@ def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
     return found
 
 
+def dataset_words(value) -> str:
+    """A flag's value as messages show it: the names of its datasets."""
+    return ", ".join(v["name"] if isinstance(v, dict) else v for v in value) if isinstance(value, list) else str(value)
+
+
 def parse_source(spec: str, flag: str) -> Source:
     """A dataset in the words of the command line. A file of exactly this name is taken as it is. Raises PlanError."""
     if _exists(spec):

@@ -9,13 +9,14 @@ from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.formats import needs_template
-from finetune.data.mixture import Source
+from finetune.data.mixture import Source, sources_of
 from finetune.data.overlong import Cut
 from finetune.data.rows import RawDataset
-from finetune.data.sampler import Cursor, rank_rows, split_validation, step_rows, total_steps
+from finetune.data.sampler import Cursor, rank_rows, rows_so_far, split_validation, step_rows, total_steps
 from finetune.data.sources import read_rows
-from finetune.data.tokenize import TokenizedDataset, generation_examples, tokenize
+from finetune.data.tokenize import TokenizedDataset, generation_examples, joined_datasets, tokenize
 from finetune.engine import Batch
+from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.tokenizer import end_ids, pad_id
@@ -47,13 +48,23 @@ class Data:
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""
         s = plan.settings
-        rows, cursor = step_rows(len(self.train), plan.rows_per_step, s.seed, state.cursor)
+        rows, cursor = step_rows(self.train.order, plan.rows_per_step, s.seed, state.cursor)
         mine = rank_rows(rows, data_rank, plan.data_ranks)
         return microbatches(self.train, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id), rows, cursor
 
     def total_steps(self, plan) -> int:
         s = plan.settings
-        return total_steps(len(self.train), plan.rows_per_step, s.num_epochs, s.max_steps)
+        return total_steps(self.train.order, plan.rows_per_step, s.num_epochs, s.max_steps)
+
+    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+        """Tokens trained on so far of each dataset; empty if there is one."""
+        train, found = self.train, np.zeros(len(self.train.parts), np.int64)
+        if not train.parts:
+            return {}
+        numbers, lengths = train.part_numbers(), train.lengths
+        for rows in rows_so_far(train.order, plan.settings.seed, state.cursor):
+            found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
+        return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
 
     def largest_microbatch(self, plan, pad_id: int) -> Batch:
         """The largest microbatch of the run's first epochs, as the loop will make it."""
@@ -63,22 +74,43 @@ class Data:
         )
 
 
-def read_datasets(settings: TrainConfig) -> dict[str, tuple[RawDataset, RowOptions]]:
-    """{use: (raw rows, how to read their columns)} of every dataset the settings name. Every broken row is found here.
+@dataclass(frozen=True)
+class Read:
+    """A dataset as read: its rows, and how their columns are read."""
 
-    Raises PlanError.
-    """
-    raw_datasets = {}
+    raw: RawDataset
+    options: RowOptions
+    source: Source
+
+
+def read_datasets(settings: TrainConfig) -> dict[str, list[Read]]:
+    """{use: its datasets} that the settings name. Every broken row is found here. Raises PlanError."""
+    found = {}
     for use, (name, split) in DATASETS.items():
-        dataset, flag = getattr(settings, name), f"--{name}"
-        if not dataset:
+        if not getattr(settings, name):
             continue
         samples = {"train": settings.dataset_samples, "validation": -1, "score": settings.score_samples}[use]
-        raw = read_rows(dataset, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
-        options = options_of(Source(dataset), settings)
-        check_columns(raw, options, flag)
-        raw_datasets[use] = raw, options
-    return raw_datasets
+        found[use] = [
+            read_source(source, settings, samples, split, f"--{name}") for source in named_sources(settings, name)
+        ]
+    return found
+
+
+def named_sources(settings: TrainConfig, name: str) -> tuple[Source, ...]:
+    """The datasets that --dataset, --validation_dataset or --score_dataset names. Raises PlanError."""
+    sources = sources_of(getattr(settings, name), f"--{name}")
+    if name != "dataset" and sources[0].weight is not None:
+        raise PlanError(f"--{name} {getattr(settings, name)}: has a weight, and only training data is mixed. Omit it.")
+    return sources
+
+
+def read_source(source: Source, settings: TrainConfig, samples: int, split: str, flag: str) -> Read:
+    """One dataset's rows. Raises PlanError."""
+    split = source.split or split
+    raw = read_rows(source.name, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
+    options = options_of(source, settings)
+    check_columns(raw, options, f"{flag} {source}" if isinstance(settings.dataset, list) else flag)
+    return Read(raw, options, source)
 
 
 def options_of(source: Source, settings: TrainConfig) -> RowOptions:
@@ -97,13 +129,14 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
             reader.read(row, source)
 
 
-def needs_chat_template(raw_datasets: dict) -> bool:
+def needs_chat_template(raw_datasets: dict[str, list[Read]]) -> bool:
     """True if some row is rendered by a chat template only."""
     return any(
         needs_template(reader.read(row, source))
-        for raw, options in raw_datasets.values()
-        for reader in [RowReader(options, raw.columns)]
-        for row, source in zip(raw.rows, raw.sources, strict=True)
+        for datasets in raw_datasets.values()
+        for read in datasets
+        for reader in [RowReader(read.options, read.raw.columns)]
+        for row, source in zip(read.raw.rows, read.raw.sources, strict=True)
     )
 
 
@@ -112,9 +145,12 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
     vocab_size = ModelShape.from_config(files.config).vocab_size
 
     def tokenized(use: str, renderer) -> TokenizedDataset:
-        raw, options = raw_datasets[use]
-        on_prompt = settings.train_on_prompt and use == "train"
-        return tokenize(raw, options, tokenizer, cut_of(settings), on_prompt, vocab_size, renderer)
+        on_prompt, cut = settings.train_on_prompt and use == "train", cut_of(settings)
+        found = [
+            tokenize(read.raw, read.options, tokenizer, cut, on_prompt, vocab_size, renderer)
+            for read in raw_datasets[use]
+        ]
+        return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
     with shared_renderer(tokenizer) as renderer:
         train, validation, score_examples = tokenized("train", renderer), None, []
@@ -124,12 +160,20 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
             rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
             train, validation = train.select(rows), train.select(held_out)
         if "score" in raw_datasets:
-            score_examples = generation_examples(*raw_datasets["score"], tokenizer, renderer)
+            for read in raw_datasets["score"]:
+                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
             validation = validation or tokenized("score", renderer)
-    raw, options = raw_datasets["score" if score_examples else "train"]
     source = score_examples[0][2] if score_examples else train.sources[0]
-    row = RowReader(options, raw.columns).read(raw.rows[raw.sources.index(source)], source)
-    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, row)
+    example = row_named(source, raw_datasets["score" if score_examples else "train"])
+    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example)
+
+
+def row_named(name: str, datasets: list[Read]) -> Row | None:
+    """The row of this source."""
+    read = next((read for read in datasets if name in read.raw.sources), None)
+    if read is None:
+        return None
+    return RowReader(read.options, read.raw.columns).read(read.raw.rows[read.raw.sources.index(name)], name)
 
 
 def cut_of(settings: TrainConfig) -> Cut:
@@ -140,5 +184,5 @@ def cut_of(settings: TrainConfig) -> Cut:
 def eva_batches(data: Data, settings: TrainConfig) -> list[Batch]:
     """Padded batches of the first rows of the run, which --init_lora_weights eva reads activations of."""
     num_rows = len(data.train)
-    rows, _ = step_rows(num_rows, min(num_rows, EVA_ROWS), settings.seed, Cursor())
+    rows, _ = step_rows(data.train.order, min(num_rows, EVA_ROWS), settings.seed, Cursor())
     return microbatches(data.train, rows, "padded", 16, settings.microbatch_tokens, pad_id(data.tokenizer))

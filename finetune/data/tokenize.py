@@ -11,6 +11,7 @@ from finetune.data.encode import Encoded, RowEncoder
 from finetune.data.formats import describe_format
 from finetune.data.overlong import CUTS, Cut, last_answer_start
 from finetune.data.rows import RawDataset
+from finetune.data.sampler import Mix
 from finetune.errors import PlanError
 from finetune.terminal import clean
 
@@ -18,11 +19,22 @@ TOKENIZER_BATCH = 512
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the datasets that rows come from: the number of its documents, and its weight if they are mixed by it."""
+
+    name: str
+    num_rows: int
+    weight: float | None = None
+    line: str = ""
+
+
+@dataclass(frozen=True)
 class TokenizedDataset:
     """Documents as flat arrays: document i is tokens[offsets[i] : offsets[i + 1]].
 
     Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
-    skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows.
+    skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
+    `full_lengths`: of the documents before any cut. `parts`: the datasets it is joined from, in order.
     """
 
     tokens: np.ndarray  # int32
@@ -33,9 +45,22 @@ class TokenizedDataset:
     description: str = ""
     skipped: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    full_lengths: np.ndarray | None = None
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def order(self) -> int | Mix:
+        """What the sampler draws from: the number of rows, or a mixture by weights."""
+        if not self.parts or self.parts[0].weight is None:
+            return len(self)
+        return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts))
+
+    def part_numbers(self) -> np.ndarray:
+        """For each document the number of its part."""
+        return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -51,7 +76,9 @@ class TokenizedDataset:
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
         sources = tuple(self.sources[i] for i in indices)
-        return replace(self, **_joined(parts), sources=sources, counts=counts)
+        numbers = np.bincount(self.part_numbers()[list(indices)], minlength=len(self.parts)) if self.parts else ()
+        kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
+        return replace(self, **_joined(parts), sources=sources, counts=counts, parts=kept)
 
     def digest(self) -> str:
         """sha256 of tokens, targets and document offsets: equal for equal training data."""
@@ -66,9 +93,10 @@ class TokenizedDataset:
         if not c.get("tokens_lost"):
             return None
         share = c["tokens_lost"] / (c["tokens_lost"] + c["tokens"])
+        p50, p95, longest = (int(np.percentile(self.full_lengths, q)) for q in (50, 95, 100))
         return (
             f"{c['tokens_lost']:,} tokens ({share:.1%}) are over the context length and not learned; --context_length "
-            f"{c['full_100']} keeps all (p50 {c['full_50']:,}, p95 {c['full_95']:,}, max {c['full_100']:,})"
+            f"{longest} keeps all (p50 {p50:,}, p95 {p95:,}, max {longest:,})"
         )
 
     def describe(self) -> str:
@@ -209,8 +237,6 @@ class Builder:
             raise PlanError(f"{self.description}: {why}.")
         sizes = _sizes([ids for ids, _ in self.parts], [targets for _, targets in self.parts])
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
-        if self.counts["tokens_lost"]:
-            counts |= {f"full_{q}": int(np.percentile(self.full, q)) for q in (50, 95, 100)}
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
             description += ", the tokenizer has no EOS token"
@@ -221,7 +247,30 @@ class Builder:
             description=description,
             skipped=tuple(self.skipped),
             notices=notice_lines(reader.notices),
+            full_lengths=np.array(self.full, np.int32),
         )
+
+
+def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, float | None]]) -> TokenizedDataset:
+    """The documents of several datasets one after the other. `parts`: (name, weight) of each."""
+    if len(datasets) == 1:
+        return datasets[0]
+    counts = {name: sum(d.counts[name] for d in datasets) for name in datasets[0].counts}
+    lengths = np.concatenate([d.lengths for d in datasets])
+    found = tuple(Part(n, len(d), w, d.describe()) for (n, w), d in zip(parts, datasets, strict=True))
+    mixed = " mixed by weight" if parts[0][1] is not None else ""
+    return TokenizedDataset(
+        tokens=np.concatenate([d.tokens for d in datasets]),
+        is_target=np.concatenate([d.is_target for d in datasets]),
+        offsets=np.cumsum(np.r_[0, lengths], dtype=np.int64),
+        sources=tuple(s for d in datasets for s in d.sources),
+        counts=counts,
+        description=f"{len(datasets)} datasets{mixed}",
+        skipped=tuple(line for d in datasets for line in d.skipped),
+        notices=tuple(f"{n}: {line}" for (n, _), d in zip(parts, datasets, strict=True) for line in d.notices),
+        full_lengths=np.concatenate([d.full_lengths for d in datasets]),
+        parts=found,
+    )
 
 
 def describe_formats(formats, tokenizer) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 
 from finetune.config import TrainConfig
 from finetune.data.columns import parse_columns, parse_names
+from finetune.data.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.plan.draft import Draft
@@ -15,6 +16,8 @@ UNKNOWN = 512  # if no row can be read
 def data_flags(draft: Draft) -> None:
     """Flags about columns and long rows that contradict themselves."""
     values = draft.values
+    if values["dataset"]:
+        sources_of(values["dataset"])
     columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
     both = [column for column in columns.values() if column.casefold() in ignored]
     if both:
