@@ -38,6 +38,7 @@ from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
+from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import sampled_lengths
 from finetune.data.prepare import eva_batches, load_data, named_sources, needs_chat_template, read_datasets
@@ -368,6 +369,8 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     lines, fits = report_lines(plan.settings, plan.shape, plan.memory_budget, dims=plan.dims)
     say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
+    if plan.files:
+        say("\n".join(preview.lines_of(plan.settings, plan.files)))
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
 
 

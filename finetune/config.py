@@ -404,7 +404,12 @@ class TrainConfig:
         metavar="FILE",
         saved=False,
     )
-    dry_run: bool = flag(False, "ask", "print the plan with its reasons; load nothing", saved=False)
+    dry_run: bool = flag(
+        False, "ask", "print the plan with its reasons and a preview of the data; load nothing", saved=False
+    )
+    data_report: str = flag(
+        None, "ask", "with --dry_run: write the preview of the data as JSON", metavar="FILE", saved=False, nonempty=True
+    )
     doctor: str = flag(
         "false",
         "ask",

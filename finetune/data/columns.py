@@ -113,6 +113,17 @@ def parse_names(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip().casefold() for word in (text or "").split(",") if word.strip())
 
 
+class Notices:
+    """What a user should know of a dataset's rows: each text with the number of times and the first place."""
+
+    def __init__(self):
+        self.counts, self.first = Counter(), {}
+
+    def add(self, text: str, source: str, count: int = 1) -> None:
+        self.counts[text] += count
+        self.first.setdefault(text, source)
+
+
 @dataclass(frozen=True)
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
@@ -125,10 +136,14 @@ class Row:
     columns: dict
     source: str
     ignored: tuple[str, ...] = ()
-    notices: Counter = field(default_factory=Counter)
+    notices: Notices = field(default_factory=Notices)
 
     def get(self, name: str):
         return self.values.get(name)
+
+    def note(self, text: str, count: int = 1) -> None:
+        """Counts something a user should know."""
+        self.notices.add(text, self.source, count)
 
     def text(self, name: str, required: bool = True) -> str:
         """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
@@ -139,7 +154,7 @@ class Row:
             fact = "null" if name in self.values else "missing"
             raise PlanError(f"{self.source}: field {column!r} is {fact}, must be a string.")
         if isinstance(value, bool | int):
-            self.notices[f"field {column!r}: {type(value).__name__} converted to text"] += 1
+            self.note(f"field {column!r}: {type(value).__name__} converted to text")
             return str(value).lower() if isinstance(value, bool) else str(value)
         if not isinstance(value, str):
             hint = " Write numbers with a fraction as text." if isinstance(value, float) else ""
@@ -164,7 +179,7 @@ class RowReader:
     """
 
     def __init__(self, options: RowOptions = RowOptions(), columns=(), dataset: str = "--dataset"):  # noqa: B008
-        self.options, self.dataset, self.formats, self.notices = options, dataset, Counter(), Counter()
+        self.options, self.dataset, self.formats, self.notices = options, dataset, Counter(), Notices()
         self.schemas, self.main = {}, None
         self.renamed = {column.casefold(): name for name, column in options.columns.items()}
         if columns:
@@ -185,7 +200,7 @@ class RowReader:
                 values[name], columns[name] = row[column], column
             for other in names:
                 if other != column and row.get(other) is not None:
-                    self.notices[f"column {other!r} is not used, {column!r} is"] += 1
+                    self.notices.add(f"column {other!r} is not used, {column!r} is", source)
         for name in FORMATS[schema.format].required:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
@@ -255,7 +270,7 @@ class RowReader:
                     f"{source}: column {column!r} {MEANS[name]}, and format {schema.format} does not use it. "
                     f"{_remedy(name, schema.format)}"
                 )
-            self.notices[f"column {str(column)!r} is not used"] += 1
+            self.notices.add(f"column {str(column)!r} is not used", source)
 
 
 def _remedy(name: str, fmt: str) -> str:

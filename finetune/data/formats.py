@@ -137,7 +137,7 @@ def _answer(row: Row, name: str) -> str:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return row.text(name)
     if len(set(value)) > 1:
-        row.notices[f"field {row.columns[name]!r}: only the first of several answers is learned"] += 1
+        row.note(f"field {row.columns[name]!r}: only the first of several answers is learned")
     return value[0] if value else ""
 
 
@@ -231,9 +231,9 @@ class Conversation:
         for i, message in enumerate(self.messages[: self.answers[-1] + 1]):
             content = message["content"].strip()
             if i in self.learned and len(self.learned) > 1 and _is_empty(message):
-                self.row.notices["an empty answer among others is not learned"] += 1
+                self.row.note("an empty answer among others is not learned")
             if content and content not in text and "</think>" not in content:
-                self.row.notices[f"a message of {message['role']} is altered or left out by the chat template"] += 1
+                self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
 
 
 def _is_empty(message: dict) -> bool:
@@ -267,7 +267,7 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         completion = [{"role": "assistant", "content": completion}]
     answer, learned = chat_messages(completion, row.columns["completion"], row)
     if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
-        row.notices[f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it"] += 1
+        row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

@@ -24,7 +24,7 @@ def sampled_lengths(settings: TrainConfig, model_folder: Path, fetch: bool) -> t
     here, as it is reported where all rows are read.
     """
     sources = sources_of(settings.dataset)
-    if not fetch and not all(s.name == "dummy" or _is_local(s.name) for s in sources):
+    if not fetch and not all(is_local(s.name) for s in sources):
         return None
     tokenizer = PlainTokenizer.from_folder(model_folder)
     if tokenizer is None:
@@ -43,5 +43,6 @@ def sampled_lengths(settings: TrainConfig, model_folder: Path, fetch: bool) -> t
     return tuple(found)
 
 
-def _is_local(name: str) -> bool:
-    return name not in DATASET_ALIASES and Path(name).expanduser().exists()
+def is_local(name: str) -> bool:
+    """True for a dataset that is read without a network."""
+    return name == "dummy" or name not in DATASET_ALIASES and Path(name).expanduser().exists()

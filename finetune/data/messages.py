@@ -223,7 +223,7 @@ def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Ro
             if name not in (*ANY_TEMPLATE, *REASONING, "tool_calls") and name not in template.words
         )
     for name, count in unread.items():
-        row.notices[f"message field {name!r} is not read by the chat template"] += count
+        row.note(f"message field {name!r} is not read by the chat template", count)
 
 
 def with_nine_character_ids(messages: list[dict]) -> list[dict]:

@@ -1,12 +1,12 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from finetune.data.chat_template import TemplateRenderer
-from finetune.data.columns import RowOptions, RowReader
+from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.encode import Encoded, RowEncoder
 from finetune.data.formats import describe_format
 from finetune.data.overlong import CUTS, Cut, last_answer_start
@@ -34,7 +34,8 @@ class TokenizedDataset:
 
     Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
     skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
-    `full_lengths`: of the documents before any cut. `parts`: the datasets it is joined from, in order.
+    `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
+    the first place of each of these and of each count. `parts`: the datasets it is joined from, in order.
     """
 
     tokens: np.ndarray  # int32
@@ -46,6 +47,8 @@ class TokenizedDataset:
     skipped: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     full_lengths: np.ndarray | None = None
+    first: dict = field(default_factory=dict)
+    noted: dict = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
@@ -207,6 +210,7 @@ class Builder:
         self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
         self.parts, self.sources, self.full = [], [], []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
+        self.first = {}  # where each of them was seen first
 
     def add(self, rows: list[EncodedRow]) -> None:
         """Raises PlanError for more bad rows than may be skipped."""
@@ -222,6 +226,8 @@ class Builder:
             self.counts["dropped_empty"] += row.empty
             for name in row.cuts:
                 self.counts[name] += 1
+            for name in ("dropped_empty",) * bool(row.empty) + tuple(row.cuts):
+                self.first.setdefault(name, row.source)
             if row.cuts and set(row.cuts) != {"split"}:
                 self.counts["tokens_lost"] += max(0, sum(row.full) - sum(len(ids) for ids, _ in row.parts))
 
@@ -248,6 +254,8 @@ class Builder:
             skipped=tuple(self.skipped),
             notices=notice_lines(reader.notices),
             full_lengths=np.array(self.full, np.int32),
+            first=self.first | reader.notices.first,
+            noted=dict(reader.notices.counts),
         )
 
 
@@ -269,6 +277,8 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         skipped=tuple(line for d in datasets for line in d.skipped),
         notices=tuple(f"{n}: {line}" for (n, _), d in zip(parts, datasets, strict=True) for line in d.notices),
         full_lengths=np.concatenate([d.full_lengths for d in datasets]),
+        first={key: place for d in reversed(datasets) for key, place in d.first.items()},
+        noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
         parts=found,
     )
 
@@ -280,8 +290,9 @@ def describe_formats(formats, tokenizer) -> str:
     return ", ".join(f"{count:,} {describe_format(fmt, tokenizer)}" for fmt, count in formats.items())
 
 
-def notice_lines(notices) -> tuple[str, ...]:
+def notice_lines(notices: Notices) -> tuple[str, ...]:
     """A line per notice with its count; columns that are not used in one."""
+    notices = notices.counts
     unused = {key: n for key, n in notices.items() if key.endswith("is not used") and key.startswith("column ")}
     named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
     lines = [f"columns not used, with their number of rows: {named}"] if named else []

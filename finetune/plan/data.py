@@ -10,12 +10,15 @@ from finetune.estimate import budget
 from finetune.plan.draft import Draft
 
 MULTIPLE = 64  # lengths are rounded up to these
+SHORT = 512  # rows up to this length are never cut
 UNKNOWN = 512  # if no row can be read
 
 
 def data_flags(draft: Draft) -> None:
     """Flags about columns and long rows that contradict themselves."""
     values = draft.values
+    if values["data_report"] and not values["dry_run"]:
+        raise PlanError(f"--data_report {values['data_report']}: is written by a dry run. Add --dry_run.")
     if values["dataset"]:
         sources_of(values["dataset"])
     columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
@@ -51,9 +54,13 @@ def context_length(draft: Draft) -> None:
 def _auto_length(draft: Draft, limit: int | None) -> None:
     lengths = draft.facts.lengths and draft.facts.lengths(TrainConfig(**draft.values))
     if lengths:
-        needed = int(np.percentile(lengths, 99, method="higher"))
+        needed, share = int(np.percentile(lengths, 99, method="higher")), "99 %"
+        if max(lengths) <= max(SHORT, needed * 1.25):  # a few tokens more keep all of them
+            needed, share = max(lengths), "all"
         used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
-        reason = f"99 % of {len(lengths):,} rows read for this have at most {needed:,} tokens; a multiple of {MULTIPLE}"
+        reason = (
+            f"{share} of {len(lengths):,} rows read for this have at most {needed:,} tokens; a multiple of {MULTIPLE}"
+        )
     else:
         used, reason = UNKNOWN, "the rows are not read yet"
     if limit and limit < used:

@@ -50,14 +50,20 @@ def test_auto_is_what_99_percent_of_the_rows_fit_in():
     assert planned((10,)).settings.context_length == 64
 
 
+@pytest.mark.parametrize(("longest", "length"), [(512, 512), (600, 640), (700, 704), (9000, 576)])
+def test_auto_keeps_all_rows_where_that_costs_little(longest, length):
+    plan = planned((560,) * 990 + (longest,)) if longest > 512 else planned((100,) * 990 + (longest,))
+    assert plan.settings.context_length == length
+
+
 def test_auto_is_at_most_the_models_limit_and_what_memory_allows():
     plan = planned((9000,))
     assert plan.settings.context_length == 4096
-    assert adjustment(plan, "context_length").reason.startswith("this model's limit; 99 % of 1 rows")
+    assert adjustment(plan, "context_length").reason.startswith("this model's limit; all of 1 rows")
     longer = dataclasses.replace(SMALL, context_limit=10**6)
     plan = planned((500_000,), gib=12, shape=longer)
     assert 64 <= plan.settings.context_length < 500_000
-    assert adjustment(plan, "context_length").reason.startswith("what memory allows for one row; 99 % of 1 rows")
+    assert adjustment(plan, "context_length").reason.startswith("what memory allows for one row; all of 1 rows")
 
 
 def test_a_number_stays_and_auto_without_rows_is_512():
