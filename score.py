@@ -68,7 +68,8 @@ def main(argv=None) -> int:
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends = inference.open_engine(args)
-    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [Read(raw, options, Source(args.dataset))]}))
+    read = Read.of(raw, options, Source(args.dataset))
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
     length = min(args.context_length, engine.context_limit() or args.context_length)
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)

@@ -256,7 +256,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = plan.settings.init_lora_weights == "eva"
         loading = None if from_data else process.in_background(opened.load, None, output_dir.initial_adapter())
-        data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
+        data = load_data(plan.settings, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         model = opened.load(eva_batches(data, plan.settings)) if from_data else loading.result()

@@ -123,6 +123,10 @@ class Notices:
         self.counts[text] += count
         self.first.setdefault(text, source)
 
+    def clear(self) -> None:
+        self.counts.clear()
+        self.first.clear()
+
 
 @dataclass(frozen=True)
 class Row:

@@ -1,6 +1,8 @@
 """From the run's settings to its data: raw rows of every dataset it names, then tokenized rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,8 +15,10 @@ from finetune.data.mixture import Source, sources_of
 from finetune.data.overlong import Cut
 from finetune.data.rows import RawDataset
 from finetune.data.sampler import Cursor, rank_rows, rows_so_far, split_validation, step_rows, total_steps
-from finetune.data.sources import read_rows
-from finetune.data.tokenize import TokenizedDataset, generation_examples, joined_datasets, tokenize
+from finetune.data.sources import find_files, read_rows
+from finetune.data.token_cache import LEAST_BYTES, TokenCache
+from finetune.data.tokenize import Limits, TokenizedDataset, generation_examples, joined_datasets, tokenize
+from finetune.data.workers import tokenize_on_cores
 from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
@@ -74,13 +78,35 @@ class Data:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Read:
-    """A dataset as read: its rows, and how their columns are read."""
+    """A dataset to train on: how its rows are read, at once or when they are asked for, and where its tokens are kept.
 
-    raw: RawDataset
-    options: RowOptions
+    `example`: a row with its source, where the tokens were found without the rows.
+    """
+
     source: Source
+    options: RowOptions
+    read: Callable[[], RawDataset]
+    cache: TokenCache | None = None
+    example: tuple[str, dict] | None = None
+
+    @cached_property
+    def raw(self) -> RawDataset:
+        """Its rows. Raises PlanError."""
+        return self.read()
+
+    @classmethod
+    def of(cls, raw: RawDataset, options: RowOptions, source: Source) -> "Read":
+        """A dataset of rows that are read already."""
+        return cls(source, options, lambda: raw)
+
+    def row(self, name: str) -> Row | None:
+        """The row of this source, None if it is not one of these rows."""
+        rows = self.example
+        if rows is None:
+            rows = (name, self.raw.rows[self.raw.sources.index(name)]) if name in self.raw.sources else (None, {})
+        return RowReader(self.options).read(rows[1], name) if rows[0] == name else None
 
 
 def read_datasets(settings: TrainConfig) -> dict[str, list[Read]]:
@@ -105,12 +131,29 @@ def named_sources(settings: TrainConfig, name: str) -> tuple[Source, ...]:
 
 
 def read_source(source: Source, settings: TrainConfig, samples: int, split: str, flag: str) -> Read:
-    """One dataset's rows. Raises PlanError."""
-    split = source.split or split
-    raw = read_rows(source.name, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
-    options = options_of(source, settings)
-    check_columns(raw, options, f"{flag} {source}" if isinstance(settings.dataset, list) else flag)
-    return Read(raw, options, source)
+    """One dataset, its rows read unless its tokens are cached. Raises PlanError."""
+    split, options = source.split or split, options_of(source, settings)
+    said = f"{flag} {source}" if isinstance(settings.dataset, list) else flag
+
+    def read() -> RawDataset:
+        raw = read_rows(source.name, samples, settings.skip_bad_rows, split, flag, settings.text_unit)
+        check_columns(raw, options, said)
+        return raw
+
+    reading = [samples, settings.skip_bad_rows, split, settings.text_unit]
+    cache = cache_of(source.name, split, flag, reading, options)
+    if cache and cache.holds_some():
+        return Read(source, options, read, cache)
+    raw = read()  # now, so that every broken row is found before weights are loaded
+    return Read(source, options, lambda: raw, cache)
+
+
+def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
+    """Where a dataset's tokens are kept; None for a small one. Raises PlanError if there is no such dataset."""
+    files = [(path, label) for _, path, label in find_files(name, split, flag)[0] if path is not None]
+    if sum(path.stat().st_size for path, _ in files) < LEAST_BYTES:
+        return None
+    return TokenCache(files, reading, options)
 
 
 def options_of(source: Source, settings: TrainConfig) -> RowOptions:
@@ -140,16 +183,16 @@ def needs_chat_template(raw_datasets: dict[str, list[Read]]) -> bool:
     )
 
 
-def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: ModelFiles) -> Data:
-    """Tokenizes what `read_datasets` read, and splits validation rows off if asked. Raises PlanError."""
+def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: ModelFiles, say=lambda line: None) -> Data:
+    """Tokenizes what `read_datasets` found, and splits validation rows off if asked. Raises PlanError.
+
+    `say` is called with lines on what takes long.
+    """
     vocab_size = ModelShape.from_config(files.config).vocab_size
 
     def tokenized(use: str, renderer) -> TokenizedDataset:
-        on_prompt, cut = settings.train_on_prompt and use == "train", cut_of(settings)
-        found = [
-            tokenize(read.raw, read.options, tokenizer, cut, on_prompt, vocab_size, renderer)
-            for read in raw_datasets[use]
-        ]
+        limits = Limits(cut_of(settings), settings.train_on_prompt and use == "train", vocab_size)
+        found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
     with shared_renderer(tokenizer) as renderer:
@@ -164,16 +207,28 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
             validation = validation or tokenized("score", renderer)
     source = score_examples[0][2] if score_examples else train.sources[0]
-    example = row_named(source, raw_datasets["score" if score_examples else "train"])
+    named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
+    example = next((row for row in named if row), None)
     return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example)
 
 
-def row_named(name: str, datasets: list[Read]) -> Row | None:
-    """The row of this source."""
-    read = next((read for read in datasets if name in read.raw.sources), None)
-    if read is None:
-        return None
-    return RowReader(read.options, read.raw.columns).read(read.raw.rows[read.raw.sources.index(name)], name)
+def tokenized_once(read: Read, tokenizer, limits: Limits, renderer=None, say=lambda line: None) -> TokenizedDataset:
+    """A dataset's tokens: from the cache, where one process of a host makes them on all its cores, or made here."""
+    if read.cache is None:
+        return tokenize(
+            read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer
+        )
+    entry = read.cache.entry(tokenizer, limits)
+    with read.cache.locked(entry):
+        found = read.cache.get(entry)
+        if found:
+            dataset, read.example = found
+            say(f"tokens of {read.source}: {len(dataset):,} rows from {entry}")
+            return dataset
+        dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say)
+        first = dataset.sources[0]
+        read.cache.put(entry, dataset, [first, read.raw.rows[read.raw.sources.index(first)]])
+    return dataset
 
 
 def cut_of(settings: TrainConfig) -> Cut:

@@ -13,13 +13,13 @@ from finetune.config import TrainConfig
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import is_local
 from finetune.data.overlong import CUTS
-from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets
-from finetune.data.tokenize import TokenizedDataset, joined_datasets, render_sample, tokenize
+from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
+from finetune.data.tokenize import Limits, TokenizedDataset, joined_datasets, render_sample
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.terminal import clean
+from finetune.terminal import clean, say
 
 SAMPLES, BINS, BAR = 3, 10, 40
 REMEDIES = {
@@ -63,8 +63,8 @@ def preview(settings: TrainConfig, tokenizer, vocab_size: int | None) -> dict:
     template = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
     found = {}
     for use, reads in raw_datasets.items():
-        on_prompt = settings.train_on_prompt and use == "train"
-        datasets = [tokenize(r.raw, r.options, tokenizer, cut_of(settings), on_prompt, vocab_size) for r in reads]
+        limits = Limits(cut_of(settings), settings.train_on_prompt and use == "train", vocab_size)
+        datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]
     return {

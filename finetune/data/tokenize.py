@@ -131,13 +131,12 @@ def tokenize(
     rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
     PlanError for a row that does not fit the format, or if no row has a target.
     """
-    reader, cut = reader_of(raw, options, tokenizer), Cut.of(cut)
+    reader, limits = reader_of(raw, options, tokenizer), Limits(Cut.of(cut), train_on_prompt, vocab_size)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     with RowEncoder(tokenizer, reader, renderer) as encoder:
-        limits = Limits(cut, train_on_prompt, vocab_size)
         for start in range(0, len(raw.rows), TOKENIZER_BATCH):
-            part = slice(start, start + TOKENIZER_BATCH)
-            builder.add(encode_batch(encoder, raw.rows[part], raw.sources[part], limits))
+            rows, sources = (part[start : start + TOKENIZER_BATCH] for part in (raw.rows, raw.sources))
+            builder.add(encode_batch(encoder, rows, sources, limits), sources)
     return builder.finished(reader, tokenizer, len(raw.rows))
 
 
@@ -157,7 +156,6 @@ class EncodedRow:
     `full`: tokens of each document before any cut; `cuts`: what became of those cut.
     """
 
-    source: str
     parts: list
     full: list[int]
     cuts: list[str]
@@ -165,18 +163,37 @@ class EncodedRow:
     bad: str | None = None
 
 
-def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> list[EncodedRow]:
+@dataclass
+class EncodedBatch:
+    """What became of a batch of rows: the arrays of all documents, and per row their number and what EncodedRow has."""
+
+    tokens: np.ndarray
+    is_target: np.ndarray
+    lengths: list[int]
+    rows: list[list]  # number of documents, full, cuts, empty, bad
+
+    @classmethod
+    def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
+        parts = [part for row in rows for part in row.parts]
+        joined = _joined(parts)
+        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad] for row in rows]
+        return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts)
+
+
+def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> EncodedBatch:
     """What becomes of each row."""
-    return [
-        EncodedRow(source, [], [], [], bad=str(documents))
-        if isinstance(documents, PlanError)
-        else _limited(encoder, documents, source, limits)
-        for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
-    ]
+    return EncodedBatch.of(
+        [
+            EncodedRow([], [], [], bad=str(documents))
+            if isinstance(documents, PlanError)
+            else _limited(encoder, documents, source, limits)
+            for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
+        ]
+    )
 
 
 def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
-    found = EncodedRow(source, [], [], [])
+    found = EncodedRow([], [], [])
     for document in documents:
         ids, is_target = document.ids, document.is_target
         if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
@@ -208,32 +225,34 @@ class Builder:
 
     def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
         self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
-        self.parts, self.sources, self.full = [], [], []
+        self.batches, self.sources, self.full = [], [], []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
         self.first = {}  # where each of them was seen first
 
-    def add(self, rows: list[EncodedRow]) -> None:
+    def add(self, batch: EncodedBatch, sources: list[str]) -> None:
         """Raises PlanError for more bad rows than may be skipped."""
-        for row in rows:
-            if row.bad is not None:
+        self.batches.append(batch)
+        lengths = iter(batch.lengths)
+        for (num_parts, full, cuts, empty, bad), source in zip(batch.rows, sources, strict=True):
+            if bad is not None:
                 if len(self.skipped) >= self.skip_bad_rows:
-                    raise PlanError(row.bad)
-                self.skipped.append(row.bad)
+                    raise PlanError(bad)
+                self.skipped.append(bad)
                 continue
-            self.parts += row.parts
-            self.sources += [row.source] * len(row.parts)
-            self.full += row.full
-            self.counts["dropped_empty"] += row.empty
-            for name in row.cuts:
+            kept = sum(next(lengths) for _ in range(num_parts))
+            self.sources += [source] * num_parts
+            self.full += full
+            self.counts["dropped_empty"] += empty
+            for name in cuts:
                 self.counts[name] += 1
-            for name in ("dropped_empty",) * bool(row.empty) + tuple(row.cuts):
-                self.first.setdefault(name, row.source)
-            if row.cuts and set(row.cuts) != {"split"}:
-                self.counts["tokens_lost"] += max(0, sum(row.full) - sum(len(ids) for ids, _ in row.parts))
+            for name in ("dropped_empty",) * bool(empty) + tuple(cuts):
+                self.first.setdefault(name, source)
+            if cuts and set(cuts) != {"split"}:
+                self.counts["tokens_lost"] += max(0, sum(full) - kept)
 
     def finished(self, reader: RowReader, tokenizer, num_rows: int) -> TokenizedDataset:
         """Raises PlanError if there is nothing to train on."""
-        if not self.parts:
+        if not self.sources:
             long = self.counts["dropped_long"]
             why = (
                 f"all of its {long} rows with an answer are too long, see --context_length"
@@ -241,13 +260,18 @@ class Builder:
                 else (f"none of its {num_rows} rows has an answer to train on. Fill in the answers")
             )
             raise PlanError(f"{self.description}: {why}.")
-        sizes = _sizes([ids for ids, _ in self.parts], [targets for _, targets in self.parts])
+        tokens = np.concatenate([batch.tokens for batch in self.batches])
+        is_target = np.concatenate([batch.is_target for batch in self.batches])
+        lengths = [length for batch in self.batches for length in batch.lengths]
+        sizes = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()))
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
             description += ", the tokenizer has no EOS token"
         return TokenizedDataset(
-            **_joined(self.parts),
+            tokens=tokens,
+            is_target=is_target,
+            offsets=np.cumsum([0, *lengths], dtype=np.int64),
             sources=tuple(self.sources),
             counts=counts,
             description=description,
