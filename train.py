@@ -204,7 +204,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
             try:
                 result = engine.train_step(microbatches, lr)
             except NonFiniteError as error:
-                sources = [data.train.sources[row] for row in rows]
+                sources = data.sources_of(rows)
                 line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.settings.lr)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
@@ -275,6 +275,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
             log.saved(resumed_from)
         log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
         run_steps(engine, data, plan, state, log, output_dir, stop)
+        data.close()
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))

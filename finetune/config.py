@@ -129,6 +129,13 @@ class TrainConfig:
         metavar="N|auto",
         unset="auto",
     )
+    streaming: bool = flag(
+        False,
+        "data",
+        "read rows while training, shuffled within blocks of --shuffle_buffer rows: memory stays bounded for files of "
+        "any size; needs --max_steps",
+    )
+    shuffle_buffer: int = flag(1000, "data", "rows per block in which --streaming shuffles", minimum=1)
     overlong: str = flag(
         "auto",
         "data",

@@ -1,6 +1,7 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from backend_manager import system_memory
@@ -20,8 +21,24 @@ def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | B
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow, label)
-            hash_file(path, hasher)
             yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label)
+            hash_file(path, hasher)  # last: who reads only its first rows need not wait for it
+
+
+def stream_parquet(path: Path, label: str, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the rows after the first `skip`, of a file of any size: neither read ahead nor held."""
+    import pyarrow.parquet
+
+    with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+            _check_columns(file.schema_arrow, label)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            before = [sum(sizes[:i]) for i in range(len(sizes))]
+            groups = [i for i, size in enumerate(sizes) if before[i] + size > skip]
+            if groups:
+                first = before[groups[0]]
+                batches = file.iter_batches(BATCH_ROWS, row_groups=groups)
+                yield from islice(_arrow_rows(batches, path, label, first, limited=False), skip - first, None)
 
 
 def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
@@ -47,16 +64,19 @@ def _check_columns(schema, label: str) -> None:
         raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
 
 
-def _arrow_rows(batches, path: Path, label: str):
+def _arrow_rows(batches, path: Path, label: str, number: int = 0, limited: bool = True):
     try:
-        yield from _validated_rows(batches, path, label)
+        yield from _validated_rows(batches, path, label, number, limited)
     except MemoryError:  # a size in the file, or a long entry that many rows refer to
         raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
 
 
-def _validated_rows(batches, path: Path, label: str):
-    """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file."""
-    file_bytes, number, size = path.stat().st_size, 0, 0
+def _validated_rows(batches, path: Path, label: str, number: int, limited: bool):
+    """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file.
+
+    `number`: rows before these. `limited`: all of them are to be held in memory.
+    """
+    file_bytes, size = path.stat().st_size, 0
     limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
     for whole in batches:
         is_valid = _fault_of(whole) is None
@@ -64,7 +84,7 @@ def _validated_rows(batches, path: Path, label: str):
             batch = whole.slice(start, BATCH_ROWS)
             batch = _without_dictionaries(batch) if is_valid else batch
             size += batch.nbytes + ROW_BYTES * batch.num_rows
-            if size > limit:
+            if limited and size > limit:
                 taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
                 raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
             rows = _python_rows(batch, is_valid)

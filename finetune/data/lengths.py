@@ -32,7 +32,8 @@ def sampled_lengths(settings: TrainConfig, model_folder: Path, fetch: bool) -> t
     ensure_chat_template(tokenizer)
     found = []
     for source in sources:
-        rows = READ_ROWS if settings.dataset_samples < 0 else min(READ_ROWS, settings.dataset_samples)
+        most = 2 * SAMPLE_ROWS if settings.streaming else READ_ROWS  # a stream is not to be held in memory
+        rows = most if settings.dataset_samples < 0 else min(most, settings.dataset_samples)
         raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", settings.text_unit)
         reader = RowReader(options_of(source, settings), raw.columns, "--dataset")
         with RowEncoder(tokenizer, reader) as encoder:

@@ -1,8 +1,9 @@
 """From the run's settings to its data: raw rows of every dataset it names, then tokenized rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 
@@ -10,14 +11,24 @@ from finetune.config import TrainConfig
 from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
+from finetune.data.encode import RowEncoder
 from finetune.data.formats import needs_template
 from finetune.data.mixture import Source, sources_of
 from finetune.data.overlong import Cut
-from finetune.data.rows import RawDataset
+from finetune.data.rows import BadRow, RawDataset, skip_or_raise
 from finetune.data.sampler import Cursor, rank_rows, rows_so_far, split_validation, step_rows, total_steps
 from finetune.data.sources import find_files, read_rows
+from finetune.data.stream import SourceStream, Stream, StreamedFile
 from finetune.data.token_cache import LEAST_BYTES, TokenCache
-from finetune.data.tokenize import Limits, TokenizedDataset, generation_examples, joined_datasets, tokenize
+from finetune.data.tokenize import (
+    Limits,
+    TokenizedDataset,
+    encode_row,
+    generation_examples,
+    joined_datasets,
+    joined_parts,
+    tokenize,
+)
 from finetune.data.workers import tokenize_on_cores
 from finetune.engine import Batch
 from finetune.errors import PlanError
@@ -55,6 +66,13 @@ class Data:
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, s.seed, state.cursor)
         mine = rank_rows(rows, data_rank, plan.data_ranks)
         return microbatches(self.train, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id), rows, cursor
+
+    def sources_of(self, rows) -> list[str]:
+        """Where these rows of a step are from."""
+        return [self.train.sources[row] for row in rows]
+
+    def close(self) -> None:
+        """Ends what reads rows while training; here nothing."""
 
     def total_steps(self, plan) -> int:
         s = plan.settings
@@ -109,6 +127,71 @@ class Read:
         return RowReader(self.options).read(rows[1], name) if rows[0] == name else None
 
 
+@dataclass(frozen=True)
+class StreamedData(Data):
+    """Data of --streaming: `train` holds the first rows only, and each step reads its own from the stream.
+
+    Every rank reads and tokenizes all rows of a step, and takes its share: the order needs no exchange.
+    """
+
+    stream: Stream
+    encoders: tuple[RowEncoder, ...]
+    limits: Limits
+    skipped: list[str] = field(default_factory=list)
+    last_sources: list[str] = field(default_factory=list)
+
+    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
+        s, cursor, parts, began = plan.settings, state.cursor, [], state.cursor
+        while not parts:
+            rows, cursor = self._rows(cursor, plan.rows_per_step)
+            parts, sources = self._encoded(rows, s.skip_bad_rows)
+            if not parts and cursor.epoch > began.epoch + 1:
+                raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
+        self.last_sources[:] = sources
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
+        mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
+        batches = microbatches(dataset, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id)
+        return batches, np.arange(len(dataset)), cursor
+
+    def _rows(self, cursor: Cursor, number: int) -> tuple[list[tuple], Cursor]:
+        found = []
+        for index in range(cursor.index, cursor.index + number):
+            row = self.stream.row(cursor.epoch, index)
+            if row is None:
+                break
+            found.append(row)
+        at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
+        return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
+
+    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str]]:
+        parts, sources = [], []
+        for number, source, row in rows:
+            bad = row
+            if not isinstance(row, BadRow):
+                batch = encode_row(self.encoders[number], row, source, self.limits)
+                bad = batch.bad and BadRow(source, batch.bad.removeprefix(f"{source}: "))
+                parts += batch.parts
+                sources += [source] * len(batch.parts)
+            if bad:
+                self.skipped.append(skip_or_raise(bad, len(self.skipped), skip_bad_rows))
+        return parts, sources
+
+    def sources_of(self, rows) -> list[str]:
+        return [self.last_sources[row] for row in rows]
+
+    def total_steps(self, plan) -> int:
+        return plan.settings.max_steps
+
+    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+        """Nothing: how many rows of each are read so far is not kept."""
+        return {}
+
+    def close(self) -> None:
+        for encoder in self.encoders:
+            encoder.__exit__(None, None, None)
+
+
 def read_datasets(settings: TrainConfig) -> dict[str, list[Read]]:
     """{use: its datasets} that the settings name. Every broken row is found here. Raises PlanError."""
     found = {}
@@ -140,6 +223,10 @@ def read_source(source: Source, settings: TrainConfig, samples: int, split: str,
         check_columns(raw, options, said)
         return raw
 
+    if settings.streaming and flag == "--dataset":
+        raw = first_rows(source, settings, split)
+        check_columns(raw, options, said)
+        return Read(source, options, lambda: raw)
     reading = [samples, settings.skip_bad_rows, split, settings.text_unit]
     cache = cache_of(source.name, split, flag, reading, options)
     if cache and cache.holds_some():
@@ -209,7 +296,45 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    return Data(tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example)
+    facts = tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example
+    if settings.streaming:
+        limits = Limits(cut_of(settings), settings.train_on_prompt, vocab_size)
+        return streamed_data(facts, settings, raw_datasets["train"], limits)
+    return Data(*facts)
+
+
+def first_rows(source: Source, settings: TrainConfig, split: str) -> RawDataset:
+    """The first block of a streamed dataset: what is checked, shown and planned by before the run."""
+    rows, sources, skipped, columns = [], [], [], {}
+    files = streamed_files(source, settings, split)
+    for name, row in islice(chain.from_iterable(file.rows(0) for file in files), settings.shuffle_buffer):
+        if isinstance(row, BadRow):
+            skipped.append(skip_or_raise(row, len(skipped), settings.skip_bad_rows))
+            continue
+        rows.append(row)
+        sources.append(name)
+        columns.update(dict.fromkeys(row))
+    if not rows:
+        raise PlanError(f"--dataset {source}: has no rows. Give a file with at least one row.")
+    description = f"{source}: its first {len(rows):,} rows, the rest is streamed"
+    return RawDataset(rows, sources, tuple(columns), tuple(skipped), "", description, settings.skip_bad_rows)
+
+
+def streamed_files(source: Source, settings: TrainConfig, split: str) -> list[StreamedFile]:
+    files = find_files(source.name, source.split or split, "--dataset", settings.text_unit)[0]
+    return [StreamedFile(*file) for file in files]
+
+
+def streamed_data(facts: tuple, settings: TrainConfig, reads: list[Read], limits: Limits) -> "StreamedData":
+    """Data whose training rows are read while the run trains. `facts`: the fields of Data."""
+    sources = [
+        SourceStream(streamed_files(read.source, settings, "train"), settings.seed, i, settings.shuffle_buffer)
+        for i, read in enumerate(reads)
+    ]
+    weights = None if reads[0].source.weight is None else [read.source.weight for read in reads]
+    readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]
+    encoders = tuple(RowEncoder(facts[0], reader) for reader in readers)
+    return StreamedData(*facts, Stream(sources, weights, settings.seed), encoders, limits)
 
 
 def tokenized_once(read: Read, tokenizer, limits: Limits, renderer=None, say=lambda line: None) -> TokenizedDataset:

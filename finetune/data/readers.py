@@ -50,8 +50,11 @@ def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
 # ------ readers
 
 
-def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    for number, text, complete in text_lines(path, label, hasher):
+def read_jsonl(
+    path: Path, label: str, hasher, offset: int = 0, lines_before: int = 0
+) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the row of each line from byte `offset` on, which `lines_before` lines precede."""
+    for number, text, complete in text_lines(path, label, hasher, offset, lines_before):
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
             yield source, text
@@ -217,10 +220,15 @@ def _delimiter(path: Path) -> str:
     return next((mark for mark in marks if mark in head), marks[0]).decode()
 
 
-def text_lines(path: Path, label: str, hasher) -> Iterator[tuple[int, str | BadRow, bool]]:
-    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line."""
+def text_lines(
+    path: Path, label: str, hasher, offset: int = 0, number: int = 0
+) -> Iterator[tuple[int, str | BadRow, bool]]:
+    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line.
+
+    From byte `offset` on, which `number` lines precede.
+    """
     with open(path, "rb") as file:
-        number = 0
+        file.seek(offset)
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             hasher.update(line)

@@ -81,7 +81,7 @@ class TokenizedDataset:
         sources = tuple(self.sources[i] for i in indices)
         numbers = np.bincount(self.part_numbers()[list(indices)], minlength=len(self.parts)) if self.parts else ()
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
-        return replace(self, **_joined(parts), sources=sources, counts=counts, parts=kept)
+        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept)
 
     def digest(self) -> str:
         """sha256 of tokens, targets and document offsets: equal for equal training data."""
@@ -175,7 +175,7 @@ class EncodedBatch:
     @classmethod
     def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
         parts = [part for row in rows for part in row.parts]
-        joined = _joined(parts)
+        joined = joined_parts(parts)
         facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad] for row in rows]
         return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts)
 
@@ -190,6 +190,14 @@ def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limi
             for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
         ]
     )
+
+
+def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> EncodedRow:
+    """What becomes of one row."""
+    (documents,) = encoder.encode([row], [source])
+    if isinstance(documents, PlanError):
+        return EncodedRow([], [], [], bad=str(documents))
+    return _limited(encoder, documents, source, limits)
 
 
 def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
@@ -363,7 +371,8 @@ def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
     return RowReader(RowOptions.of(options), raw.columns, raw.description)
 
 
-def _joined(parts: list) -> dict:
+def joined_parts(parts: list) -> dict:
+    """The arrays of a dataset of these (input ids, is_target)."""
     lengths = [len(ids) for ids, _ in parts]
     return dict(
         tokens=np.concatenate([ids for ids, _ in parts] or [np.zeros(0)]).astype(np.int32),

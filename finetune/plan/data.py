@@ -21,6 +21,8 @@ def data_flags(draft: Draft) -> None:
         raise PlanError(f"--data_report {values['data_report']}: is written by a dry run. Add --dry_run.")
     if values["dataset"]:
         sources_of(values["dataset"])
+    if values["streaming"]:
+        _check_streaming(values)
     columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
     both = [column for column in columns.values() if column.casefold() in ignored]
     if both:
@@ -30,6 +32,23 @@ def data_flags(draft: Draft) -> None:
         raise PlanError(
             f"--window_overlap {overlap}: --overlong {values['overlong']} makes no windows. Omit one of them."
         )
+
+
+def _check_streaming(values: dict) -> None:
+    """Raises PlanError for what needs all rows at once."""
+    if values["max_steps"] <= 0:
+        raise PlanError("--streaming: the number of rows is not known before they are read. Add --max_steps.")
+    needs = {
+        "validation_split": values["validation_split"] > 0,
+        "dataset_samples": values["dataset_samples"] > 0,
+        "batch_size": values["batch_size"] == "auto",
+        "init_lora_weights": values["init_lora_weights"] == "eva",
+    }
+    for name, given in needs.items():
+        if given:
+            raise PlanError(
+                f"--{name} {values[name]}: needs all rows, which --streaming never holds. Omit one of them."
+            )
 
 
 def context_length(draft: Draft) -> None:
