@@ -76,7 +76,11 @@ def main(argv=None) -> int:
         questions = generation_examples(raw, options, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
-    match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
+    match, answers = None, []  # of text, which asks nothing
+    if questions:
+        match, answers = evaluation.exact_match(
+            engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size
+        )
     loss = nll / num_targets
     figures = {
         "rows": len(rows),
@@ -89,9 +93,10 @@ def main(argv=None) -> int:
     if args.json:
         say(json.dumps(figures))
     else:
+        matched = f"exact match {match:.1%} of {len(questions)} | " if questions else ""
         say(
-            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
-            f"of {len(questions)} | {figures['wall_s']} s"
+            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | {matched}"
+            f"{figures['wall_s']} s"
         )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:

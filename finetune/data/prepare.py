@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 
@@ -215,6 +216,8 @@ def named_sources(settings: TrainConfig, name: str) -> tuple[Source, ...]:
 
 def read_source(source: Source, settings: TrainConfig, samples: int, split: str, flag: str) -> Read:
     """One dataset, its rows read unless its tokens are cached. Raises PlanError."""
+    if source.split and Path(source.name).is_file() and not source.name.endswith(".json"):
+        raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
     split, options = source.split or split, options_of(source, settings)
     said = f"{flag} {source}" if isinstance(settings.dataset, list) else flag
 

@@ -16,6 +16,8 @@ INHERITED = (
     "cache_dequantized",
     "microbatch_tokens",
 )
+# What a run did that was saved before it had the setting.
+BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line"}
 DERIVED = ("backend_type", "engine", "output_dir")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 
@@ -51,6 +53,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     if "batch_size" in given or accumulation_set:
         rows = {}
     rows |= {name: saved["settled"][name] for name in ("warmup_ratio", "context_length") if name in saved["settled"]}
+    rows |= {name: value for name, value in BEFORE_IT_WAS_A_SETTING.items() if name not in saved["settled"]}
     if saved["settled"].get("backend") != backend:
         portable = {"precision"}
         if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one

@@ -167,3 +167,8 @@ def test_settings_hold_one_dataset_as_a_word_and_several_as_a_list(tmp_path):
         config.write_text("dataset: []")
         parsed("--config", str(config))
     assert TrainConfig().dataset is None
+
+
+def test_a_file_has_no_splits(run, rows_file):
+    with pytest.raises(PlanError, match=r"--dataset .*@test: a file has no splits. Name it without @test."):
+        run(dataset=f"{rows_file}@test", max_steps=1, num_epochs=None)

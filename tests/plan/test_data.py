@@ -8,6 +8,7 @@ from backend_manager import Backend
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import inherited_from_checkpoint
 from tests.support.planned import GIB, SMALL
 from tests.support.plans import NOW, adjustment, capabilities, plan_of
 
@@ -83,3 +84,12 @@ def test_a_resumed_run_keeps_its_length_whatever_the_rows_are():
     facts = Facts(Backend.CPU, caps, SMALL, {"context_length": 512}, lengths=unread)
     assert resolve_plan({"output_dir": "o"}, facts, NOW).settings.context_length == 512
     assert resolve_plan({"output_dir": "o", "context_length": "auto"}, facts, NOW).settings.context_length == 512
+
+
+def test_a_run_saved_before_a_setting_keeps_what_it_did():
+    settled = plan_of(backend="cpu").to_json()["settled"]
+    older = {name: value for name, value in settled.items() if name not in ("overlong", "text_unit")}
+    saved = {"requested": {}, "settled": older}
+    inherited = inherited_from_checkpoint(saved, "cpu")
+    assert (inherited["overlong"], inherited["text_unit"], inherited["context_length"]) == ("keep_end", "line", 512)
+    assert "overlong" not in inherited_from_checkpoint({"requested": {}, "settled": settled}, "cpu")
