@@ -54,10 +54,12 @@ def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
 
 
-def ask_command(output_dir: str, row: Row) -> str:
+def ask_command(output_dir: str, row: Row | None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
-    if needs_template(row):
+    if row is None:
+        command += ["--prompt", "..."]
+    elif needs_template(row):
         messages = turns_of(row)[0]
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
         command += ["--system", system] if system else []

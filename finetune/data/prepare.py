@@ -121,11 +121,12 @@ class Read:
         return cls(source, options, lambda: raw)
 
     def row(self, name: str) -> Row | None:
-        """The row of this source, None if it is not one of these rows."""
-        rows = self.example
-        if rows is None:
-            rows = (name, self.raw.rows[self.raw.sources.index(name)]) if name in self.raw.sources else (None, {})
-        return RowReader(self.options).read(rows[1], name) if rows[0] == name else None
+        """The row of this source, or the example if only tokens are here; None if it is not one of these rows."""
+        if self.example:
+            return RowReader(self.options).read(self.example[1], self.example[0])
+        if name not in self.raw.sources:
+            return None
+        return RowReader(self.options).read(self.raw.rows[self.raw.sources.index(name)], name)
 
 
 @dataclass(frozen=True)
@@ -335,6 +336,9 @@ def streamed_data(facts: tuple, settings: TrainConfig, reads: list[Read], limits
         for i, read in enumerate(reads)
     ]
     weights = None if reads[0].source.weight is None else [read.source.weight for read in reads]
+    sizes = [f"{file.label} {file.num_bytes()}" for source in sources for file in source.files]
+    tokenizer, stop_ids, train, *others = facts
+    facts = tokenizer, stop_ids, replace(train, rest="\n".join(sizes)), *others
     readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]
     encoders = tuple(RowEncoder(facts[0], reader) for reader in readers)
     return StreamedData(*facts, Stream(sources, weights, settings.seed), encoders, limits)

@@ -33,6 +33,9 @@ class StreamedFile:
     path: object
     label: str
 
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path else 0
+
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""
         if self.reader is read_jsonl:

@@ -35,7 +35,8 @@ class TokenizedDataset:
     Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
     skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
     `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
-    the first place of each of these and of each count. `parts`: the datasets it is joined from, in order.
+    the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
+    `rest`: what identifies rows that are not held, of a stream.
     """
 
     tokens: np.ndarray  # int32
@@ -50,6 +51,7 @@ class TokenizedDataset:
     first: dict = field(default_factory=dict)
     noted: dict = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
+    rest: str = ""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -88,6 +90,7 @@ class TokenizedDataset:
         hasher = hashlib.sha256()
         for array in (self.tokens, self.is_target, self.offsets):
             hasher.update(np.ascontiguousarray(array).tobytes())
+        hasher.update(self.rest.encode())
         return hasher.hexdigest()
 
     def lost(self) -> str | None:

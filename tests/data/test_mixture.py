@@ -88,6 +88,9 @@ def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():
     assert np.concatenate(list(rows_so_far(mix, 42, cursor))).tolist() == seen
 
 
+STEPS = [s if s == 5 else pytest.param(s, marks=pytest.mark.slow) for s in range(1, 12)]
+
+
 @pytest.fixture(scope="module")
 def two_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
@@ -132,7 +135,7 @@ def mixed(two_files, tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("step", STEPS)
 def test_a_mixture_resumes_bitwise(step, mixed, tmp_path):
     folder = copy_up_to(mixed, step, tmp_path / "out")
     assert fine_tune(resume="auto", output_dir=str(folder)).step == 12

@@ -98,6 +98,9 @@ def test_an_empty_file_is_refused(tmp_path, run):
         run(dataset=jsonl(tmp_path / "a.jsonl", []), streaming=True, max_steps=2)
 
 
+STEPS = [s if s == 5 else pytest.param(s, marks=pytest.mark.slow) for s in range(1, 12)]
+
+
 @pytest.fixture(scope="module")
 def streamed(tiny_model, tmp_path_factory):
     """The output folder of 12 streamed steps over some of which the data begins again, every step kept."""
@@ -109,12 +112,21 @@ def streamed(tiny_model, tmp_path_factory):
     return folder / "out"
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("step", STEPS)
 def test_a_streamed_run_resumes_bitwise(step, streamed, tmp_path):
     folder = copy_up_to(streamed, step, tmp_path / "out")
     assert fine_tune(resume="auto", output_dir=str(folder)).step == 12
     assert losses(folder) == losses(streamed)
     same_files(folder / "checkpoints" / "step-12", streamed / "checkpoints" / "step-12", WHOLE_STATE)
+
+
+def test_a_stream_that_has_grown_is_other_data(tmp_path, run):
+    file = tmp_path / "rows.jsonl"
+    streaming = dict(streaming=True, shuffle_buffer=6, num_epochs=None)
+    run(dataset=jsonl(file, ROWS[:20]), max_steps=2, **streaming)
+    jsonl(file, ROWS)
+    with pytest.raises(PlanError, match="the dataset differs from the one"):
+        fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
 
 
 @pytest.mark.slow
