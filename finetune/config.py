@@ -211,6 +211,13 @@ class TrainConfig:
         choices=("auto",) + PRECISIONS,
         value_aliases={f"mp_{word}": word for word in PRECISIONS if word.endswith("autocast")},
     )
+    cpu_matmul: str = flag(
+        "auto",
+        "memory",
+        "library of fp32 matrix products on a CPU: torch's BLAS, or oneDNN where it is faster and as exact",
+        choices=("auto", "blas", "onednn"),
+        resumable=True,
+    )
     quantization_backend: str = flag(
         "auto", "memory", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import expand
+from finetune.torch_engine.device import set_cpu_matmul
 from tests.rig.options import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of the rig
 from tests.support import tiny
 from tests.support.checklist import ids_of
@@ -18,6 +19,12 @@ from train import fine_tune
 def pytest_itemcollected(item):
     """`-k BM_07` selects the tests that show this promise of the guides, see support/checklist.py."""
     item.extra_keyword_matches.update(ids_of(item.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def torch_default_matmul():
+    """Each test starts with torch's own choice for fp32 products, whatever a run in this process chose before."""
+    set_cpu_matmul("blas")
 
 
 @pytest.fixture(scope="session")

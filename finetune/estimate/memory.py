@@ -12,7 +12,7 @@ from dataclasses import replace
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
 from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
@@ -162,12 +162,9 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
-    dense = (
-        microbatch.layout == "padding_free"
-        and max(microbatch.lengths) <= DENSE_ATTENTION_UP_TO[b]
-        and m.device == "cpu"
-    )
-    inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if dense else 0) + 12 * tokens * h
+    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
+    kept_squares = packed_on_cpu and (shape.softcap or shape.dropout)
+    inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     phases = {
