@@ -1,8 +1,8 @@
 """Predicted beside measured memory: each cell a fresh `python train.py` on a randomly initialised model of its shape.
 
-pip install -r requirements-test.txt python benchmarks/memory_table.py              72 cells, a quarter of an hour on two
-cores; --write puts them in docs/memory.md python benchmarks/memory_table.py --fit        the cells that the constants
-of finetune/estimate/memory.py were fitted to
+    pip install -r requirements-test.txt
+    python benchmarks/memory_table.py          72 cells, about 20 minutes on two cores; --write: into docs/memory.md
+    python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """

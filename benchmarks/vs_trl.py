@@ -80,10 +80,12 @@ def ours(args, begin):
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
+    from finetune.process import prepare_environment
     from finetune.torch_engine.device import set_cpu_matmul
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
     from tests.support.build import load_model, torch_engine
 
+    prepare_environment()
     settings = dataclasses.replace(
         TrainConfig(),
         train_type="qlora" if args.quant else "lora",

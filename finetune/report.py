@@ -69,7 +69,7 @@ def ask_command(output_dir: str, form: str, row: dict) -> str:
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "allocator", "gathered", "staged")
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:

@@ -7,13 +7,23 @@ import torch
 
 import expand
 from finetune.torch_engine.device import set_cpu_matmul
-from tests.rig.options import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of the rig
-from tests.support import tiny
+from tests.rig import options
+from tests.rig.options import pytest_terminal_summary  # noqa: F401  a hook of the rig
+from tests.support import processor, tiny
 from tests.support.checklist import ids_of
 from tests.support.commands import command, finish
 from tests.support.runs import PLAIN, RUN
 from tests.support.tiny import CHATML, train_tokenizer
 from train import fine_tune
+
+
+def pytest_addoption(parser):
+    options.pytest_addoption(parser)
+    processor.add_option(parser)
+
+
+def pytest_configure(config):
+    processor.believe_in(config.getoption("--processor"))
 
 
 def pytest_itemcollected(item):

@@ -23,6 +23,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
+KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
@@ -185,6 +186,11 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     return int(grown * (HEAP_PART_LOW_MEMORY if m.settings.low_memory else 1))
 
 
+def uses_onednn(m: ModelCost) -> bool:
+    """True if oneDNN computes the matrix products: in 16 bits on every CPU, in fp32 where the plan chose it."""
+    return m.device == "cpu" and (m.compute == 2 or m.settings.cpu_matmul == "onednn")
+
+
 def cached_bytes(m: ModelCost) -> int:
     """Bytes of cached dequantized weights."""
     s, shape = m.settings, m.shape
@@ -267,6 +273,7 @@ def estimate(
         "gathered": gathered_bytes(m) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
         "allocator": allocator_bytes(m, microbatch, kept),
     }
     host = 0
