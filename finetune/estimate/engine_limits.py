@@ -1,6 +1,7 @@
 """Sizes that the torch engine works by and the estimates count with: stated once, without a framework."""
 
 LOGITS_CHUNK_BYTES = 32 * 2**20  # fp32 logits that exist at a time
+CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their probabilities
 GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from finetune.estimate.engine_limits import LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, LOGITS_CHUNK_BYTES
 from finetune.torch_engine.lora.layers import LoRALinear
 
-CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their probabilities
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
