@@ -348,7 +348,7 @@ class TrainConfig:
         resumable=True,
     )
     log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1, resumable=True)
-    verbose: bool = flag(False, "logging", "print the detected hardware and capabilities", resumable=True)
+    verbose: bool = flag(False, "logging", "print the detected hardware, and memory item by item", resumable=True)
     project_name: str = flag(None, "logging", "Weights & Biases project", resumable=True)
     name: str = flag(None, "logging", "Weights & Biases run name", resumable=True)
     group: str = flag(None, "logging", "Weights & Biases run group", resumable=True)
