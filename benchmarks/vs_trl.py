@@ -116,7 +116,41 @@ def ours(args, begin):
         start = time.process_time(), time.perf_counter()
         result = engine.train_step(microbatches(rows, part, engine.layout, args.batch, 4096, 0), args.lr)
         yield record(begin, start, result.nll / result.num_targets, tokens)
-    yield {"peak_bytes": peak_resident_bytes() - baseline}
+    peak = peak_resident_bytes() - baseline
+    yield {"peak_bytes": peak, "gemm_seconds_per_step": gemm_seconds(engine.model, args, ids, targets)}
+
+
+def gemm_seconds(model, args, ids, targets) -> float:
+    """CPU seconds that the frozen weights' products of a mean step take here at their shapes: y = x W^T, dx = dy W.
+
+    4 operations per token and weight; the head only at target positions. Adapters and attention come on top.
+    """
+    import torch
+
+    steps = [range(s * args.batch, (s + 1) * args.batch) for s in range(1, args.steps)]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
+    rows = round(sum(len(ids[i]) for step in steps for i in step) / len(steps))
+    head_rows = round(sum(int(sum(targets[i])) for step in steps for i in step) / len(steps))
+    from finetune.torch_engine.lora.layers import LoRALinear
+
+    shapes = {}
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            shape = (rows, module.in_features, module.out_features)
+            shapes[shape] = shapes.get(shape, 0) + 1
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    shapes[head_rows, hidden, vocab] = 1
+    total = 0.0
+    for (m, k, n), count in shapes.items():
+        x, w, grad = (torch.randn(*size).to(dtype) for size in ((m, k), (n, k), (m, n)))
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            x @ w.t()
+            grad @ w
+            times.append(time.process_time() - start)
+        total += count * min(times)
+    return total
 
 
 def trl(args, begin):
@@ -241,6 +275,7 @@ def run_child(args, child: str, model: str) -> dict:
         "tokens_per_s": sum(s["tokens"] for s in measured) / sum(s["wall_s"] for s in measured),
         "first_step_s": steps[0]["since_start_s"],
         "peak_MiB": memory["peak_bytes"] / 2**20,
+        "gemm_share": memory.get("gemm_seconds_per_step", 0) * len(measured) / sum(s["cpu_s"] for s in measured),
         "to_loss_s": sum(s["wall_s"] for s in steps[: reached + 1]) if reached is not None else None,
         "to_loss_steps": None if reached is None else reached + 1,
         "losses": [s["loss"] for s in steps],
@@ -293,6 +328,8 @@ def main():
     )
     for figure in ("tokens_per_cpu_s", "tokens_per_s", "first_step_s", "peak_MiB", "to_loss_s"):
         print(f"  {figure:18}" + "  ".join(f"{n} {shown([r[figure] for r in results[n]])}" for n in names))
+    shares = [100 * r["gemm_share"] for r in results["ours"]]
+    print(f"  frozen products at this processor's rate / all of our CPU time: {shown(shares)} %")
     for name in names[1:]:
         for figure in ("tokens_per_cpu_s", "peak_MiB", "first_step_s", "to_loss_s"):
             pairs = [(a[figure], b[figure]) for a, b in zip(results["ours"], results[name], strict=True)]

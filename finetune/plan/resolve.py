@@ -240,8 +240,8 @@ def cpu_matmul(draft: Draft) -> None:
     if not draft.on_cpu:
         draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {draft.backend}")
     elif word == "auto":
-        measured = why if speed is None else f"its fp32 products: {speed:.2f} x the speed of torch's BLAS, measured"
-        draft.adjust("cpu_matmul", auto_cpu_matmul(speed), f"oneDNN: {measured}")
+        measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
+        draft.adjust("cpu_matmul", auto_cpu_matmul(speed), measured or f"oneDNN: {why}")
     elif word == "onednn" and speed is None:
         if draft.given("cpu_matmul"):
             raise PlanError(f"--cpu_matmul onednn: {why}. Use auto or blas.")
@@ -277,7 +277,8 @@ def quantization(draft: Draft) -> None:
     if draft.backend is Backend.MPS and not draft.assumes_accelerator:
         draft.notices.append("4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones")
     if draft.on_cpu:
-        draft.notices.append("quantization on a CPU saves memory, not time: weights are dequantized at each use")
+        by = f", by {found['kernel']}" if found and found.get("kernel") else ""
+        draft.notices.append(f"quantization on a CPU saves memory, not time: weights are dequantized at each use{by}")
 
 
 def _asked(values: dict) -> tuple:

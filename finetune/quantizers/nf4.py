@@ -107,6 +107,14 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
     return in_plain_torch(packed_OP, absmax_OK, fmt.group_size)[:, : shape[1]].to(dtype)
 
 
+def kernel_of(device: str) -> str:
+    """What `dequantize` runs on a device."""
+    if str(device).startswith("cuda") and importlib.util.find_spec("triton"):
+        return "our Triton kernel"
+    equal = str(device) == "cpu" and _library_kernel_is_equal()
+    return "bitsandbytes' kernel, equal bit for bit" if equal else "plain torch"
+
+
 def in_plain_torch(packed_OP, absmax_OK, block: int) -> torch.Tensor:
     """The dequantized weight [O, P] in fp32, by operations that every device has."""
     # One lookup decodes both codes of a byte: a pair of fp32 levels is one 8-byte element.
