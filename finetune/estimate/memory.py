@@ -28,7 +28,7 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM p
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
 # activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
-HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.28, 2.8, 0.25
+HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.28, 3.2, 0.25
 
 
 # ---- weights and optimizer state
