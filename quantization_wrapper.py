@@ -476,7 +476,8 @@ def probe(name: str, bits: int, device: str) -> dict:
 
     {'error': None or the failure; 'weight_error': |w' - w| / |w| for normal weights; 'product_error': relative error of
     the output against the dense matmul; 'slowdown': forward and backward time relative to the unquantized layer, 256
-    tokens through 1024 x 1024; 'bits_per_weight': scales included}.
+    tokens through 1024 x 1024; 'bits_per_weight': scales included; 'kernel': what
+    dequantizes}.
     """
     method = METHODS[name]
     if method.package and not _importable(method.package):
@@ -505,8 +506,15 @@ def probe(name: str, bits: int, device: str) -> dict:
         "weight_error": round(noise, 5),
         "product_error": float(f"{max(off, off_back):.1e}"),
         "slowdown": round(slowdown, 2),
+        "kernel": kernel_of(name, device),
         "bits_per_weight": round(8 * sum(p.nbytes for p in layer.parameters()) / weight.numel(), 3),
     }
+
+
+def kernel_of(name: str, device: str) -> str:
+    """What dequantizes the weights of this method: a package's kernel, or plain torch."""
+    module = importlib.import_module(METHODS[name].module)
+    return module.kernel_of(device) if hasattr(module, "kernel_of") else METHODS[name].package or "plain torch"
 
 
 # For normal weights in groups of 64 to 1024, optimal scalar quantizers reach 0.0049 .. 0.34 (Max 1960), uniform ones

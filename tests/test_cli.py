@@ -249,11 +249,11 @@ def test_a_misspelled_required_flag_is_named_before_it_is_found_missing():
 def test_a_config_file_costs_no_more_than_its_size(tmp_path, text, message):
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(PlanError) as error:
         read_config(str(file))
     assert str(error.value).startswith(f"{file}{message}") and len(str(error.value)) < 1000 and "\n" not in str(error)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_unreadable_number_is_answered_with_a_number():

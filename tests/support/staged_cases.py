@@ -183,7 +183,8 @@ def large_tensors(rank: int, size: int) -> list[int]:
 
 def failing(rank: int, size: int, case: str, folder: str) -> dict:
     """What a rank raises, and after how long, if rank 1 does something else than the others."""
-    group, began, odd = staged_group(timeout_s=4.0), time.monotonic(), rank == 1
+    timeout_s = 4.0 if case == "late" else 60.0
+    group, began, odd = staged_group(timeout_s=timeout_s), time.monotonic(), rank == 1
     x = torch.ones(12 if odd and case == "shape" else 10, device=emulated_device.NAME)
     try:
         if case == "shape":
