@@ -52,7 +52,9 @@ def main(argv=None) -> int:
     from finetune import evaluation, inference
     from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
-    from finetune.data.formats import detect_format
+    from finetune.data.columns import RowOptions
+    from finetune.data.mixture import Source
+    from finetune.data.prepare import Read, check_columns, needs_chat_template
     from finetune.data.sources import read_rows
     from finetune.data.tokenize import generation_examples, tokenize
 
@@ -62,18 +64,23 @@ def main(argv=None) -> int:
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
     raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-    form = detect_format(raw.columns) if args.dataset_format == "auto" else args.dataset_format
+    options = RowOptions(args.dataset_format)
+    check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends = inference.open_engine(args)
-    if form == "chat":
-        ensure_chat_template(tokenizer)
+    read = Read.of(raw, options, Source(args.dataset))
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
     length = min(args.context_length, engine.context_limit() or args.context_length)
     with shared_renderer(tokenizer) as renderer:
-        rows = tokenize(raw, form, tokenizer, length, False, engine.vocab_size(), renderer)
-        questions = generation_examples(raw, form, tokenizer, renderer)
+        rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
+        questions = generation_examples(raw, options, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
     nll, num_targets = engine.evaluate(batches)
-    match, answers = evaluation.exact_match(engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size)
+    match, answers = None, []  # of text, which asks nothing
+    if questions:
+        match, answers = evaluation.exact_match(
+            engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size
+        )
     loss = nll / num_targets
     figures = {
         "rows": len(rows),
@@ -86,9 +93,10 @@ def main(argv=None) -> int:
     if args.json:
         say(json.dumps(figures))
     else:
+        matched = f"exact match {match:.1%} of {len(questions)} | " if questions else ""
         say(
-            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | exact match {match:.1%} "
-            f"of {len(questions)} | {figures['wall_s']} s"
+            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | {matched}"
+            f"{figures['wall_s']} s"
         )
     wrong = [(q, a) for q, a in zip(questions, answers, strict=True) if a.strip() != q[1].strip()]
     for (_, wanted, source), got in wrong[: args.show]:

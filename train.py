@@ -38,8 +38,10 @@ from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
+from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template
-from finetune.data.prepare import eva_batches, load_data, read_datasets
+from finetune.data.lengths import sampled_lengths
+from finetune.data.prepare import eva_batches, load_data, named_sources, needs_chat_template, read_datasets
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
@@ -82,6 +84,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         env=env,
         num_devices=manager.num_devices,
         environment=dict(os.environ),
+        lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
     )
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
     s = plan.settings
@@ -99,7 +102,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if selected:
         plan = replace(plan, adjustments=(selected, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
-        check_local(getattr(s, flag), f"--{flag}")
+        for source in named_sources(s, flag) if getattr(s, flag) else ():
+            check_local(source.name, f"--{flag}")
     if s.verbose:
         manager.print_summary()
     return check_resumed(plan, saved.saved_plan) if saved else plan
@@ -200,7 +204,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
             try:
                 result = engine.train_step(microbatches, lr)
             except NonFiniteError as error:
-                sources = [data.train.sources[row] for row in rows]
+                sources = data.sources_of(rows)
                 line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.settings.lr)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
@@ -244,16 +248,15 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     with stop.installed(), open_output_dir(plan, env.rank) as output_dir, Metrics(plan, env.rank > 0, watchdog) as log:
         raw_datasets = read_datasets(plan.settings)
         tokenizer = load_tokenizer(plan.files.folder)
-        if raw_datasets["train"][1] == "chat":
-            notice = ensure_chat_template(tokenizer)
-            if notice:
-                log.say(f"  note: {notice}")
+        notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
+        if notice:
+            log.say(f"  note: {notice}")
         process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         opened = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = plan.settings.init_lora_weights == "eva"
         loading = None if from_data else process.in_background(opened.load, None, output_dir.initial_adapter())
-        data = load_data(plan.settings, raw_datasets, tokenizer, plan.files)
+        data = load_data(plan.settings, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         model = opened.load(eva_batches(data, plan.settings)) if from_data else loading.result()
@@ -272,6 +275,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
             log.saved(resumed_from)
         log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
         run_steps(engine, data, plan, state, log, output_dir, stop)
+        data.close()
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
@@ -367,6 +371,8 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     lines, fits = report_lines(plan.settings, plan.shape, plan.memory_budget, dims=plan.dims)
     say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
+    if plan.files:
+        say("\n".join(preview.lines_of(plan.settings, plan.files)))
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
 
 

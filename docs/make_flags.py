@@ -42,6 +42,8 @@ def row(name: str, field) -> str:
 
 
 def default(field) -> str:
+    if field.metadata["unset"]:
+        return f"`{field.metadata['unset']}`"
     if field.default is None:
         return "unset"
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"

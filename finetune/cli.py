@@ -72,6 +72,11 @@ def parse_value(name: str, value, where: str | None = None):
     meta = field.metadata
     if value is None:
         return None
+    if meta["repeatable"] and isinstance(value, list | tuple):
+        entries = [v if isinstance(v, dict) else parse_value(name, v, where) for v in value]
+        if not entries:
+            raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
+        return entries if len(entries) > 1 or isinstance(entries[0], dict) else entries[0]
     if accepts_booleans(field):
         word = str(value).lower()
         value = "true" if word in TRUE else "false" if word in FALSE else word
@@ -200,10 +205,13 @@ def add_flags(parser: Parser) -> None:
 
 
 class _OneValue(argparse.Action):
-    """Converts the value; rejects a flag given twice with different values (aliases included)."""
+    """Converts the value; rejects a flag given twice with different values (aliases included), unless repeatable."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         new, old = parse_value(self.dest, value, option_string), getattr(namespace, self.dest, None)
+        if old is not None and FIELDS[self.dest].metadata["repeatable"]:
+            setattr(namespace, self.dest, [*(old if isinstance(old, list) else [old]), new])
+            return
         if old is not None and old != new:
             raise PlanError(f"{option_string} {value}: --{self.dest} was already set to {old}. Give it once.")
         setattr(namespace, self.dest, new)
@@ -217,7 +225,7 @@ def _metavar(name, field) -> str:
 
 
 def help_text(field) -> str:
-    default = field.default
+    default = field.metadata["unset"] or field.default
     shown = "unset" if default is None else str(default).lower() if isinstance(default, bool) else default
     if default is None and "default:" in field.metadata["help"]:
         return field.metadata["help"]

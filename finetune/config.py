@@ -29,7 +29,9 @@ QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 AUTO_BOOL = ("auto", "true", "false")
-DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "text")
+DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
+OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
+TEXT_UNITS = ("auto", "document", "line")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
     "model": "Model and training type",
@@ -56,7 +58,9 @@ FACTS = {
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
     "nonempty": False,  # rejects an empty string
+    "repeatable": False,  # may be given several times, or as a list: then its value is a list
     "metavar": None,  # how --help shows its value
+    "unset": None,  # what it is if it is not given, where that is not the default of the field
     "adapter_only": False,  # has no meaning without an adapter
     "saved": True,  # part of run_plan.json; False for flags of one invocation, not of the training
     "resumable": False,  # a resumed run may change it
@@ -92,17 +96,55 @@ class TrainConfig:
         None,
         "data",
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
-        "dummy; default: the demo data",
+        "dummy; as NAME[:weight][@split], and several times to train on all of them; default: the demo data",
         metavar="FILE|NAME",
         nonempty=True,
+        repeatable=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
+    columns: str = flag(
+        None,
+        "data",
+        "columns under the names of a format's fields, such as prompt=query,completion=reply",
+        metavar="FIELD=COLUMN,...",
+        nonempty=True,
+    )
+    ignore_columns: str = flag(
+        None, "data", "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
+    )
+    text_unit: str = flag(
+        "auto",
+        "data",
+        "what is a row of a .txt or .md file: the document, or each line; auto: the document, if it is prose",
+        choices=TEXT_UNITS,
+    )
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int = flag(
-        512,
+        512,  # where nothing is planned, such as tests of an engine
         "data",
-        "maximum sequence length in tokens; longer rows are truncated at the start of the prompt",
+        "maximum sequence length in tokens; longer rows are treated as --overlong says. auto: what 99 % of the rows "
+        "fit in, if the model and the memory allow it",
         minimum=2,
+        auto=True,
+        metavar="N|auto",
+        unset="auto",
+    )
+    streaming: bool = flag(
+        False,
+        "data",
+        "read rows while training, shuffled within blocks of --shuffle_buffer rows: memory stays bounded for files of "
+        "any size; needs --max_steps",
+    )
+    shuffle_buffer: int = flag(1000, "data", "rows per block in which --streaming shuffles", minimum=1)
+    overlong: str = flag(
+        "auto",
+        "data",
+        "rows over --context_length. auto: text is split, a chat loses its oldest messages, other rows the start of "
+        "their prompt; keep_end, keep_start: truncated; split: windows; drop: left out; error: refused",
+        choices=OVERLONG,
+    )
+    window_overlap: int = flag(
+        0, "data", "tokens that each window of a split row repeats from the one before, not learned again", minimum=0
     )
     train_on_prompt: bool = flag(False, "data", "compute the loss on all tokens, not only on answers")
     skip_bad_rows: int = flag(
@@ -376,7 +418,12 @@ class TrainConfig:
         metavar="FILE",
         saved=False,
     )
-    dry_run: bool = flag(False, "ask", "print the plan with its reasons; load nothing", saved=False)
+    dry_run: bool = flag(
+        False, "ask", "print the plan with its reasons and a preview of the data; load nothing", saved=False
+    )
+    data_report: str = flag(
+        None, "ask", "with --dry_run: write the preview of the data as JSON", metavar="FILE", saved=False, nonempty=True
+    )
     doctor: str = flag(
         "false",
         "ask",

@@ -3,7 +3,8 @@
 import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.data.formats import chat_messages
+from finetune.data.columns import Row
+from finetune.data.formats import needs_template, question_text, turns_of
 from finetune.data.tokenize import render_sample
 from finetune.distributed.accelerate_config import NAMES
 from finetune.metrics import GIB, Summary, table
@@ -53,18 +54,20 @@ def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
 
 
-def ask_command(output_dir: str, form: str, row: dict) -> str:
+def ask_command(output_dir: str, row: Row | None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
-    if form == "chat":
-        messages = chat_messages(row, "")
+    if row is None:
+        command += ["--prompt", "..."]
+    elif needs_template(row):
+        messages = turns_of(row)[0]
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
         command += ["--system", system] if system else []
         command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
-    elif form == "prompt_completion":
-        command += ["--raw", "--prompt", row["prompt"]]
+    elif row.format == "prompt_completion":
+        command += ["--raw", "--prompt", row.text("prompt")]
     else:
-        command += ["--prompt", row.get("instruction") or row.get("question") or "..."]
+        command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(command)
 
 
@@ -95,7 +98,17 @@ def memory_table(predicted: dict, measured: dict) -> str:
 def data_lines(data, color: bool) -> list[str]:
     """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
+    lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
+    lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
     return [*map(clean, lines), render_sample(data.train, 0, data.tokenizer, color=color)]
+
+
+def dataset_lines(tokens: dict[str, int]) -> list[str]:
+    """The line on how many tokens of each dataset were trained on; nothing for a single one."""
+    if not tokens:
+        return []
+    total = max(1, sum(tokens.values()))
+    return ["tokens by dataset: " + ", ".join(f"{name} {n:,} ({n / total:.1%})" for name, n in tokens.items())]
 
 
 def engine_lines(engine) -> list[str]:
@@ -138,7 +151,11 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     tokens, training_s = state.num_tokens - r.tokens_before, r.seconds.get("training")
     rate = tokens / training_s if training_s else 0
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
-    lines += [f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second", *memory_lines(r, s.verbose)]
+    lines += [
+        f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second",
+        *dataset_lines(data.tokens_by_dataset(plan, state)),
+        *memory_lines(r, s.verbose),
+    ]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
@@ -148,4 +165,4 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, *data.example)}"]
+    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example)}"]

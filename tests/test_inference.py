@@ -27,6 +27,14 @@ def test_prompts_and_answers_stay_inside_the_models_positions(make_tokenizer, tm
     )
 
 
+def test_text_has_a_loss_and_nothing_to_match(tiny_model, tmp_path, capsys):
+    file = tmp_path / "a.txt"
+    file.write_text("Once upon a time there was a lamp.")
+    assert score.main(["--checkpoint", str(tiny_model), "--dataset", str(file), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "| perplexity " in out and "exact match" not in out
+
+
 def test_step_folders_and_unfinished_runs_are_opened_or_pointed_to(plain_run, tmp_path, capsys):
     plain_run(max_steps=2, save_every=1, train_type="full", lora_rank=None)
     step = tmp_path / "out" / "checkpoints" / "step-2"

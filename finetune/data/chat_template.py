@@ -20,9 +20,9 @@ MAX_TEMPLATE_CHARS = 2**20
 BATCH_BYTES = 2**20
 
 
-def ensure_chat_template(tokenizer) -> str | None:
-    """Sets ChatML on a tokenizer without a chat template; returns the notice to print, else None."""
-    if tokenizer.chat_template:
+def ensure_chat_template(tokenizer, is_needed=lambda: True) -> str | None:
+    """Sets ChatML on a tokenizer without a chat template, if rows need one; returns the notice to print, else None."""
+    if tokenizer.chat_template or not is_needed():
         return None
     tokenizer.chat_template = CHATML_TEMPLATE
     end = tokenizer.eos_token or "<|im_end|>"

@@ -43,7 +43,7 @@ def largest_microbatch(
     cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], dataset.lengths
     cursor, most, found, searched = Cursor(), 0, [], 0
     for _ in range(num_steps):
-        rows, cursor = step_rows(len(dataset), rows_per_step, seed, cursor)
+        rows, cursor = step_rows(dataset.order, rows_per_step, seed, cursor)
         for start in range(0, len(rows), batch_size):
             group = [int(row) for row in rows[start : start + batch_size]]
             searched += 1

@@ -1,14 +1,28 @@
 """Dataset rows rendered to text through prompt formats and chat templates, with the target spans marked.
 
-FORMATS is the table. Chat rows (and alpaca and qna rows, if the tokenizer has a chat template) are rendered by the
-template, once per assistant turn: the target is the text a turn adds to the generation prompt before it. All other
+columns.FORMATS is the table. Chat rows (and alpaca and qna rows, if the tokenizer has a chat template) are rendered by
+the template, once per assistant turn: the target is the text a turn adds to the generation prompt before it. All other
 formats are joined here. A model's chat template is third-party code: it runs in a limited child process.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from finetune.data.chat_template import request_of, split_end_of_turn
+from finetune.data.columns import Row
+from finetune.data.messages import (
+    REASONING,
+    TemplateWords,
+    chat_messages,
+    check_rendered,
+    past_turns,
+    tool_schemas,
+    with_nine_character_ids,
+    with_system,
+)
+from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 
 ALPACA_PROMPT = (
@@ -23,17 +37,6 @@ ALPACA_PROMPT_WITH_INPUT = (
 QNA_PROMPT = "###Question:\n{question}\n###Answer:\n"
 QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 TEXT_MARKER = re.compile(r"### (Human|Assistant):")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "system": "system",
-    "tool": "tool",
-}
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -47,50 +50,29 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """Spans tokenized as one text. `from_template`: contains its own BOS, if any. `add_eos`: ends with an answer."""
+    """Spans tokenized as one text. `from_template`: contains its own BOS, if any. `add_eos`: ends with an answer.
+
+    `turn`: number of its only answer, if a conversation has a document per answer.
+    """
 
     spans: tuple[Span, ...]
     from_template: bool
     add_eos: bool
+    turn: int | None = None
 
 
-@dataclass(frozen=True)
-class Format:
-    """A dataset format. `required`: fields a row must have, each with its accepted names.
-
-    `optional`: ones it may have.
-    """
-
-    required: tuple[tuple[str, ...], ...]
-    optional: tuple[tuple[str, ...], ...] = ()
-
-    def __str__(self) -> str:
-        fields = ["|".join(names) for names in self.required] + [f"[{'|'.join(names)}]" for names in self.optional]
-        return " + ".join(fields)
+def uses_template(row: Row, has_template: bool) -> bool:
+    """True if the chat template renders the row. `has_template`: the tokenizer's own or the default one."""
+    return needs_template(row) or (row.format in ("alpaca", "qna") and has_template)
 
 
-# In order of detection: a dataset with both messages and text is a chat dataset.
-FORMATS = {
-    "chat": Format((("messages", "conversations"),)),
-    "alpaca": Format((("instruction",), ("output", "response")), (("input", "context"),)),
-    "prompt_completion": Format((("prompt",), ("completion", "response"))),
-    "qna": Format((("question",), ("answer",)), (("context",),)),
-    "text": Format((("text",),)),
-}
-
-
-def detect_format(columns, dataset: str = "--dataset") -> str:
-    """The first of FORMATS whose required fields are all in `columns`. Raises PlanError listing both."""
-    for name, fmt in FORMATS.items():
-        if all(any(field in columns for field in names) for names in fmt.required):
-            return name
-    known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items())
-    found = ", ".join(map(str, columns)) or "(none)"
-    raise PlanError(f"{dataset}: columns {found} match no format. Rename them to match one: {known}.")
-
-
-def uses_template(fmt: str, tokenizer) -> bool:
-    return fmt == "chat" or (fmt in ("alpaca", "qna") and bool(tokenizer.chat_template))
+def needs_template(row: Row) -> bool:
+    """True if only a chat template renders the row: messages, or turns and a system prompt around a question."""
+    if row.format == "prompt_completion":
+        return isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list)
+    if row.format in ("alpaca", "qna"):
+        return bool(row.get("system") or row.get("history"))
+    return row.format == "chat"
 
 
 def describe_format(fmt: str, tokenizer) -> str:
@@ -100,124 +82,234 @@ def describe_format(fmt: str, tokenizer) -> str:
     if fmt in ("alpaca", "qna"):
         how = "as one turn of the tokenizer's chat template" if tokenizer.chat_template else f"in the {fmt} text prompt"
         return f"{fmt}: {how}"
-    return {"prompt_completion": "prompt_completion: concatenated", "text": "text: unchanged"}[fmt]
+    return {
+        "prompt_completion": "prompt_completion: concatenated",
+        "text": "text: unchanged",
+        "tokens": "tokens: as given",
+    }[fmt]
 
 
 # ------ rows to documents
 
 
-def render_text(row: dict, source: str, fmt: str, tokenizer) -> Document:
-    """The document of a row whose format uses no chat template.
+def render_text(row: Row, tokenizer) -> Document:
+    """The document of a row that no chat template renders.
 
-    Raises PlanError naming `source` and the field. A row without a non-empty answer has no target span.
+    Raises PlanError naming its source and the field. A row without a non-empty answer has no target span.
     """
-    if fmt == "text":
-        return _render_text(get_field(row, source, ("text",)), tokenizer)
-    question, extra, answer = _question_and_answer(row, source, fmt)
-    if fmt == "alpaca":
+    if row.format == "text":
+        return _render_text(row.text("text"), tokenizer)
+    for name in ("system", "tools"):
+        if row.format == "prompt_completion" and row.get(name):
+            raise PlanError(
+                f"{row.source}: field {row.columns[name]!r} has no place in prompt and completion, which are joined as "
+                f"given. Add --columns question=prompt,answer=completion to render a chat turn with it, or "
+                f"--ignore_columns {row.columns[name]}."
+            )
+    question, extra, answer = question_and_answer(row)
+    if row.format == "alpaca":
         prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(instruction=question, input=extra)
-    elif fmt == "qna":
+    elif row.format == "qna":
         prompt = (QNA_PROMPT_WITH_CONTEXT if extra else QNA_PROMPT).format(question=question, context=extra)
     else:
         prompt = question
     return Document((Span(prompt, False), Span(answer, bool(answer.strip()))), from_template=False, add_eos=True)
 
 
-def _question_and_answer(row: dict, source: str, fmt: str) -> tuple[str, str, str]:
-    required, optional = FORMATS[fmt].required, FORMATS[fmt].optional
-    question, answer = (get_field(row, source, names) for names in required)
-    extra = get_field(row, source, optional[0], required=False) if optional else ""
-    return question, extra, answer
+QUESTIONS = {  # format: (question, what precedes or follows it, answer)
+    "alpaca": ("instruction", "input", "output"),
+    "prompt_completion": ("prompt", None, "completion"),
+    "qna": ("question", "context", "answer"),
+}
+
+
+def question_and_answer(row: Row) -> tuple[str, str, str]:
+    """(question, input or context, answer) of a row."""
+    question, extra, answer = QUESTIONS[row.format]
+    return row.text(question), row.text(extra, required=False) if extra else "", _answer(row, answer)
+
+
+def _answer(row: Row, name: str) -> str:
+    """The answer's text; of several, as SQuAD has them, the first."""
+    value = row.get(name)
+    if isinstance(value, dict) and isinstance(value.get("text"), list):
+        value = value["text"]
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        return row.text(name)
+    if len(set(value)) > 1:
+        row.note(f"field {row.columns[name]!r}: only the first of several answers is learned")
+    return value[0] if value else ""
+
+
+def question_text(row: Row) -> str:
+    """A row's question and its input or context, as the user's turn of a conversation."""
+    question, extra, _ = question_and_answer(row)
+    return _joined_question(row, question, extra)
+
+
+def _joined_question(row: Row, question: str, extra: str) -> str:
+    parts = [extra, question] if row.format == "qna" else [question, extra]
+    return "\n\n".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row for the chat template. `answers`: indices of the messages that are answers."""
+    """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets."""
 
     messages: list[dict]
     tools: list | None
     answers: tuple[int, ...]
+    learned: frozenset
+    row: Row
 
     @classmethod
-    def of(cls, row: dict, source: str, fmt: str) -> "Conversation":
-        """Raises PlanError naming `source` and the field."""
-        if fmt != "chat":
-            question, extra, answer = _question_and_answer(row, source, fmt)
-            parts = [question, extra] if fmt == "alpaca" else [extra, question]
-            content = "\n\n".join(part for part in parts if part)
-            return cls([{"role": "user", "content": content}, {"role": "assistant", "content": answer}], None, (1,))
-        messages, tools = chat_messages(row, source), row.get("tools")
-        if tools is not None and tools != [] and not isinstance(tools, list):
-            raise PlanError(f"{source}: field 'tools' is {type(tools).__name__}, must be a list of tool schemas.")
-        if not all(isinstance(tool, dict) for tool in tools or ()):
-            raise PlanError(f"{source}: field 'tools' must hold objects, tool schemas.")
+    def of(cls, row: Row, template: TemplateWords) -> "Conversation":
+        """Raises PlanError naming the row's source and the field."""
+        messages, learned = turns_of(row)
+        tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
+        check_rendered(messages, tools, template, row)
+        if template.short_ids:
+            messages = with_nine_character_ids(messages)
         # A first message is not an answer.
         answers = tuple(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
-        return cls(messages, tools, answers)
+        return cls(messages, tools, answers, frozenset(i for i in answers if learned[i]), row)
 
-    def request(self, source: str) -> bytes:
+    def request(self) -> bytes:
         """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
         upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
-        return request_of(self.messages, self.tools, upto or [(len(self.messages), False)], source)
+        return request_of(self.messages, self.tools, upto or [(len(self.messages), False)], self.row.source)
 
-    def documents(self, texts: list[str], source: str, specials: tuple[str, ...]) -> list[Document]:
-        """One document, or one per answer if the chat template rewrites earlier turns. `specials`: special_texts."""
+    def starts(self) -> list[int]:
+        """Messages that a shorter conversation may begin with: of users, after the first, before the last target."""
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        return [i for i in users[1:] if self.learned and i < max(self.learned)]
+
+    def from_message(self, start: int) -> "Conversation":
+        """The conversation from message `start` on, after the system messages at its front."""
+        roles = [message["role"] for message in self.messages]
+        head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        moved = start - head
+        return replace(
+            self,
+            messages=self.messages[:head] + self.messages[start:],
+            answers=tuple(i - moved for i in self.answers if i >= start),
+            learned=frozenset(i - moved for i in self.learned if i >= start),
+        )
+
+    def upto_turn(self, turn: int | None) -> "Conversation":
+        """The conversation of a document: whole, or up to its only answer."""
+        if turn is None:
+            return self
+        last = self.answers[turn]
+        kept = self.answers[: turn + 1]
+        return replace(self, messages=self.messages[: last + 1], answers=kept, learned=frozenset({last}))
+
+    def with_documents(self, texts: list[str], specials: tuple[str, ...]) -> list[tuple]:
+        """[(document, its conversation)], see `documents`."""
+        return [(document, self.upto_turn(document.turn)) for document in self.documents(texts, specials)]
+
+    def documents(self, texts: list[str], specials: tuple[str, ...], count: bool = True) -> list[Document]:
+        """One document, or one per answer if the chat template rewrites earlier turns. `specials`: special_texts.
+
+        `count`: the row's notices are counted.
+        """
         if not self.answers:
             return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
-        turns = []  # (prompt text, answer with its end-of-turn, whether it is empty)
+        turns = []  # (prompt text, answer with its end-of-turn, whether it is a target)
         for i, before, after in zip(self.answers, texts[::2], texts[1::2], strict=True):
             if not after.startswith(before):
                 raise PlanError(
-                    f"{source}: the chat template's rendering up to messages[{i}] does not start with its generation "
-                    "prompt. Give the rows as prompt and completion."
+                    f"{self.row.source}: the chat template's rendering up to messages[{i}] does not start with its "
+                    "generation prompt. Give the rows as prompt and completion."
                 )
-            message = self.messages[i]
-            is_empty = not message["content"].strip() and not message.get("tool_calls")
-            turns.append((before, after[len(before) :], is_empty))
+            turns.append((before, after[len(before) :], i in self.learned and not _is_empty(self.messages[i])))
+        if count:
+            self._count_unrendered(texts[-1])
         return _documents_of_turns(turns, specials)
 
-
-def get_field(row: dict, source: str, names: tuple[str, ...], required: bool = True) -> str:
-    """Text of the first field in `names` that the row has. Raises PlanError if it is missing or not a string."""
-    name = next((n for n in names if row.get(n) is not None), None)
-    if name is None:
-        if not required:
-            return ""
-        name = next((n for n in names if n in row), names[0])
-        raise PlanError(f"{source}: field {name!r} is {'null' if name in row else 'missing'}, must be a string.")
-    if not isinstance(row[name], str):
-        raise PlanError(f"{source}: field {name!r} is {type(row[name]).__name__}, must be a string.")
-    return row[name]
+    def _count_unrendered(self, text: str) -> None:
+        for i, message in enumerate(self.messages[: self.answers[-1] + 1]):
+            content = message["content"].strip()
+            if i in self.learned and len(self.learned) > 1 and _is_empty(message):
+                self.row.note("an empty answer among others is not learned")
+            if content and content not in text and "</think>" not in content:
+                self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
 
 
-def chat_messages(row: dict, source: str) -> list[dict]:
-    """The row's messages as role and content, from either spelling. Raises PlanError naming an invalid message."""
-    name = next((n for n in FORMATS["chat"].required[0] if row.get(n) is not None), None)
-    if name is None:
-        fact = "null" if "messages" in row else "missing"
-        raise PlanError(f"{source}: field 'messages' is {fact}, must be a list of messages.")
-    if not isinstance(row[name], list) or not row[name]:
-        fact = "empty" if row[name] == [] else type(row[name]).__name__
-        raise PlanError(f"{source}: field {name!r} is {fact}, must be a list of messages.")
-    messages = []
-    for i, message in enumerate(row[name]):
-        where = f"field '{name}[{i}]"
-        if not isinstance(message, dict):
-            raise PlanError(f"{source}: {where}' is {type(message).__name__}, must be an object with role and content.")
-        # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
-        message = {key: value for key, value in message.items() if value is not None}
-        role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
-        role, content = message.pop(role_key, None), message.pop(content_key, None)
-        known = SHAREGPT_ROLES if role_key == "from" else dict(zip(ROLES, ROLES, strict=True))
-        if not isinstance(role, str) or role not in known:
-            raise PlanError(f"{source}: {where}.{role_key}' is {role!r}, must be one of {', '.join(known)}.")
-        if content is None and message.get("tool_calls"):
-            content = ""
-        if not isinstance(content, str):
-            fact = "missing" if content is None else type(content).__name__
-            raise PlanError(f"{source}: {where}.{content_key}' is {fact}, must be a string.")
-        messages.append({"role": known[role], "content": content, **message})
-    return messages
+def _is_empty(message: dict) -> bool:
+    said = [message["content"], *(message[name] for name in REASONING if isinstance(message.get(name), str))]
+    return not "".join(said).strip() and not message.get("tool_calls")
+
+
+def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
+    """(messages, whether each is learned if it is an answer) of a row of any format that a template renders."""
+    if row.format == "chat":
+        if "messages" not in row.values:
+            raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
+        messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
+    elif row.format == "prompt_completion":
+        messages, learned = _prompted(row)
+    else:
+        messages = past_turns(row.get("history"), row.columns.get("history", "history"), row.source)
+        question, extra, answer = question_and_answer(row)
+        messages.append({"role": "user", "content": _joined_question(row, question, extra)})
+        messages.append({"role": "assistant", "content": answer})
+        learned = [True] * len(messages)
+    system = row.text("system", required=False)
+    whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
+    return whole, [True] * (len(whole) - len(messages)) + learned
+
+
+def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
+    """Messages of a prompt and a completion, one of them a list: only the completion's turns are learned."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    answer, learned = chat_messages(completion, row.columns["completion"], row)
+    if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
+        row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
+        return answer, learned
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    question, _ = chat_messages(prompt, row.columns["prompt"], row)
+    return question + answer, [False] * len(question) + learned
+
+
+def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """(input ids, is_target) of a row of token ids: labels, a mask of targets, or without either all of them.
+
+    Raises PlanError.
+    """
+    ids = _integers(row, "input_ids")
+    marks = _integers(row, "labels") if row.get("labels") is not None else ids
+    mask = _integers(row, "attention_mask") if row.get("attention_mask") is not None else np.ones_like(ids)
+    for name, values in (("labels", marks), ("attention_mask", mask)):
+        if len(values) != len(ids):
+            column = row.columns[name]
+            raise PlanError(f"{row.source}: field {column!r} has {len(values)} numbers, input_ids has {len(ids)}.")
+    if row.columns.get("labels", "labels") == "labels":
+        wrong = np.flatnonzero((marks != IGNORE_INDEX) & (marks != ids))
+        if len(wrong):
+            at = int(wrong[0])
+            raise PlanError(
+                f"{row.source}: labels[{at}] is {marks[at]}, input_ids[{at}] is {ids[at]}. A label must be the token "
+                f"itself, not the next one, or {IGNORE_INDEX}."
+            )
+        is_target = marks != IGNORE_INDEX
+    else:
+        is_target = marks != 0
+    keep = mask != 0
+    return ids[keep].astype(np.int32), is_target[keep]
+
+
+def _integers(row: Row, name: str) -> np.ndarray:
+    value = row.get(name)
+    if not isinstance(value, list) or not value or not all(type(v) in (int, bool) for v in value):
+        raise PlanError(f"{row.source}: field {row.columns.get(name, name)!r} must be a list of integers.")
+    found = np.array(value, np.int64)
+    if name == "input_ids" and (found.min() < 0 or found.max() >= 2**31):
+        raise PlanError(f"{row.source}: field {row.columns[name]!r} has {found.min()}, not a token id.")
+    return found
 
 
 def _render_text(text: str, tokenizer) -> Document:
@@ -240,15 +332,16 @@ def _documents_of_turns(turns: list[tuple[str, str, bool]], specials) -> list[Do
     texts = [before + answer for before, answer, _ in turns]
     is_stable = all(turns[i + 1][0].startswith(texts[i]) for i in range(len(turns) - 1))
     documents, spans, done = [], [], 0
-    for before, answer, is_empty in turns:
+    for turn, (before, answer, is_target) in enumerate(turns):
         answer, end = split_end_of_turn(answer, specials)
-        spans += [Span(before[done:], False), Span(answer, not is_empty), Span(end, not is_empty, is_end=True)]
+        spans += [Span(before[done:], False), Span(answer, is_target), Span(end, is_target, is_end=True)]
         # If the template ends turns with plain text only, EOS can only go at the end of the document.
         if not is_stable:
-            documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
+            documents.append(Document(tuple(spans), True, add_eos=not end and is_target, turn=turn))
             spans, done = [], 0
         else:
             done = len(before) + len(answer) + len(end)
     if is_stable:
-        documents.append(Document(tuple(spans), from_template=True, add_eos=not end and not is_empty))
-    return documents
+        documents.append(Document(tuple(spans), from_template=True, add_eos=not end and is_target))
+    learned = [d for d in documents if any(span.is_target for span in d.spans)]
+    return learned or documents[-1:]

@@ -10,64 +10,29 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from backend_manager import system_memory
+from finetune.data.arrow import read_arrow, read_parquet
+from finetune.data.rows import BadRow, first_repeated
 from finetune.errors import PlanError, first_line
 from finetune.untrusted import untrusted
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
-BATCH_ROWS = 64  # of Parquet and Arrow in memory at a time; a page of a few bytes may hold a GiB
-ROW_BYTES = 100  # of a row in memory whatever it holds
-FEWER = "Read fewer with --dataset_samples, or split the file."
-EXPANSION = (2**28, 1000)  # bytes in memory that a compressed file may take: so many, and so many for each of its own
 SAVE_AGAIN = "Save the dataset again with save_to_disk."
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A malformed row: its location, to the byte if known, and the reason."""
-
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class RawDataset:
-    """Rows as read. `skipped`: the reason for each bad row left out; at most `skip_bad_rows` over all stages.
-
-    `digest`: sha256 of the bytes read.
-    """
-
-    rows: list[dict]
-    sources: list[str]
-    columns: tuple[str, ...]
-    skipped: tuple[str, ...]
-    digest: str
-    description: str
-    skip_bad_rows: int = 0
-
-
-def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
-    """The notice for a skipped row. Raises PlanError if `skip_bad_rows` is exceeded."""
-    if num_skipped < skip_bad_rows:
-        return f"{bad.where}: {bad.reason}"
-    if skip_bad_rows:
-        raise PlanError(
-            f"{bad.where}: {bad.reason}. It is bad row {num_skipped + 1}, and --skip_bad_rows allows {skip_bad_rows}."
-        )
-    raise PlanError(f"{bad.where}: {bad.reason}. Fix or remove the row, or skip it with --skip_bad_rows 1.")
-
-
-def _reader(name: str, what: str, split: str):
+def _reader(name: str, what: str, split: str, text_unit: str = "auto"):
     suffix = PurePosixPath(name).suffix.lower()
+    if suffix in (".xlsx", ".xls", ".ods"):
+        raise PlanError(f"{what}: is a spreadsheet. Save the sheet as .csv.")
     if suffix not in READERS:
         raise PlanError(f"{what}: is {suffix or 'a file without suffix'}. Use one of {', '.join(READERS)}.")
+    if suffix in PROSE:
+        return partial(READERS[suffix], text_unit=text_unit)
     return partial(READERS[suffix], split=split) if suffix == ".json" else READERS[suffix]
 
 
@@ -85,8 +50,11 @@ def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
 # ------ readers
 
 
-def read_jsonl(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    for number, text, complete in text_lines(path, label, hasher):
+def read_jsonl(
+    path: Path, label: str, hasher, offset: int = 0, lines_before: int = 0
+) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the row of each line from byte `offset` on, which `lines_before` lines precede."""
+    for number, text, complete in text_lines(path, label, hasher, offset, lines_before):
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
             yield source, text
@@ -150,15 +118,17 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
 
 
 def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    """Yields rows of a CSV file with a header line; all values are strings."""
+    """Yields rows of a CSV or TSV file with a header line; all values are strings."""
 
     def lines():
         for _, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
-                raise PlanError(f"{text.where}: {text.reason}. Fix the file: CSV lines cannot be skipped.")
+                utf8 = "Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8)"
+                remedy = utf8 if "UTF-8" in text.reason else "Fix the file: CSV lines cannot be skipped"
+                raise PlanError(f"{text.where}: {text.reason}. {remedy}.")
             yield text + "\n"
 
-    reader = csv.reader(lines(), strict=True)
+    reader = csv.reader(lines(), strict=True, delimiter=_delimiter(path))
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next((row for row in reader if row), None)
@@ -183,8 +153,11 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
         csv.field_size_limit(before)
 
 
-def read_text(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    """Yields one document per line; blank lines are left out."""
+def read_text(path: Path, label: str, hasher, text_unit: str = "auto") -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the file as one document, or with `text_unit` line one per line; blank lines are left out."""
+    if text_unit != "line":
+        yield from _whole_text(path, label, hasher, text_unit)
+        return
     for number, text, _ in text_lines(path, label, hasher):
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
@@ -193,31 +166,24 @@ def read_text(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadR
             yield source, {"text": text}
 
 
-def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    import pyarrow.parquet
-
-    with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(file.schema_arrow, label)
-            _hash_file(path, hasher)
-            yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label)
-
-
-def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
-    """Yields rows of an Arrow file or stream. Not memory-mapped: a file that shrinks meanwhile would be a SIGBUS."""
-    import pyarrow
-
-    with untrusted(f"{label}: not a readable Arrow file", "Write it again."):
-        with pyarrow.OSFile(str(path), "rb") as source:
-            if source.read(6) == b"ARROW1":
-                opened = pyarrow.ipc.open_file(source)
-                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-            else:
-                source.seek(0)
-                batches = opened = pyarrow.ipc.open_stream(source)
-            _check_columns(opened.schema, label)
-            _hash_file(path, hasher)
-            yield from _arrow_rows(batches, path, label)
+def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tuple[str, dict]]:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise PlanError(
+            f"{label}: is {size / 2**20:.0f} MiB, the maximum for one document is {MAX_JSON_BYTES >> 20} MiB. Split "
+            "the file, or add --text_unit line."
+        )
+    data = path.read_bytes()
+    hasher.update(data)
+    text = _decode_whole(data, label)
+    first = text.lstrip().partition("\n")[0]
+    if text_unit == "auto" and first.startswith("{") and isinstance(parse_object(first, label), dict):
+        raise PlanError(
+            f"{label}: its first line is a JSON object. Rename it to .jsonl, or add --text_unit document to learn "
+            "it as prose."
+        )
+    if text.strip():
+        yield f"{label}:1", {"text": text}
 
 
 def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
@@ -236,17 +202,33 @@ READERS = {
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": read_csv,
     ".txt": read_text,
+    ".md": read_text,
 }
+PROSE = (".txt", ".md")
 
 
 # ------ parts of readers
 
 
-def text_lines(path: Path, label: str, hasher) -> Iterator[tuple[int, str | BadRow, bool]]:
-    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line."""
+def _delimiter(path: Path) -> str:
+    """What separates the columns of a table's first line: a comma, or if it has none a tab or a semicolon."""
     with open(path, "rb") as file:
-        number = 0
+        head = file.readline(MAX_LINE_BYTES)
+    marks = [b"\t", b","] if path.suffix.lower() == ".tsv" else [b",", b"\t", b";"]
+    return next((mark for mark in marks if mark in head), marks[0]).decode()
+
+
+def text_lines(
+    path: Path, label: str, hasher, offset: int = 0, number: int = 0
+) -> Iterator[tuple[int, str | BadRow, bool]]:
+    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line.
+
+    From byte `offset` on, which `number` lines precede.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             hasher.update(line)
@@ -335,78 +317,6 @@ def _rows_of_object(text: str, label: str, split: str):
         yield source, row if isinstance(row, dict) else BadRow(source, f"is {_kind(row)}, must be an object")
 
 
-def _check_columns(schema, label: str) -> None:
-    twice = first_repeated(schema.names)
-    if twice is not None:
-        raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
-
-
-def _arrow_rows(batches, path: Path, label: str):
-    try:
-        yield from _validated_rows(batches, path, label)
-    except MemoryError:  # a size in the file, or a long entry that many rows refer to
-        raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
-
-
-def _validated_rows(batches, path: Path, label: str):
-    """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file."""
-    file_bytes, number, size = path.stat().st_size, 0, 0
-    limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
-    for whole in batches:
-        is_valid = _fault_of(whole) is None
-        for start in range(0, whole.num_rows, BATCH_ROWS):
-            batch = whole.slice(start, BATCH_ROWS)
-            batch = _without_dictionaries(batch) if is_valid else batch
-            size += batch.nbytes + ROW_BYTES * batch.num_rows
-            if size > limit:
-                taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
-                raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
-            rows = _python_rows(batch, is_valid)
-            if isinstance(rows, str):  # only some of its rows are to blame
-                rows = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
-                rows = [row if isinstance(row, str) else row[0] for row in rows]
-            for row in rows:
-                number += 1
-                source = f"{label}:row {number}"
-                yield source, BadRow(source, row) if isinstance(row, str) else row
-
-
-def _without_dictionaries(batch):
-    """The batch with its dictionary-encoded columns decoded: a slice of one holds the whole dictionary."""
-    import pyarrow
-
-    if not any(isinstance(column, pyarrow.DictionaryArray) for column in batch.columns):
-        return batch
-    columns = [c.dictionary_decode() if isinstance(c, pyarrow.DictionaryArray) else c for c in batch.columns]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
-
-
-def _fault_of(batch) -> str | None:
-    import pyarrow
-
-    try:
-        batch.validate(full=True)
-    except pyarrow.ArrowException as error:
-        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({first_line(error)})"
-
-
-def _python_rows(batch, is_valid: bool) -> list[dict] | str:
-    """The batch as dicts; what is wrong with it otherwise."""
-    fault = None if is_valid else _fault_of(batch)
-    if fault:
-        return fault
-    try:
-        return batch.to_pylist()
-    except (ValueError, OverflowError, TypeError, RecursionError) as error:  # such as a date after the year 9999
-        return f"cannot be read ({first_line(error)})"
-
-
-def first_repeated(names) -> str | None:
-    """The first name that was there before."""
-    seen = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
-
-
 def _without_bom(data: bytes, label: str) -> bytes:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise PlanError(f"{label}:1:byte 1: is not UTF-8 but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8.")
@@ -425,12 +335,6 @@ def _decode_whole(data: bytes, label: str) -> str:
         at = text.index("\0")
         raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: contains a NUL byte. Remove it.")
     return text
-
-
-def _hash_file(path: Path, hasher):
-    with open(path, "rb") as file:
-        while chunk := file.read(2**20):
-            hasher.update(chunk)
 
 
 def _kind(value) -> str:

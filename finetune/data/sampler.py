@@ -16,6 +16,51 @@ class Cursor:
     index: int = 0
 
 
+@dataclass(frozen=True)
+class Mix:
+    """Datasets of `sizes` rows, one after the other, of which rows are drawn by weight.
+
+    An epoch draws as many rows as there are; a dataset that has fewer than its share begins again, in another order.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    def draws(self) -> list[int]:
+        """Rows that an epoch draws of each dataset: at least one, together as many as there are rows."""
+        shares = [self.num_rows * weight / sum(self.weights) for weight in self.weights]
+        found = [max(1, int(share)) for share in shares]
+        by_rest = sorted(range(len(shares)), key=lambda i: found[i] - shares[i])
+        for k in range(max(0, self.num_rows - sum(found))):
+            found[by_rest[k % len(found)]] += 1
+        while sum(found) > self.num_rows and max(found) > 1:
+            found[found.index(max(found))] -= 1
+        return found
+
+    def rows_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
+        """The rows that an epoch draws, by dataset: each continues where the epoch before ended."""
+        parts, first = [], 0
+        for i, (size, draws) in enumerate(zip(self.sizes, self.draws(), strict=True)):
+            start, end = epoch * draws, (epoch + 1) * draws
+            for p in range(start // size, -(-end // size)):
+                order = _permutation(size, [seed, i, p, 1])
+                parts.append(first + order[max(0, start - p * size) : end - p * size])
+            first += size
+        return np.concatenate(parts)
+
+
+def num_rows_of(rows: "int | Mix") -> int:
+    return rows if isinstance(rows, int) else sum(rows.draws())
+
+
+def _permutation(size: int, entropy: list[int]) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy))).permutation(size)
+
+
 # ------ order
 
 
@@ -32,24 +77,35 @@ GROUPS_SEARCHED = 20_000  # about a second; later groups are rarely larger
 
 
 @functools.lru_cache(maxsize=2)
-def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Row order of an epoch: a seeded permutation. Read-only."""
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(num_rows)
+def epoch_order(rows: int | Mix, seed: int, epoch: int) -> np.ndarray:
+    """Row order of an epoch, of so many rows or of a mixture: a seeded permutation. Read-only."""
+    order = _permutation(num_rows_of(rows), [seed, epoch])
+    if isinstance(rows, Mix):
+        order = rows.rows_of_epoch(seed, epoch)[order]
     order.setflags(write=False)
     return order
 
 
-def total_steps(num_rows: int, rows_per_step: int, num_epochs: int, max_steps: int) -> int:
+def total_steps(rows: int | Mix, rows_per_step: int, num_epochs: int, max_steps: int) -> int:
     """Number of optimizer steps. max_steps > 0 overrides num_epochs; an epoch may end with a smaller step."""
-    return max_steps if max_steps > 0 else num_epochs * -(-num_rows // rows_per_step)
+    return max_steps if max_steps > 0 else num_epochs * -(-num_rows_of(rows) // rows_per_step)
 
 
-def step_rows(num_rows: int, rows_per_step: int, seed: int, cursor: Cursor) -> tuple[np.ndarray, Cursor]:
+def step_rows(rows: int | Mix, rows_per_step: int, seed: int, cursor: Cursor) -> tuple[np.ndarray, Cursor]:
     """(rows of the step at `cursor`, cursor of the next step)."""
+    num_rows = num_rows_of(rows)
     assert 0 <= cursor.index < num_rows, (cursor, num_rows)
-    rows = epoch_order(num_rows, seed, cursor.epoch)[cursor.index : cursor.index + rows_per_step]
-    end = cursor.index + len(rows)
-    return rows, Cursor(cursor.epoch + 1, 0) if end == num_rows else Cursor(cursor.epoch, end)
+    found = epoch_order(rows, seed, cursor.epoch)[cursor.index : cursor.index + rows_per_step]
+    end = cursor.index + len(found)
+    return found, Cursor(cursor.epoch + 1, 0) if end == num_rows else Cursor(cursor.epoch, end)
+
+
+def rows_so_far(rows: int | Mix, seed: int, cursor: Cursor):
+    """Yields the rows drawn before `cursor`, an epoch at a time."""
+    for epoch in range(cursor.epoch):
+        yield epoch_order(rows, seed, epoch)
+    if cursor.index:
+        yield epoch_order(rows, seed, cursor.epoch)[: cursor.index]
 
 
 def rank_rows(rows: np.ndarray, data_rank: int, data_ranks: int) -> np.ndarray:

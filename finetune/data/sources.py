@@ -7,16 +7,8 @@ import re
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from finetune.data.readers import (
-    READERS,
-    SAVE_AGAIN,
-    BadRow,
-    RawDataset,
-    _reader,
-    read_dummy,
-    read_saved_field,
-    skip_or_raise,
-)
+from finetune.data.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
+from finetune.data.rows import BadRow, RawDataset, skip_or_raise
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
 from finetune.model_files.hub import endpoint, hub_cache, offline
@@ -52,27 +44,26 @@ SPLIT_WORDS = {
     "eval": "test",
     "evaluation": "test",
 }
-NOT_DATA = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-    "requirements.txt",
-    "LICENSE.txt",
-)
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
 
 def read_rows(
-    dataset: str, samples: int = -1, skip_bad_rows: int = 0, split: str = "train", flag: str = "--dataset"
+    dataset: str,
+    samples: int = -1,
+    skip_bad_rows: int = 0,
+    split: str = "train",
+    flag: str = "--dataset",
+    text_unit: str = "auto",
 ) -> RawDataset:
     """Reads the first `samples` rows (-1: all) of a file, a folder, a Hub dataset or a dataset alias.
 
-    `flag`: the flag that named it, for error messages. Raises PlanError naming file and line for anything unreadable.
+    `flag`: the flag that named it, for error messages. `text_unit`: see finetune/config.py. Raises PlanError naming
+    file and line for anything unreadable.
     """
     if samples == 0:
         raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
-    files, description, word_samples = find_files(dataset, split, flag)
+    files, description, word_samples = find_files(dataset, split, flag, text_unit)
     samples = word_samples if samples < 0 else samples
     hasher = hashlib.sha256()
     rows, sources, skipped, columns = [], [], [], {}
@@ -98,7 +89,7 @@ def read_rows(
 # ------ finding files
 
 
-def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
+def find_files(dataset: str, split: str, flag: str, text_unit: str = "auto") -> tuple[list, str, int]:
     """([(reader, path, label)], description, default number of rows)."""
     if dataset == "dummy":
         return [(read_dummy, None, "dummy")], "dummy: generated sums", -1
@@ -110,12 +101,12 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
         raise PlanError(f"{flag} {dataset[:80]!r}: not a path. Give a file, a folder or a Hub name.")
     path = local_path(dataset, f"{flag} {dataset}")
     if path.is_dir():
-        files = folder_files(path, split, flag)
+        files = folder_files(path, split, flag, text_unit)
         return files, f"{dataset} ({_count(files)})", -1
     if path.is_file() and not os.access(path, os.R_OK):
         raise PlanError(f"{flag} {dataset}: permission denied. Change its permissions.")
     if path.is_file():
-        return [(_reader(path.name, f"{flag} {dataset}", split), path, dataset)], dataset, -1
+        return [(_reader(path.name, f"{flag} {dataset}", split, text_unit), path, dataset)], dataset, -1
     if path.exists():
         raise PlanError(f"{flag} {dataset}: not a regular file. Give a file, a folder or a Hub name.")
     if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
@@ -125,13 +116,13 @@ def find_files(dataset: str, split: str, flag: str) -> tuple[list, str, int]:
     raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a Hub name (org/name), or one of {words}.")
 
 
-def folder_files(folder: Path, split: str, flag: str) -> list:
+def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -> list:
     """Data files of one split in a folder: written by `save_to_disk`, or with the split in their names."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_saved_field(folder / "dataset_dict.json", "splits", _are_names) or []
         if split not in splits:
             raise PlanError(f"{flag} {folder}: has no split {split!r}, it has {', '.join(splits)}.")
-        return folder_files(folder / split, split, flag)
+        return folder_files(folder / split, split, flag, text_unit)
     if (folder / "state.json").is_file():
         if read_saved_field(folder / "state.json", "_indices_data_files", bool):
             raise PlanError(
@@ -151,7 +142,8 @@ def folder_files(folder: Path, split: str, flag: str) -> list:
     for name in names:
         if not (folder / name).is_file():
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
-    return [(_reader(name, f"{flag} {folder}", split), folder / name, str(folder / name)) for name in names]
+    what = f"{flag} {folder}"
+    return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
 
 
 def _are_names(value) -> bool:
@@ -164,11 +156,9 @@ def _are_files(value) -> bool:
 
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:
-    """The data files of one split among `names`. If no name contains a split, all of them are train."""
-    by_suffix = {suffix: [n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS}
-    by_suffix = {s: [n for n in group if PurePosixPath(n).name not in NOT_DATA] for s, group in by_suffix.items()}
-    data = next((group for group in by_suffix.values() if group), None)
-    if data is None:
+    """The data files of one split among `names`, of every suffix. If no name contains a split, all are train."""
+    data = [n for n in names if PurePosixPath(n).suffix.lower() in READERS and not _is_about_data(n)]
+    if not data:
         raise PlanError(
             f"{what}: has no data files. Give a folder of {', '.join(READERS)} files, or one written by save_to_disk."
         )
@@ -249,7 +239,22 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
             raise PlanError(
                 f"{what}: has no configuration {config!r}. It has {', '.join(configs) or 'no configurations'}."
             )
-    return choose_files([n for n in names if not n.endswith(".txt")], split, what)
+    return choose_files(_one_suffix([n for n in names if not n.lower().endswith(PROSE)]), split, what)
+
+
+def _is_about_data(name: str) -> bool:
+    """True for files that come with data: its description, a licence, a list of requirements."""
+    path = PurePosixPath(name)
+    if path.name.startswith(".") or path.name in NOT_DATA:
+        return True
+    about = ("README", "LICENSE", "LICENCE", "CHANGELOG", "NOTICE")
+    return path.suffix.lower() in PROSE and path.stem.upper().startswith(about)
+
+
+def _one_suffix(names: list[str]) -> list[str]:
+    """The names of the first suffix of READERS that there is: a Hub repository may hold its rows in several."""
+    groups = ([n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS)
+    return next((group for group in groups if not all(map(_is_about_data, group))), names)
 
 
 def _split_of(name: str) -> str | None:

@@ -1,22 +1,31 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from finetune.data.chat_template import TemplateRenderer, special_texts
-from finetune.data.formats import Conversation, Document, describe_format, detect_format, render_text, uses_template
-from finetune.data.readers import RawDataset
-from finetune.data.sources import read_rows
+from finetune.data.chat_template import TemplateRenderer
+from finetune.data.columns import Notices, RowOptions, RowReader
+from finetune.data.encode import Encoded, RowEncoder
+from finetune.data.formats import describe_format
+from finetune.data.overlong import CUTS, Cut, last_answer_start
+from finetune.data.rows import RawDataset
+from finetune.data.sampler import Mix
 from finetune.errors import PlanError
 from finetune.terminal import clean
-from finetune.untrusted import untrusted
 
-__all__ = ["RawDataset", "read_rows"]  # re-exported, so that callers need only this module
 TOKENIZER_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the datasets that rows come from: the number of its documents, and its weight if they are mixed by it."""
+
+    name: str
+    num_rows: int
+    weight: float | None = None
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,10 @@ class TokenizedDataset:
     """Documents as flat arrays: document i is tokens[offsets[i] : offsets[i + 1]].
 
     Its first token is never a target, as nothing predicts it. counts: rows, tokens and targets of this dataset;
-    skipped, dropped_empty, prompt_truncated and answer_truncated while reading.
+    skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
+    `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
+    the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
+    `rest`: what identifies rows that are not held, of a stream.
     """
 
     tokens: np.ndarray  # int32
@@ -34,9 +46,26 @@ class TokenizedDataset:
     counts: dict
     description: str = ""
     skipped: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    full_lengths: np.ndarray | None = None
+    first: dict = field(default_factory=dict)
+    noted: dict = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    rest: str = ""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def order(self) -> int | Mix:
+        """What the sampler draws from: the number of rows, or a mixture by weights."""
+        if not self.parts or self.parts[0].weight is None:
+            return len(self)
+        return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts))
+
+    def part_numbers(self) -> np.ndarray:
+        """For each document the number of its part."""
+        return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -52,27 +81,37 @@ class TokenizedDataset:
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
         sources = tuple(self.sources[i] for i in indices)
-        return replace(self, **_joined(parts), sources=sources, counts=counts)
+        numbers = np.bincount(self.part_numbers()[list(indices)], minlength=len(self.parts)) if self.parts else ()
+        kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
+        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept)
 
     def digest(self) -> str:
         """sha256 of tokens, targets and document offsets: equal for equal training data."""
         hasher = hashlib.sha256()
         for array in (self.tokens, self.is_target, self.offsets):
             hasher.update(np.ascontiguousarray(array).tobytes())
+        hasher.update(self.rest.encode())
         return hasher.hexdigest()
+
+    def lost(self) -> str | None:
+        """The line on tokens lost to --context_length, and the length that keeps all; None if none are."""
+        c = self.counts
+        if not c.get("tokens_lost"):
+            return None
+        share = c["tokens_lost"] / (c["tokens_lost"] + c["tokens"])
+        p50, p95, longest = (int(np.percentile(self.full_lengths, q)) for q in (50, 95, 100))
+        return (
+            f"{c['tokens_lost']:,} tokens ({share:.1%}) are over the context length and not learned; --context_length "
+            f"{longest} keeps all (p50 {p50:,}, p95 {p95:,}, max {longest:,})"
+        )
 
     def describe(self) -> str:
         """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
         longest = int(self.lengths.max()) if len(self) else 0
         parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
-        for name, text in (
-            ("prompt_truncated", "truncated at the start of the prompt"),
-            ("answer_truncated", "truncated at the end of the answer"),
-            ("dropped_empty", "dropped: no answer"),
-            ("skipped", "skipped: bad rows"),
-        ):
-            if c[name]:
+        for name, text in {**CUTS, "dropped_empty": "dropped: no answer", "skipped": "skipped: bad rows"}.items():
+            if c.get(name):
                 parts.append(f"{c[name]:,} {text}")
         return ", ".join(parts) + (f"; {self.description}" if self.description else "")
 
@@ -82,195 +121,261 @@ class TokenizedDataset:
 
 def tokenize(
     raw: RawDataset,
-    fmt: str,
+    options,
     tokenizer,
-    context_length: int,
+    cut,
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
     renderer: TemplateRenderer | None = None,
 ) -> TokenizedDataset:
-    """Tokenizes rows and marks targets, truncating to `context_length`. `fmt`: a key of FORMATS, or auto.
+    """Tokenizes rows and marks targets. `options`: RowOptions or a format; `cut`: a Cut or a context length.
 
     A token is a target iff it contains a character of an answer; the end-of-turn token is one too. `vocab_size`:
     rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
     PlanError for a row that does not fit the format, or if no row has a target.
     """
-    fmt = resolve_format(raw, fmt, tokenizer)
-    skipped = list(raw.skipped)
-    counts = dict(dropped_empty=0, prompt_truncated=0, answer_truncated=0)
-    parts, sources = [], []
-    for row, ids, is_target, _ in _encoded(raw, fmt, tokenizer, skipped, renderer):
-        if vocab_size is not None and ids.max() >= vocab_size:
-            raise PlanError(
-                f"{raw.sources[row]}: token id {ids[ids >= vocab_size][0]} is out of range for the model's "
-                f"{vocab_size} "
-                "embedding rows. Use the model's own tokenizer."
-            )
-        ids, is_target, cut = truncate(ids, is_target, context_length, tokenizer.bos_token_id)
-        if not is_target[1:].any():
-            counts["dropped_empty"] += 1
-            continue
-        if cut:
-            counts[cut] += 1
-        is_target = np.ones_like(is_target) if train_on_prompt else is_target
-        is_target[0] = False
-        parts.append((ids, is_target))
-        sources.append(raw.sources[row])
-    if not parts:
-        raise PlanError(
-            f"{raw.description}: none of its {len(raw.rows)} rows has an answer to train on. Fill in the answers."
-        )
-    counts |= dict(skipped=len(skipped)) | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
-    description = f"{raw.description}, {describe_format(fmt, tokenizer)}"
-    if tokenizer.eos_token_id is None:
-        description += ", the tokenizer has no EOS token"
-    return TokenizedDataset(
-        **_joined(parts), sources=tuple(sources), counts=counts, description=description, skipped=tuple(skipped)
+    reader, limits = reader_of(raw, options, tokenizer), Limits(Cut.of(cut), train_on_prompt, vocab_size)
+    builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
+    with RowEncoder(tokenizer, reader, renderer) as encoder:
+        for start in range(0, len(raw.rows), TOKENIZER_BATCH):
+            rows, sources = (part[start : start + TOKENIZER_BATCH] for part in (raw.rows, raw.sources))
+            builder.add(encode_batch(encoder, rows, sources, limits), sources)
+    return builder.finished(reader, tokenizer, len(raw.rows))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What every document must keep to, and whether all of its tokens are learned."""
+
+    cut: Cut
+    train_on_prompt: bool = False
+    vocab_size: int | None = None
+
+
+@dataclass
+class EncodedRow:
+    """What became of one row: its documents, or why it is left out.
+
+    `full`: tokens of each document before any cut; `cuts`: what became of those cut.
+    """
+
+    parts: list
+    full: list[int]
+    cuts: list[str]
+    empty: int = 0
+    bad: str | None = None
+
+
+@dataclass
+class EncodedBatch:
+    """What became of a batch of rows: the arrays of all documents, and per row their number and what EncodedRow has."""
+
+    tokens: np.ndarray
+    is_target: np.ndarray
+    lengths: list[int]
+    rows: list[list]  # number of documents, full, cuts, empty, bad
+
+    @classmethod
+    def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
+        parts = [part for row in rows for part in row.parts]
+        joined = joined_parts(parts)
+        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad] for row in rows]
+        return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts)
+
+
+def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> EncodedBatch:
+    """What becomes of each row."""
+    return EncodedBatch.of(
+        [
+            EncodedRow([], [], [], bad=str(documents))
+            if isinstance(documents, PlanError)
+            else _limited(encoder, documents, source, limits)
+            for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
+        ]
     )
 
 
-def generation_examples(raw: RawDataset, fmt: str, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
+def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> EncodedRow:
+    """What becomes of one row."""
+    (documents,) = encoder.encode([row], [source])
+    if isinstance(documents, PlanError):
+        return EncodedRow([], [], [], bad=str(documents))
+    return _limited(encoder, documents, source, limits)
+
+
+def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
+    found = EncodedRow([], [], [])
+    for document in documents:
+        ids, is_target = document.ids, document.is_target
+        if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
+            raise PlanError(
+                f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
+                f"{limits.vocab_size} embedding rows. Use the model's own tokenizer."
+            )
+        if not is_target[1:].any():
+            found.empty += 1
+            continue
+        splits = limits.cut.policy(is_target) == "split"
+        if limits.train_on_prompt and splits:  # before windows repeat tokens that are not to be learned again
+            document = replace(document, is_target=np.ones_like(is_target))
+        parts, how = encoder.cut(document, limits.cut, source)
+        found.full.append(int(np.flatnonzero(is_target)[-1]) + 1)
+        found.cuts += [how] if how else []
+        for ids, is_target in parts:
+            if not is_target[1:].any():
+                found.empty += 1
+                continue
+            is_target = np.ones_like(is_target) if limits.train_on_prompt and not splits else is_target.copy()
+            is_target[0] = False
+            found.parts.append((ids, is_target))
+    return found
+
+
+class Builder:
+    """Collects encoded rows into a TokenizedDataset."""
+
+    def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
+        self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
+        self.batches, self.sources, self.full = [], [], []
+        self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
+        self.first = {}  # where each of them was seen first
+
+    def add(self, batch: EncodedBatch, sources: list[str]) -> None:
+        """Raises PlanError for more bad rows than may be skipped."""
+        self.batches.append(batch)
+        lengths = iter(batch.lengths)
+        for (num_parts, full, cuts, empty, bad), source in zip(batch.rows, sources, strict=True):
+            if bad is not None:
+                if len(self.skipped) >= self.skip_bad_rows:
+                    raise PlanError(bad)
+                self.skipped.append(bad)
+                continue
+            kept = sum(next(lengths) for _ in range(num_parts))
+            self.sources += [source] * num_parts
+            self.full += full
+            self.counts["dropped_empty"] += empty
+            for name in cuts:
+                self.counts[name] += 1
+            for name in ("dropped_empty",) * bool(empty) + tuple(cuts):
+                self.first.setdefault(name, source)
+            if cuts and set(cuts) != {"split"}:
+                self.counts["tokens_lost"] += max(0, sum(full) - kept)
+
+    def finished(self, reader: RowReader, tokenizer, num_rows: int) -> TokenizedDataset:
+        """Raises PlanError if there is nothing to train on."""
+        if not self.sources:
+            long = self.counts["dropped_long"]
+            why = (
+                f"all of its {long} rows with an answer are too long, see --context_length"
+                if long
+                else (f"none of its {num_rows} rows has an answer to train on. Fill in the answers")
+            )
+            raise PlanError(f"{self.description}: {why}.")
+        tokens = np.concatenate([batch.tokens for batch in self.batches])
+        is_target = np.concatenate([batch.is_target for batch in self.batches])
+        lengths = [length for batch in self.batches for length in batch.lengths]
+        sizes = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()))
+        counts = self.counts | dict(skipped=len(self.skipped)) | sizes
+        description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
+        if tokenizer.eos_token_id is None:
+            description += ", the tokenizer has no EOS token"
+        return TokenizedDataset(
+            tokens=tokens,
+            is_target=is_target,
+            offsets=np.cumsum([0, *lengths], dtype=np.int64),
+            sources=tuple(self.sources),
+            counts=counts,
+            description=description,
+            skipped=tuple(self.skipped),
+            notices=notice_lines(reader.notices),
+            full_lengths=np.array(self.full, np.int32),
+            first=self.first | reader.notices.first,
+            noted=dict(reader.notices.counts),
+        )
+
+
+def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, float | None]]) -> TokenizedDataset:
+    """The documents of several datasets one after the other. `parts`: (name, weight) of each."""
+    if len(datasets) == 1:
+        return datasets[0]
+    counts = {name: sum(d.counts[name] for d in datasets) for name in datasets[0].counts}
+    lengths = np.concatenate([d.lengths for d in datasets])
+    found = tuple(Part(n, len(d), w, d.describe()) for (n, w), d in zip(parts, datasets, strict=True))
+    mixed = " mixed by weight" if parts[0][1] is not None else ""
+    return TokenizedDataset(
+        tokens=np.concatenate([d.tokens for d in datasets]),
+        is_target=np.concatenate([d.is_target for d in datasets]),
+        offsets=np.cumsum(np.r_[0, lengths], dtype=np.int64),
+        sources=tuple(s for d in datasets for s in d.sources),
+        counts=counts,
+        description=f"{len(datasets)} datasets{mixed}",
+        skipped=tuple(line for d in datasets for line in d.skipped),
+        notices=tuple(f"{n}: {line}" for (n, _), d in zip(parts, datasets, strict=True) for line in d.notices),
+        full_lengths=np.concatenate([d.full_lengths for d in datasets]),
+        first={key: place for d in reversed(datasets) for key, place in d.first.items()},
+        noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
+        parts=found,
+    )
+
+
+def describe_formats(formats, tokenizer) -> str:
+    """The format of all rows, or the number of rows in each."""
+    if len(formats) == 1:
+        return describe_format(next(iter(formats)), tokenizer)
+    return ", ".join(f"{count:,} {describe_format(fmt, tokenizer)}" for fmt, count in formats.items())
+
+
+def notice_lines(notices: Notices) -> tuple[str, ...]:
+    """A line per notice with its count; columns that are not used in one."""
+    notices = notices.counts
+    unused = {key: n for key, n in notices.items() if key.endswith("is not used") and key.startswith("column ")}
+    named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
+    lines = [f"columns not used, with their number of rows: {named}"] if named else []
+    return (*lines, *(f"{key}: {n:,} x" for key, n in notices.items() if key not in unused))
+
+
+def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
-    the prompt, they belong to the answer text. Rows without an answer are left out.
+    the prompt, they belong to the answer text. Rows without an answer are left out, and texts, which ask nothing.
     """
-    fmt = resolve_format(raw, fmt, tokenizer)
-    by_row = {}  # a row rendered as several documents is scored on its last
-    for row, ids, is_target, text_from in _encoded(raw, fmt, tokenizer, list(raw.skipped), renderer):
-        if is_target.any():
-            start = last_answer_start(is_target)
-            by_row[row] = (ids[:start].tolist(), text_from(start), raw.sources[row])
-    if not by_row:
+    examples, answered = [], False
+    with RowEncoder(tokenizer, reader_of(raw, options, tokenizer), renderer) as encoder:
+        for at in range(0, len(raw.rows), TOKENIZER_BATCH):
+            sources = raw.sources[at : at + TOKENIZER_BATCH]
+            encoded = encoder.encode(raw.rows[at : at + TOKENIZER_BATCH], sources)
+            for source, documents in zip(sources, encoded, strict=True):
+                if isinstance(documents, PlanError):
+                    if not raw.skip_bad_rows:
+                        raise documents
+                    continue
+                documents = [d for d in documents if d.is_target.any()]
+                answered = answered or bool(documents)
+                if not documents:
+                    continue
+                last = documents[-1]  # a row rendered as several documents is scored on its last
+                start = last_answer_start(last.is_target)
+                if start > int(last.ids[0] == tokenizer.bos_token_id):
+                    examples.append((last.ids[:start].tolist(), last.answer_text(start), source))
+    if not answered:
         raise PlanError(
             f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
         )
-    return list(by_row.values())
+    return examples
 
 
-def resolve_format(raw: RawDataset, fmt: str, tokenizer) -> str:
-    """Resolves format `auto` from the columns. Raises PlanError if none matches or the tokenizer has no offsets."""
+def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
+    """A reader of the rows' columns. Raises PlanError if no format matches or the tokenizer has no offsets."""
     if not tokenizer.is_fast:
         raise PlanError(
             f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
-    return detect_format(raw.columns, raw.description) if fmt == "auto" else fmt
+    return RowReader(RowOptions.of(options), raw.columns, raw.description)
 
 
-def truncate(ids, is_target, context_length: int, bos_id: int | None):
-    """(input ids, is_target, name of its truncation count or None), truncated to context_length.
-
-    A row that is too long keeps BOS and its last answer and is truncated at the start of the prompt; an answer too long
-    by itself is truncated at its end. Tokens after the last target are dropped.
-    """
-    targets = np.flatnonzero(is_target)
-    end = targets[-1] + 1 if len(targets) else len(ids)
-    ids, is_target = ids[:end], is_target[:end]
-    if len(ids) <= context_length or not len(targets):
-        return ids, is_target, None
-    head = int(ids[0] == bos_id) if bos_id is not None else 0
-    start = max(last_answer_start(is_target), head)
-    room = context_length - head
-    first = end - room if end - start <= room else start
-    keep = np.r_[:head, first : first + room]
-    return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
-
-
-def last_answer_start(is_target) -> int:
-    """Index at which the last contiguous run of targets starts."""
-    targets = np.flatnonzero(is_target)
-    gaps = np.flatnonzero(np.diff(targets) > 1)
-    return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])
-
-
-def _encoded(raw: RawDataset, fmt: str, tokenizer, skipped: list[str], renderer) -> Iterator[tuple]:
-    """Yields (row number, input ids, is_target, answer_text(token)) per document; appends bad rows to `skipped`."""
-
-    def encode_pending():
-        texts = ["".join(span.text for span in document.spans) for _, document in pending]
-        first = raw.sources[pending[0][0]]
-        with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
-            encodings = tokenizer(
-                texts, add_special_tokens=not pending[0][1].from_template, return_offsets_mapping=True, verbose=False
-            ).encodings
-        for (row, document), text, encoding in zip(pending, texts, encodings, strict=True):
-            yield row, *_with_targets(document, text, encoding, tokenizer.eos_token_id)
-
-    pending = []
-    for row, documents in _rendered(raw, fmt, tokenizer, renderer):
-        if isinstance(documents, PlanError):
-            if len(skipped) >= raw.skip_bad_rows:
-                raise documents
-            skipped.append(str(documents))
-            continue
-        pending += [(row, document) for document in documents]
-        if len(pending) >= TOKENIZER_BATCH:
-            yield from encode_pending()
-            pending = []
-    if pending:
-        yield from encode_pending()
-
-
-def _rendered(raw: RawDataset, fmt: str, tokenizer, renderer) -> Iterator[tuple[int, list[Document] | PlanError]]:
-    """Yields (row number, its documents or what is wrong with it)."""
-    if not uses_template(fmt, tokenizer):
-        for row, (fields, source) in enumerate(zip(raw.rows, raw.sources, strict=True)):
-            try:
-                yield row, [render_text(fields, source, fmt, tokenizer)]
-            except PlanError as error:
-                yield row, error
-        return
-    with contextlib.ExitStack() as stack:
-        renderer = renderer or stack.enter_context(TemplateRenderer(tokenizer))
-        specials = special_texts(tokenizer)
-        for start in range(0, len(raw.rows), TOKENIZER_BATCH):
-            rows = range(start, min(start + TOKENIZER_BATCH, len(raw.rows)))
-            yield from zip(rows, _rendered_batch(raw, fmt, rows, renderer, specials), strict=True)
-
-
-def _rendered_batch(raw: RawDataset, fmt: str, rows, renderer, specials) -> list[list[Document] | PlanError]:
-    found, asked, requests = {}, [], []
-    for row in rows:
-        try:
-            found[row] = Conversation.of(raw.rows[row], raw.sources[row], fmt)
-            requests.append(found[row].request(raw.sources[row]))
-            asked.append(row)
-        except PlanError as error:
-            found[row] = error
-    for row, texts in zip(asked, renderer.render(requests, [raw.sources[row] for row in asked]), strict=True):
-        try:
-            failed = isinstance(texts, PlanError)
-            found[row] = texts if failed else found[row].documents(texts, raw.sources[row], specials)
-        except PlanError as error:
-            found[row] = error
-    return [found[row] for row in rows]
-
-
-def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
-    ids = np.array(encoding.ids, np.int32)
-    if not len(ids):
-        return np.zeros(1, np.int32), np.zeros(1, bool), str
-    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
-    # where
-    # the previous one ended.
-    before = np.maximum.accumulate(np.r_[0, ends[:-1]])
-    trimmed = np.minimum(starts, before)
-    starts = np.where(starts == ends, trimmed, starts)
-    is_target, at, answer_end = np.zeros(len(ids), bool), 0, len(text)
-    for span in document.spans:
-        if span.is_target and span.text:
-            is_target |= (starts < at + len(span.text)) & (ends > at)
-            answer_end = answer_end if span.is_end else at + len(span.text)
-        at += len(span.text)
-    if document.add_eos and eos_id is not None and is_target.any():
-        if ids[-1] != eos_id:
-            ids, is_target = np.append(ids, np.int32(eos_id)), np.append(is_target, False)
-        is_target[-1] = True
-    return ids, is_target, lambda token: text[trimmed[token] : answer_end]
-
-
-def _joined(parts: list) -> dict:
+def joined_parts(parts: list) -> dict:
+    """The arrays of a dataset of these (input ids, is_target)."""
     lengths = [len(ids) for ids, _ in parts]
     return dict(
         tokens=np.concatenate([ids for ids, _ in parts] or [np.zeros(0)]).astype(np.int32),

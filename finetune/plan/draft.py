@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from backend_manager import Backend, BackendCapabilities
-from finetune.config import DEFAULTS
+from finetune.config import DEFAULTS, TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget, parse_size
@@ -23,7 +23,8 @@ class Facts:
     `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see
     model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
     if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
-    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests.
+    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `lengths`:
+    tokens of the first rows of the data, None if they cannot be read now.
     """
 
     backend: Backend
@@ -35,6 +36,7 @@ class Facts:
     env: RankEnv | None = None
     num_devices: int = 1
     environment: dict = field(default_factory=dict)
+    lengths: Callable[[TrainConfig], tuple[int, ...] | None] | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

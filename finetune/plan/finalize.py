@@ -2,6 +2,7 @@
 
 import math
 
+from finetune.data.mixture import dataset_words
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.estimate.budget import rows_for_data
 from finetune.plan.run_plan import RunPlan
@@ -36,8 +37,8 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     rows_per_step = plan.changed(changes).rows_per_step
     if len(lengths) < rows_per_step:
         raise PlanError(
-            f"--dataset {s.dataset}: {len(lengths)} rows are fewer than the {rows_per_step} of one step. "
-            f"Use --batch_size {max(1, len(lengths) // batches)} or more rows."
+            f"--dataset {dataset_words(s.dataset)}: {len(lengths)} rows are fewer than the {rows_per_step} of one "
+            f"step. Use --batch_size {max(1, len(lengths) // batches)} or more rows."
         )
     return changes
 

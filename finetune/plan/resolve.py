@@ -20,6 +20,7 @@ from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
@@ -353,7 +354,7 @@ def steps(draft: Draft) -> None:
 
 
 def model_limits(draft: Draft) -> None:
-    """What the model's config allows: degrees that divide it, context length, experts."""
+    """What the model's config allows: degrees that divide it, experts."""
     values, shape = draft.values, draft.shape
     if values["model_name"] is None:
         values["model_name"] = DEMO_MODEL
@@ -365,11 +366,6 @@ def model_limits(draft: Draft) -> None:
             "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are "
             "read"
         )
-    limit, length = shape.context_limit, values["context_length"]
-    if limit and length > limit:
-        if draft.given("context_length"):
-            raise PlanError(f"--context_length {length}: exceeds this model's limit of {limit}. Use at most {limit}.")
-        draft.adjust("context_length", limit, "this model's limit")
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))
 
@@ -420,6 +416,7 @@ RULES = (
     deprecated_aliases,
     prequantized_base,
     contradictions,
+    data_flags,
     train_type_limits,
     mlx_limits,
     resolve_parallelism,  # world size, degrees, who distributes
@@ -430,6 +427,7 @@ RULES = (
     quantization,
     steps,
     model_limits,
+    context_length,
     resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
     saving,
     profiling,

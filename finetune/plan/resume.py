@@ -17,6 +17,8 @@ INHERITED = (
     "cpu_matmul",
     "microbatch_tokens",
 )
+# What a run did that was saved before it had the setting.
+BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line"}
 DERIVED = ("backend_type", "engine", "output_dir")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 
@@ -42,8 +44,8 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
 
 
 def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
-    """What a resumed run inherits from the saved plan: warmup, rows per step, precision and, on the same backend,
-    INHERITED.
+    """What a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and, on the
+    same backend, INHERITED.
 
     `given`: settings given now; rows per step are not inherited if these set them.
     """
@@ -51,7 +53,8 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     accumulation_set = saved["requested"].get("batch_size") != "auto" and "gradient_accumulation_steps" in given
     if "batch_size" in given or accumulation_set:
         rows = {}
-    rows |= {name: saved["settled"][name] for name in ("warmup_ratio",) if name in saved["settled"]}
+    rows |= {name: saved["settled"][name] for name in ("warmup_ratio", "context_length") if name in saved["settled"]}
+    rows |= {name: value for name, value in BEFORE_IT_WAS_A_SETTING.items() if name not in saved["settled"]}
     if saved["settled"].get("backend") != backend:
         portable = {"precision"}
         if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.formats import detect_format
+from finetune.data.columns import detect_format
 from finetune.errors import PlanError
 from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
 
@@ -29,9 +29,10 @@ def test_unknown_columns_are_named_beside_the_known_formats():
     with pytest.raises(PlanError) as error:
         detect_format(["foo", "bar"], "x.csv")
     assert str(error.value).startswith(
-        "x.csv: columns foo, bar match no format. Rename them to match one: chat (messages|conversations)"
+        "x.csv: columns foo, bar match no format. Say which is which, as in --columns prompt=foo,completion=bar, or "
+        "rename them to match one: chat (messages|conversations|conversation"
     )
-    assert "alpaca (instruction + output|response + [input|context])" in str(error.value)
+    assert "alpaca (instruction + output|response + [input|context]" in str(error.value)
 
 
 def test_prompt_and_completion_are_joined_exactly_as_given(chat_tokenizer):
@@ -116,7 +117,7 @@ def test_an_answer_without_end_token_gets_the_eos(chat_tokenizer):
     ("fmt", "row", "message"),
     [
         ("alpaca", {"instruction": "a"}, "field 'output' is missing, must be a string."),
-        ("alpaca", {"instruction": "a", "output": 3}, "field 'output' is int, must be a string."),
+        ("alpaca", {"instruction": "a", "output": 3.5}, "field 'output' is float, must be a string."),
         ("alpaca", {"instruction": "a", "output": None}, "field 'output' is null, must be a string."),
         ("alpaca", {"instruction": "a", "output": "b", "input": ["x"]}, "field 'input' is list, must be a string."),
         ("qna", {"answer": "a"}, "field 'question' is missing, must be a string."),
@@ -140,7 +141,7 @@ def test_an_answer_without_end_token_gets_the_eos(chat_tokenizer):
         (
             "chat",
             {"messages": [{"role": "user", "content": [1]}]},
-            "field 'messages[0].content' is list, must be a string.",
+            "field 'messages[0].content[0]' is int, must be a string or a part with text.",
         ),
         ("chat", {"conversations": [{"from": "cat", "value": "x"}]}, "field 'conversations[0].from' is 'cat', must be"),
         (

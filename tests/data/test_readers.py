@@ -58,7 +58,9 @@ def test_crlf_bom_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path):
     assert raw.sources == [f"{path}:1", f"{path}:4"]
     assert read_rows(write(tmp_path / "a.csv", b"\xef\xbb\xbftext,n\r\na,1\r\n")).rows == [{"text": "a", "n": "1"}]
     assert read_rows(write(tmp_path / "a.json", b'\xef\xbb\xbf[{"text": "a"}]\r\n')).rows == [{"text": "a"}]
-    assert read_rows(write(tmp_path / "a.txt", b"one\r\n\r\ntwo")).rows == [{"text": "one"}, {"text": "two"}]
+    text = write(tmp_path / "a.txt", b"one\r\n\r\ntwo")
+    assert read_rows(text, text_unit="line").rows == [{"text": "one"}, {"text": "two"}]
+    assert read_rows(text).rows == [{"text": "one\r\n\r\ntwo"}]
 
 
 BAD_LINES = {
@@ -140,7 +142,11 @@ def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
         ("a.csv", b"a,a\n1,2\n", ":1: column 'a' appears twice in the header. Rename one."),
         ("a.csv", b"a,b\n1,2,3\n", ":2: has 3 fields, the header has 2. Fix or remove the row"),
         ("a.csv", b'a,b\n1,"2\n', ":2: is not CSV (unexpected end of data). Fix the file."),
-        ("a.csv", b"a,b\n1,\xe9\n", ":2:byte 3: is not UTF-8 (0xe9). Fix the file: CSV lines cannot be skipped."),
+        (
+            "a.csv",
+            b"a,b\n1,\xe9\n",
+            ":2:byte 3: is not UTF-8 (0xe9). Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8).",
+        ),
         ("a.parquet", b"PAR1 nonsense", ": not a readable Parquet file ("),
         ("a.arrow", b"nonsense", ": not a readable Arrow file ("),
         ("a.zip", b"PK", None),

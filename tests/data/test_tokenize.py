@@ -5,8 +5,9 @@ import sys
 import numpy as np
 import pytest
 
+from finetune.data.overlong import truncate
 from finetune.data.sources import read_rows
-from finetune.data.tokenize import generation_examples, render_sample, tokenize, truncate
+from finetune.data.tokenize import generation_examples, render_sample, tokenize
 from finetune.errors import PlanError
 from tests.support.rows import ROWS, jsonl, write
 
@@ -47,7 +48,7 @@ def test_chat_has_one_bos_and_plain_text_is_all_target(tmp_path, make_tokenizer,
     raw = read_rows(jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
     dataset = tokenize(raw, "auto", tokenizer, 512)
     assert render_sample(dataset, 0, tokenizer, color=False) == "<s>[user]q[assistant]⟦a</s>⟧"
-    raw = read_rows(write(tmp_path / "a.txt", "hello there\n"))
+    raw = read_rows(write(tmp_path / "a.txt", "hello there"))
     assert (
         render_sample(tokenize(raw, "auto", plain_tokenizer, 512), 0, plain_tokenizer, False) == "<s>⟦hello there</s>⟧"
     )
@@ -110,8 +111,8 @@ def test_empty_answers_are_dropped_and_counted(tmp_path, plain_tokenizer):
 
 
 def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_tokenizer):
-    path = write(tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}\nx\n{"prompt": "a", "completion": 3}\n')
-    with pytest.raises(PlanError, match="a.jsonl:3: field 'completion' is int"):
+    path = write(tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}\nx\n{"prompt": "a", "completion": 3.5}\n')
+    with pytest.raises(PlanError, match="a.jsonl:3: field 'completion' is float"):
         tokenize(read_rows(path, skip_bad_rows=1), "auto", plain_tokenizer, 64)
     dataset = tokenize(read_rows(path, skip_bad_rows=2), "auto", plain_tokenizer, 64)
     assert dataset.counts["skipped"] == 2 and [s.split(":")[1] for s in dataset.skipped] == ["2", "3"]

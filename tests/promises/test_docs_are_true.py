@@ -21,7 +21,8 @@ from backend_manager import CAPABILITIES, Backend
 from finetune import errors
 from finetune.cli import read_config
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
-from finetune.data.formats import detect_format
+from finetune.data.columns import detect_format
+from finetune.data.mixture import sources_of
 from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -81,7 +82,8 @@ def test_every_command_parses_and_its_plan_settles(where, words):
         case ["python", script, *rest] if script in PARSERS:
             given = vars(PARSERS[script].parse_args(rest))
             if script == "train.py":
-                assert given.get("dataset") is None or "$" in given["dataset"] or path_or_name(given["dataset"])
+                for source in sources_of(given["dataset"]) if given.get("dataset") else ():
+                    assert "$" in source.name or path_or_name(source.name)
                 backend = Backend(given.get("backend") or "cpu") if given.get("backend") != "auto" else Backend.CPU
                 resolve_plan(given, Facts(backend, CAPABILITIES[backend]))
             if script == "generate.py":
@@ -288,7 +290,7 @@ def test_defaults_on_the_migration_page_are_the_defaults():
     rows = re.findall(r"^\| `--(\w+)` \| [^|]* \| ([^|]+) \|", table, re.M)
     assert len(rows) > 15
     for name, on_page in rows:
-        default = DEFAULTS[name]
+        default = FIELDS[name].metadata["unset"] or DEFAULTS[name]
         shown = str(default).lower() if isinstance(default, bool) else str(default)
         assert on_page.startswith("unset") if default is None else on_page == f"`{shown}`", f"{name}: {on_page}"
 

@@ -26,7 +26,7 @@ BAD_DATA = {
     "broken row": (FULL + b'{"prompt": "a", \n', "bad.jsonl:9: "),
     "list": (FULL + b"[1]\n", "bad.jsonl:9: "),
     "missing field": (FULL + json_lines({"prompt": "a"}), "bad.jsonl:9: field 'completion' is missing"),
-    "wrong type": (FULL + json_lines({"prompt": "a", "completion": 5}), "bad.jsonl:9: field 'completion' is int"),
+    "wrong type": (FULL + json_lines({"prompt": "a", "completion": 5.5}), "bad.jsonl:9: field 'completion' is float"),
     "null": (FULL + json_lines({"prompt": None, "completion": "b"}), "bad.jsonl:9: field 'prompt' is"),
     "duplicate key": (FULL + b'{"prompt": "a", "prompt": "b", "completion": "c"}\n', "bad.jsonl:9: "),
     "NUL": (FULL + b'{"prompt": "a\x00", "completion": "c"}\n', "bad.jsonl:9"),
@@ -62,7 +62,7 @@ def test_bad_input_leaves_no_output_folder_behind(flags, tmp_path):
 BAD_FLAGS = {
     "missing model": ({"model_name": "no/such/model"}, "--model_name no/such/model: "),
     "missing data": ({"dataset": "nowhere.jsonl"}, "--dataset nowhere.jsonl: "),
-    "folder without data": ({"dataset": str(ROOT / "docs")}, "--dataset "),
+    "folder without data": ({"dataset": str(ROOT / "runs")}, "--dataset "),
     "context": ({"context_length": 100_000}, "--context_length 100000: exceeds this model's limit of 256"),
     "backend": ({"backend": "cuda"}, "--backend cuda: Backend 'cuda' is not available"),
     "pair": (

@@ -3,7 +3,9 @@
 import copy
 
 from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.columns import RowOptions, RowReader
 from finetune.data.formats import Conversation, render_text, uses_template
+from finetune.data.messages import TemplateWords
 from finetune.errors import PlanError
 
 
@@ -17,14 +19,15 @@ def text(document):
 
 def rendered(row, fmt, tokenizer):
     """The documents of one row, as tokenize() makes them."""
-    if not uses_template(fmt, tokenizer):
-        return [render_text(row, "rows.jsonl:1", fmt, tokenizer)]
-    conversation = Conversation.of(row, "rows.jsonl:1", fmt)
+    read = RowReader(RowOptions.of(fmt)).read(row, "rows.jsonl:1")
+    if not uses_template(read, bool(tokenizer.chat_template)):
+        return [render_text(read, tokenizer)]
+    conversation = Conversation.of(read, TemplateWords.of(tokenizer))
     with TemplateRenderer(tokenizer) as renderer:
-        (texts,) = renderer.render([conversation.request("rows.jsonl:1")], ["rows.jsonl:1"])
+        (texts,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
     if isinstance(texts, PlanError):
         raise texts
-    return conversation.documents(texts, "rows.jsonl:1", special_texts(tokenizer))
+    return conversation.documents(texts, special_texts(tokenizer))
 
 
 def with_template(tokenizer, template):

@@ -1,0 +1,312 @@
+"""The format of a row, by the names of its columns, and what becomes of each column: used, counted, or refused.
+
+FORMATS is the table. Names are compared without case; --columns renames, --ignore_columns leaves out. Nothing is
+dropped in silence: a column that no format field uses is counted, and one that changes what a row means is refused.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from finetune.errors import PlanError
+
+SYSTEM = ("system", "system_prompt")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format's fields, each with the column names it is found under. `optional` ones may be missing or empty."""
+
+    required: dict[str, tuple[str, ...]]
+    optional: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        names = ["|".join(n) for n in self.required.values()] + [f"[{'|'.join(n)}]" for n in self.optional.values()]
+        return " + ".join(names)
+
+    def columns(self, known: dict[str, str]) -> dict[str, tuple[str, ...]]:
+        """{field: its columns, the preferred one first} of the fields that `known` {name: column} has."""
+        fields = {**self.required, **self.optional}
+        found = {name: [known[s] for s in dict.fromkeys((name, *fields[name])) if s in known] for name in fields}
+        return {name: tuple(columns) for name, columns in found.items() if columns}
+
+
+# In order of detection: a dataset with both messages and text is a chat dataset.
+FORMATS = {
+    "chat": Format(
+        {"messages": ("messages", "conversations", "conversation")}, {"system": SYSTEM, "tools": ("tools", "functions")}
+    ),
+    "preference": Format({"chosen": ("chosen",), "rejected": ("rejected",)}, {"prompt": ("prompt",)}),
+    "alpaca": Format(
+        {"instruction": ("instruction",), "output": ("output", "response")},
+        {"input": ("input", "context"), "system": SYSTEM, "history": ("history",)},
+    ),
+    "kto": Format({"prompt": ("prompt",), "completion": ("completion", "response"), "label": ("label",)}),
+    "prompt_completion": Format(
+        {"prompt": ("prompt",), "completion": ("completion", "response")}, {"system": SYSTEM, "tools": ("tools",)}
+    ),
+    "qna": Format(
+        {"question": ("question", "query", "input"), "answer": ("answer", "answers", "response", "output")},
+        {"context": ("context",), "system": SYSTEM, "history": ("history",)},
+    ),
+    "tokens": Format(
+        {"input_ids": ("input_ids",)},
+        {"labels": ("labels", "completion_mask", "assistant_masks"), "attention_mask": ("attention_mask",)},
+    ),
+    "text": Format({"text": ("text",)}),
+}
+PREFERENCES = ("preference", "kto")
+FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+# Columns that no row may have unused: what they say about it.
+MEANS = {
+    "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
+    **dict.fromkeys(("weight", "weights"), "weighs the rows"),
+    **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
+    **dict.fromkeys(("tools", "functions"), "lists the tools of a conversation"),
+    **dict.fromkeys(("tool_calls", "function_call"), "holds what the assistant calls"),
+    **dict.fromkeys(SYSTEM, "is the system prompt"),
+    "history": "holds earlier turns",
+    "chat_template_kwargs": "changes how the template renders the row",
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
+}
+PAIRS = (
+    "{where}: columns chosen and rejected are preference pairs, and preference training (--preference dpo|orpo|kto) is "
+    "not in this version. Add --columns completion=chosen to learn the chosen answers alone, or use TRL's DPOTrainer."
+)
+LABELLED = (
+    "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say, and "
+    "preference training (--preference dpo|orpo|kto) is not in this version. Remove the rows whose label is false and "
+    "add --ignore_columns label, or use TRL's KTOTrainer."
+)
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out."""
+
+    format: str = "auto"
+    columns: dict = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given) -> "RowOptions":
+        """`given` itself, or the options of a format's name."""
+        return given if isinstance(given, cls) else cls(given)
+
+
+def parse_columns(text: str | None, flag: str = "--columns") -> dict[str, str]:
+    """{field: column} of `field=column,field=column`. Raises PlanError."""
+    found = {}
+    for part in (text or "").split(",") if text else ():
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if not equals or not name or not column:
+            raise PlanError(f"{flag} {text}: {part.strip()!r} is not FIELD=COLUMN. Use prompt=A,completion=B.")
+        if name not in FIELDS or name in ("chosen", "rejected"):
+            raise PlanError(f"{flag} {text}: {name!r} is not a field of any format. Use {', '.join(FIELDS)}.")
+        if name in found:
+            raise PlanError(f"{flag} {text}: {name!r} is given twice. Give it one column.")
+        found[name] = column
+    return found
+
+
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """The names in a comma-separated list, without case."""
+    return tuple(word.strip().casefold() for word in (text or "").split(",") if word.strip())
+
+
+class Notices:
+    """What a user should know of a dataset's rows: each text with the number of times and the first place."""
+
+    def __init__(self):
+        self.counts, self.first = Counter(), {}
+
+    def add(self, text: str, source: str, count: int = 1) -> None:
+        self.counts[text] += count
+        self.first.setdefault(text, source)
+
+    def clear(self) -> None:
+        self.counts.clear()
+        self.first.clear()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
+
+    `notices` counts what a user should know of all rows, and `ignored` are message fields to leave out.
+    """
+
+    format: str
+    values: dict
+    columns: dict
+    source: str
+    ignored: tuple[str, ...] = ()
+    notices: Notices = field(default_factory=Notices)
+
+    def get(self, name: str):
+        return self.values.get(name)
+
+    def note(self, text: str, count: int = 1) -> None:
+        """Counts something a user should know."""
+        self.notices.add(text, self.source, count)
+
+    def text(self, name: str, required: bool = True) -> str:
+        """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
+        value, column = self.values.get(name), self.columns.get(name, name)
+        if value is None:
+            if not required:
+                return ""
+            fact = "null" if name in self.values else "missing"
+            raise PlanError(f"{self.source}: field {column!r} is {fact}, must be a string.")
+        if isinstance(value, bool | int):
+            self.note(f"field {column!r}: {type(value).__name__} converted to text")
+            return str(value).lower() if isinstance(value, bool) else str(value)
+        if not isinstance(value, str):
+            hint = " Write numbers with a fraction as text." if isinstance(value, float) else ""
+            raise PlanError(f"{self.source}: field {column!r} is {type(value).__name__}, must be a string.{hint}")
+        return value
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The format of rows with the same columns. `unused`: columns that no field of it reads."""
+
+    format: str
+    columns: dict[str, tuple[str, ...]]
+    unused: tuple[str, ...]
+
+
+class RowReader:
+    """Rows to `Row`s by their columns. `formats` counts rows per format, `notices` everything else worth a line.
+
+    A row whose columns match no format is read by the dataset's (`columns`: all of its columns, if known), so that
+    its missing field is named. Raises PlanError for columns that match none and for those whose meaning is not learned.
+    """
+
+    def __init__(self, options: RowOptions = RowOptions(), columns=(), dataset: str = "--dataset"):  # noqa: B008
+        self.options, self.dataset, self.formats, self.notices = options, dataset, Counter(), Notices()
+        self.schemas, self.main = {}, None
+        self.renamed = {column.casefold(): name for name, column in options.columns.items()}
+        if columns:
+            self.main = self._schema(tuple(columns), dataset)
+
+    def read(self, row: dict, source: str) -> Row:
+        """The row by its format's fields."""
+        schema = self._schema(tuple(row), source)
+        if all(row.get(c) is None for n in FORMATS[schema.format].required for c in schema.columns.get(n, ())):
+            filled = tuple(name for name, value in row.items() if value is not None)
+            if self._detected(self._known(filled)[0]):  # a table of several formats holds nulls in the others' columns
+                schema = self._schema(filled, source)
+        self.main = self.main or schema
+        values, columns = {}, {}
+        for name, names in schema.columns.items():
+            column = next((c for c in names if row.get(c) is not None), names[0])
+            if column in row:
+                values[name], columns[name] = row[column], column
+            for other in names:
+                if other != column and row.get(other) is not None:
+                    self.notices.add(f"column {other!r} is not used, {column!r} is", source)
+        for name in FORMATS[schema.format].required:
+            columns.setdefault(name, self._asked_column(name))
+        self._check_unused(row, schema, source)
+        self.formats[schema.format] += 1
+        return Row(schema.format, values, columns, source, self.options.ignored, self.notices)
+
+    def has_unused(self, names: tuple) -> bool:
+        """True if rows with these columns have some that no field uses, of which the values matter."""
+        schema = self.schemas.get(names)
+        return schema is None or any(str(c).strip().casefold() in MEANS for c in schema.unused)
+
+    def _asked_column(self, name: str) -> str:
+        return self.options.columns.get(name, name)
+
+    def _schema(self, names: tuple, where: str) -> Schema:
+        if names not in self.schemas:
+            self.schemas[names] = self._resolved(names, where)
+        return self.schemas[names]
+
+    def _resolved(self, names: tuple, where: str) -> Schema:
+        known, left_out = self._known(names)
+        fmt = self.options.format if self.options.format != "auto" else self._detected(known)
+        fmt = fmt or (self.main and self.main.format)
+        if fmt is None:
+            raise PlanError(no_format(self.dataset, names, self.options))
+        if fmt in PREFERENCES:
+            raise PlanError((PAIRS if fmt == "preference" else LABELLED).format(where=self.dataset))
+        columns = FORMATS[fmt].columns(self._with_conversation(known))
+        used = {c for cs in columns.values() for c in cs}
+        return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out))
+
+    def _known(self, names: tuple) -> tuple[dict[str, str], set[str]]:
+        """({name without case, renamed: column}, the columns left out as asked)."""
+        known, left_out = {}, set()
+        for column in sorted(names, key=lambda c: str(c) != str(c).casefold()):  # of text and Text, text
+            name = str(column).strip().casefold()
+            if name in self.options.ignored:
+                left_out.add(column)
+            else:
+                known.setdefault(self.renamed.get(name, name), column)
+        for name, column in self.options.columns.items():  # a renamed column is its new name's, whatever else has it
+            exact = next((c for c in names if str(c).strip().casefold() == column.casefold()), None)
+            if exact is not None and exact not in left_out:
+                known[name] = exact
+        return known, left_out
+
+    def _with_conversation(self, known: dict[str, str]) -> dict[str, str]:
+        """A column renamed to completion without a prompt is a conversation, such as chosen often is."""
+        if "completion" in self.options.columns and "completion" in known and "prompt" not in known:
+            return {**known, "messages": known["completion"]}
+        return known
+
+    def _detected(self, known: dict[str, str]) -> str | None:
+        known = self._with_conversation(known)
+        return next((n for n, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()), None)
+
+    def _check_unused(self, row: dict, schema: Schema, source: str) -> None:
+        for column in schema.unused:
+            value, name = row.get(column), str(column).strip().casefold()
+            if value is None or (isinstance(value, str | list | dict) and not value):
+                continue
+            if name in ("chosen", "rejected"):
+                if "chosen" not in (c.casefold() for c in self.options.columns.values()):
+                    raise PlanError(PAIRS.format(where=self.dataset))
+            elif name in MEANS and not (name == "weight" and value == 1):
+                raise PlanError(
+                    f"{source}: column {column!r} {MEANS[name]}, and format {schema.format} does not use it. "
+                    f"{_remedy(name, schema.format)}"
+                )
+            self.notices.add(f"column {str(column)!r} is not used", source)
+
+
+def _remedy(name: str, fmt: str) -> str:
+    leave = f"--ignore_columns {name}"
+    if name in (*SYSTEM, "history") and fmt == "prompt_completion":
+        return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
+    return f"Add {leave} to train without it."
+
+
+def no_format(dataset: str, columns, options: RowOptions) -> str:
+    """The line for columns that match no format."""
+    found = ", ".join(map(str, columns)) or "(none)"
+    known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
+    missing = [c for c in options.columns.values() if c.casefold() not in {str(n).strip().casefold() for n in columns}]
+    if missing:
+        return f"{dataset}: has no column {missing[0]!r} that --columns names, it has {found}. Name one of these."
+    separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
+    hint = f" They are separated by {separated!r}: save the file with commas." if separated else ""
+    return (
+        f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
+        f"--columns prompt={_first(columns)},completion={_last(columns)}, or rename them to match one: {known}."
+    )
+
+
+def _first(columns) -> str:
+    return str(next(iter(columns), "A"))
+
+
+def _last(columns) -> str:
+    return str(list(columns)[-1]) if len(list(columns)) > 1 else "B"
+
+
+def detect_format(columns, dataset: str = "--dataset") -> str:
+    """The format of rows with these columns. Raises PlanError."""
+    return RowReader(columns=tuple(columns), dataset=dataset).main.format

@@ -1,0 +1,181 @@
+"""Rows to token ids with their targets marked, a batch at a time: read by columns, rendered, tokenized."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.columns import RowReader
+from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
+from finetune.data.messages import TemplateWords
+from finetune.data.overlong import Cut, cut_document
+from finetune.errors import PlanError
+from finetune.untrusted import untrusted
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
+
+    `conversation`: what the template renders, if the document can be cut at its messages.
+    """
+
+    ids: np.ndarray
+    is_target: np.ndarray
+    answer_text: Callable[[int], str]
+    conversation: Conversation | None = None
+
+
+class RowEncoder:
+    """Encodes rows with one tokenizer. A context: the process that renders templates ends with it.
+
+    `reader` says what the columns mean and counts what became of them. `renderer`: of this tokenizer, to share its
+    process; by default an own one.
+    """
+
+    def __init__(self, tokenizer, reader: RowReader, renderer: TemplateRenderer | None = None):
+        self.tokenizer, self.reader, self.renderer = tokenizer, reader, renderer
+        self.template = TemplateWords.of(tokenizer)
+        self.specials = special_texts(tokenizer)
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.stack.close()
+
+    def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
+        """The documents of each row, or what is wrong with it."""
+        found = self._rendered(rows, sources)
+        for from_template in (False, True):
+            flat = [
+                (i, k)
+                for i, documents in enumerate(found)
+                if isinstance(documents, list)
+                for k, item in enumerate(documents)
+                if isinstance(item, tuple) and item[0].from_template is from_template
+            ]
+            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, sources[0] if sources else "")
+            for (i, k), document in zip(flat, encoded, strict=True):
+                found[i][k] = document
+        return found
+
+    def cut(self, document: Encoded, cut: Cut, source: str) -> tuple[list[tuple], str | None]:
+        """([(input ids, is_target)], what became of it or None), see overlong.cut_document.
+
+        auto cuts a conversation in front of a message, so that what is kept is what the template renders of it.
+        """
+        bos_id, name = self.tokenizer.bos_token_id, None
+        if document.conversation and cut.overlong == "auto" and _end(document) > cut.context_length:
+            shorter = self._shortened(document, cut.context_length)
+            name = "messages_cut" if shorter is not document else None
+            document = shorter
+        parts, how = cut_document(document.ids, document.is_target, cut, bos_id, source)
+        return parts, how or name
+
+    def _shortened(self, document: Encoded, context_length: int) -> Encoded:
+        """The document from the earliest user message on from which it fits, or from the last one before its answer."""
+        starts, found = document.conversation.starts(), document
+        low, high = 0, len(starts)
+        while low < high:  # the shortest is kept if none fits
+            middle = (low + high) // 2
+            tried = self._one(document.conversation.from_message(starts[middle]))
+            if tried is None:
+                return document
+            if _end(tried) <= context_length:
+                found, high = tried, middle
+            else:
+                low = middle + 1
+                found = tried if middle == len(starts) - 1 else found
+        return found
+
+    def _one(self, conversation: Conversation) -> Encoded | None:
+        """The one document of a shorter conversation; None if the template does not render it."""
+        source = conversation.row.source
+        (texts,) = self._running().render([conversation.request()], [source])
+        if isinstance(texts, PlanError):
+            return None
+        documents = conversation.documents(texts, self.specials, count=False)
+        return self._tokenized([(documents[0], conversation)], True, source)[0] if len(documents) == 1 else None
+
+    def _running(self) -> TemplateRenderer:
+        if self.renderer is None:
+            self.renderer = self.stack.enter_context(TemplateRenderer(self.tokenizer))
+        return self.renderer
+
+    def _rendered(self, rows: list[dict], sources: list[str]) -> list:
+        """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
+        found, asked, requests = [], [], []
+        for row, source in zip(rows, sources, strict=True):
+            try:
+                read = self.reader.read(row, source)
+                if read.format == "tokens":
+                    ids, is_target = token_document(read)
+                    found.append([Encoded(ids, is_target, lambda token, ids=ids: self._decoded(ids[token:]))])
+                elif uses_template(read, bool(self.tokenizer.chat_template)):
+                    conversation = Conversation.of(read, self.template)
+                    requests.append(conversation.request())
+                    asked.append((len(found), conversation))
+                    found.append(None)
+                else:
+                    found.append([(render_text(read, self.tokenizer), None)])
+            except PlanError as error:
+                found.append(error)
+        if not asked:
+            return found
+        rendered = self._running().render(requests, [sources[i] for i, _ in asked])
+        for (i, conversation), texts in zip(asked, rendered, strict=True):
+            try:
+                failed = isinstance(texts, PlanError)
+                found[i] = texts if failed else conversation.with_documents(texts, self.specials)
+            except PlanError as error:
+                found[i] = error
+        return found
+
+    def _decoded(self, ids) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def _tokenized(self, documents: list[tuple], from_template: bool, first: str) -> list[Encoded]:
+        if not documents:
+            return []
+        texts = ["".join(span.text for span in document.spans) for document, _ in documents]
+        with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
+            encodings = self.tokenizer(
+                texts, add_special_tokens=not from_template, return_offsets_mapping=True, verbose=False
+            ).encodings
+        return [
+            Encoded(*_with_targets(document, text, encoding, self.tokenizer.eos_token_id), conversation)
+            for (document, conversation), text, encoding in zip(documents, texts, encodings, strict=True)
+        ]
+
+
+def _end(document: Encoded) -> int:
+    targets = np.flatnonzero(document.is_target)
+    return int(targets[-1]) + 1 if len(targets) else 0
+
+
+def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
+    ids = np.array(encoding.ids, np.int32)
+    if not len(ids):
+        return np.zeros(1, np.int32), np.zeros(1, bool), str
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
+    # where
+    # the previous one ended.
+    before = np.maximum.accumulate(np.r_[0, ends[:-1]])
+    trimmed = np.minimum(starts, before)
+    starts = np.where(starts == ends, trimmed, starts)
+    is_target, at, answer_end = np.zeros(len(ids), bool), 0, len(text)
+    for span in document.spans:
+        if span.is_target and span.text:
+            is_target |= (starts < at + len(span.text)) & (ends > at)
+            answer_end = answer_end if span.is_end else at + len(span.text)
+        at += len(span.text)
+    if document.add_eos and eos_id is not None and is_target.any():
+        if ids[-1] != eos_id:
+            ids, is_target = np.append(ids, np.int32(eos_id)), np.append(is_target, False)
+        is_target[-1] = True
+    return ids, is_target, lambda token: text[trimmed[token] : answer_end]

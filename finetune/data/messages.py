@@ -1,0 +1,250 @@
+"""Chat messages of every common spelling to the one that chat templates read, and which of them are learned.
+
+OpenAI's, ShareGPT's and LLaMA-Factory's: roles, tool calls with arguments as text, tool results, parts of content,
+reasoning, and per-turn weights. What a tokenizer's template does not render is refused, never left to vanish.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from finetune.data.columns import Row
+from finetune.errors import PlanError
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+ANY_TEMPLATE = ("role", "content")
+
+
+@dataclass(frozen=True)
+class TemplateWords:
+    """The words in a chat template's source, by which it is known what it can render."""
+
+    words: frozenset
+    short_ids: bool = False  # it rejects ids of tool calls that have not nine characters
+
+    @classmethod
+    def of(cls, tokenizer) -> "TemplateWords":
+        given = tokenizer.chat_template
+        texts = given.values() if isinstance(given, dict) else [given or ""]
+        text = "\n".join(t for t in texts if isinstance(t, str))
+        return cls(frozenset(re.findall(r"\w+", text)), bool(re.search(r"length\s*!=\s*9\b", text)))
+
+    def check(self, word: str, where: str, what: str, name: str) -> None:
+        """Raises PlanError unless the template has `word`. `name`: what --ignore_columns would leave out."""
+        if word not in self.words:
+            raise PlanError(
+                f"{where}: the tokenizer's chat template does not render {what}. Use a model whose template does, or "
+                f"add --ignore_columns {name} to train without."
+            )
+
+
+def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
+    """(messages as role, content and what else a template reads, whether each is learned if it is an answer).
+
+    `name`: the column, for messages. Raises PlanError naming an invalid message.
+    """
+    if not isinstance(value, list) or not value:
+        fact = "null" if value is None else "empty" if value == [] else type(value).__name__
+        raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
+    found = [_message(message, f"{row.source}: field '{name}[{i}]", row) for i, message in enumerate(value)]
+    return [message for message, _ in found], [learned for _, learned in found]
+
+
+def _message(message, where: str, row: Row) -> tuple[dict, bool]:
+    if not isinstance(message, dict):
+        raise PlanError(f"{where}' is {type(message).__name__}, must be an object with role and content.")
+    # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
+    message = {k: v for k, v in message.items() if v is not None and k not in row.ignored}
+    role_key = "from" if "from" in message else "role"
+    content_key = "value" if "value" in message and "content" not in message else "content"
+    role, content = message.pop(role_key, None), message.pop(content_key, None)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise PlanError(f"{where}.{role_key}' is {role!r}, must be one of {', '.join(ROLES)}.")
+    learned = _is_learned(message, where, ROLES[role.lower()])
+    calls = message.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise PlanError(f"{where}.tool_calls' is {type(calls).__name__}, must be a list of calls.")
+    if "function_call" in message:
+        calls = [message.pop("function_call")]
+    if role.lower() == "function_call" and "function_call" not in row.ignored:
+        calls, content = _parsed_calls(content, f"{where}.{content_key}'"), ""
+    calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
+    if content is None and (calls or "tool_calls" in row.ignored or any(name in message for name in REASONING)):
+        content = ""
+    content = _content(content, f"{where}.{content_key}'")
+    return {
+        "role": ROLES[role.lower()],
+        "content": content,
+        **({"tool_calls": calls} if calls else {}),
+        **message,
+    }, learned
+
+
+def _is_learned(message: dict, where: str, role: str) -> bool:
+    """Takes `weight` and `train` off the message. Raises PlanError for what is neither 0 nor 1."""
+    learned = True
+    for name in ("weight", "train"):
+        value = message.pop(name, 1)
+        if value not in (0, 1):  # True and False are
+            raise PlanError(f"{where}.{name}' is {value!r}, must be 0 or 1: a turn is learned or not. Change it.")
+        if name == "train" and value is True and role != "assistant":
+            raise PlanError(f"{where}.train' is true on a turn of {role}: only the assistant's are learned. Remove it.")
+        learned = learned and bool(value)
+    return learned
+
+
+def _content(content, where: str) -> str:
+    if isinstance(content, list):
+        return "".join(_part(part, f"{where[:-1]}[{k}]'") for k, part in enumerate(content))
+    if not isinstance(content, str):
+        fact = "missing" if content is None else type(content).__name__
+        raise PlanError(f"{where} is {fact}, must be a string.")
+    return content
+
+
+def _part(part, where: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+    if kind != "text":
+        raise PlanError(f"{where} is of type {str(kind)[:40]!r}: only text is learned here. Remove the row.")
+    if not isinstance(text, str):
+        raise PlanError(f"{where} is {type(part).__name__}, must be a string or a part with text.")
+    return text
+
+
+def _call(call, where: str) -> dict:
+    """A tool call as templates read it: arguments an object, whatever the row has them as."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PlanError(f"{where} has no function name. Write {{'function': {{'name': ..., 'arguments': ...}}}}.")
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = function.get("parameters", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise PlanError(f"{where}: its arguments are not JSON ({error}). Fix them.") from None
+    if not isinstance(arguments, dict):
+        raise PlanError(f"{where}: its arguments are {type(arguments).__name__}, must be an object. Fix them.")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _parsed_calls(content, where: str) -> list:
+    try:
+        value = json.loads(content) if isinstance(content, str) else content
+    except ValueError as error:
+        raise PlanError(f"{where} is not JSON ({error}), as a function_call must be. Fix it.") from None
+    return value if isinstance(value, list) else [value]
+
+
+# ------ what else a conversation has
+
+
+def tool_schemas(value, name: str, source: str) -> list[dict] | None:
+    """The row's tools, from a list or the JSON text of one; None if it has none. Raises PlanError."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # named below
+            value = json.loads(value) if value.strip() else None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list):
+        raise PlanError(f"{source}: field {name!r} is {type(value).__name__}, must be a list of tool schemas.")
+    if not all(isinstance(tool, dict) for tool in value):
+        raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
+    return [{"type": "function", "function": t} for t in value] if name == "functions" else value
+
+
+def past_turns(value, name: str, source: str) -> list[dict]:
+    """Messages of LLaMA-Factory's `history`: pairs of a question and its answer, which is learned too."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(map(_is_pair, value)):
+        raise PlanError(f"{source}: field {name!r} must hold pairs of question and answer, both strings.")
+    roles = ("user", "assistant")
+    return [{"role": r, "content": text} for pair in value for r, text in zip(roles, pair, strict=True)]
+
+
+def _is_pair(value) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def with_system(messages: list[dict], system: str, name: str, source: str) -> list[dict]:
+    """The messages with the row's system prompt in front. Raises PlanError if they begin with another."""
+    if not system:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            raise PlanError(f"{source}: field {name!r} and the first message are two system prompts. Keep one.")
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Row) -> None:
+    """Raises PlanError for what the template does not render; counts message fields that it does not read."""
+    source = row.source
+    if tools:
+        template.check("tools", source, "tools", row.columns.get("tools", "tools"))
+    unread = Counter()
+    for i, message in enumerate(messages):
+        where = f"{source}: message {i}"
+        if "tool_calls" in message:
+            template.check("tool_calls", where, "tool calls", "tool_calls")
+        if message["role"] == "tool":
+            if "tool" not in template.words:
+                raise PlanError(
+                    f"{where}: the tokenizer's chat template does not render the role tool. Use a model whose template "
+                    "does, or remove the row."
+                )
+        if any(name in message for name in REASONING) and not template.words & set(REASONING):
+            named = next(name for name in REASONING if name in message)
+            template.check(named, where, named, named)
+        unread.update(
+            name
+            for name in message
+            if name not in (*ANY_TEMPLATE, *REASONING, "tool_calls") and name not in template.words
+        )
+    for name, count in unread.items():
+        row.note(f"message field {name!r} is not read by the chat template", count)
+
+
+def with_nine_character_ids(messages: list[dict]) -> list[dict]:
+    """The messages with ids of tool calls that have nine characters, as Mistral's templates demand, results included.
+
+    A result without an id takes that of the next call in order.
+    """
+    found, calls = [], []
+    for message in messages:
+        message = dict(message)
+        if "tool_calls" in message:
+            ids = [_nine(call.get("id") or f"{len(found)}.{k}") for k, call in enumerate(message["tool_calls"])]
+            message["tool_calls"] = [{**c, "id": i} for c, i in zip(message["tool_calls"], ids, strict=True)]
+            calls = list(ids)
+        elif message["role"] == "tool":
+            named = message.get("tool_call_id")
+            message["tool_call_id"] = _nine(named) if named else calls[0] if calls else _nine("0")
+            calls = [i for i in calls if i != message["tool_call_id"]]
+        found.append(message)
+    return found
+
+
+def _nine(call_id: str) -> str:
+    return call_id if re.fullmatch(r"[A-Za-z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]

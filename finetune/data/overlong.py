@@ -1,0 +1,110 @@
+"""Documents longer than --context_length: kept at the end or the start, split into windows, dropped, or an error.
+
+Functions of arrays alone; encode.py cuts conversations at message bounds, which needs their template.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.errors import PlanError
+
+# What became of long rows: the counts of a TokenizedDataset, in words.
+CUTS = {
+    "split": "split into windows",
+    "messages_cut": "cut at a message, the oldest left out",
+    "prompt_truncated": "truncated at the start of the prompt",
+    "answer_truncated": "truncated at the end of the answer",
+    "end_truncated": "truncated at their end",
+    "dropped_long": "dropped: too long",
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How documents over `context_length` tokens are treated. `overlap`: tokens that a window repeats, not learned."""
+
+    context_length: int
+    overlong: str = "auto"
+    overlap: int = 0
+
+    @classmethod
+    def of(cls, given) -> "Cut":
+        """`given` itself, or the default treatment at a context length."""
+        return given if isinstance(given, cls) else cls(given)
+
+    def policy(self, is_target) -> str:
+        """auto resolved for a document: text is split, everything else keeps its end."""
+        if self.overlong != "auto":
+            return self.overlong
+        return "split" if is_target[1:].all() else "keep_end"
+
+
+def cut_document(ids, is_target, cut: Cut, bos_id: int | None, source: str) -> tuple[list[tuple], str | None]:
+    """([(input ids, is_target)] of at most context_length tokens, name of what became of it or None)."""
+    targets = np.flatnonzero(is_target)
+    end = targets[-1] + 1 if len(targets) else len(ids)
+    if end <= cut.context_length or not len(targets):
+        return [(ids[:end], is_target[:end])], None
+    policy = cut.policy(is_target)
+    if policy == "error":
+        raise PlanError(
+            f"{source}: has {end:,} tokens, --context_length is {cut.context_length:,}. Raise it, remove the row, or "
+            "use another --overlong than error."
+        )
+    if policy == "drop":
+        return [], "dropped_long"
+    if policy == "keep_start":
+        ids, is_target = ids[: cut.context_length], is_target[: cut.context_length]
+        return ([(ids, is_target)], "end_truncated") if is_target[1:].any() else ([], "dropped_long")
+    if policy == "split":
+        parts = windows(ids[:end], is_target[:end], cut.context_length, cut.overlap, bos_id)
+        return [part for part in parts if part[1][1:].any()], "split"
+    ids, is_target, name = truncate(ids, is_target, cut.context_length, bos_id)
+    return [(ids, is_target)], name
+
+
+def windows(ids, is_target, length: int, overlap: int, bos_id: int | None) -> list[tuple]:
+    """[(input ids, is_target)] of at most `length` tokens: every target of the document in exactly one of them.
+
+    Each begins with BOS, if the document does, and `overlap` tokens of the one before that are not learned again. One
+    is repeated in any case if there is no BOS to predict the first from.
+    """
+    head = int(bos_id is not None and ids[0] == bos_id)
+    again = max(overlap, 1 - head)
+    assert length - head - again >= 1, (length, overlap)
+    found, done = [], head
+    while done < len(ids):
+        start = max(head, done - again) if done > head else head
+        end = min(start + length - head, len(ids))
+        learned = is_target[start:end].copy()
+        learned[: done - start] = False
+        found.append((np.r_[ids[:head], ids[start:end]], np.r_[is_target[:head], learned]))
+        done = end
+    return found
+
+
+def truncate(ids, is_target, context_length: int, bos_id: int | None):
+    """(input ids, is_target, name of its truncation count or None), truncated to context_length.
+
+    A row that is too long keeps BOS and its last answer and is truncated at the start of the prompt; an answer too long
+    by itself is truncated at its end. Tokens after the last target are dropped.
+    """
+    targets = np.flatnonzero(is_target)
+    end = targets[-1] + 1 if len(targets) else len(ids)
+    ids, is_target = ids[:end], is_target[:end]
+    if len(ids) <= context_length or not len(targets):
+        return ids, is_target, None
+    head = int(ids[0] == bos_id) if bos_id is not None else 0
+    start = max(last_answer_start(is_target), head)
+    room = context_length - head
+    first = end - room if end - start <= room else start
+    keep = np.r_[:head, first : first + room]
+    return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
+
+
+def last_answer_start(is_target) -> int:
+    """Index at which the last contiguous run of targets starts."""
+    targets = np.flatnonzero(is_target)
+    gaps = np.flatnonzero(np.diff(targets) > 1)
+    return int(targets[gaps[-1] + 1] if len(gaps) else targets[0])

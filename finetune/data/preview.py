@@ -1,0 +1,189 @@
+"""A look at the data before anything is loaded: what rows become, how long they are, and what is odd about them.
+
+It reads every row as the run will, with the model's tokenizer but without transformers.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from finetune.config import TrainConfig
+from finetune.data.chat_template import ensure_chat_template
+from finetune.data.lengths import is_local
+from finetune.data.overlong import CUTS
+from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
+from finetune.data.tokenize import Limits, TokenizedDataset, joined_datasets, render_sample
+from finetune.errors import PlanError
+from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.files import ModelFiles
+from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.terminal import clean, say
+
+SAMPLES, BINS, BAR = 3, 10, 40
+REMEDIES = {
+    "dropped_empty": "fill in the answers, or remove the rows",
+    "duplicates": "remove all but one of each",
+    "in validation": "remove them from the training rows, or the validation loss shows memory",
+    "in score": "remove them from the training rows, or exact match shows memory",
+    "no end": "answers without an end token never stop; use a tokenizer with an EOS token",
+    "double BOS": "remove the BOS text from the rows or the template",
+    **dict.fromkeys(CUTS, "raise --context_length, or choose another --overlong"),
+}
+WORDS = {
+    **CUTS,
+    "dropped_empty": "rows without an answer to learn",
+    "duplicates": "rows that occur before, token for token",
+    "in validation": "training rows that are validation rows too",
+    "in score": "training rows that are scored too",
+    "no end": "rows whose last target is no end token",
+    "double BOS": "rows that begin with two BOS tokens",
+}
+
+
+def lines_of(settings: TrainConfig, files: ModelFiles) -> list[str]:
+    """The preview, cleaned; written to --data_report as JSON too. Raises PlanError for what a run would refuse."""
+    names = [s.name for name, _ in DATASETS.values() if getattr(settings, name) for s in named_sources(settings, name)]
+    remote = [name for name in names if not is_local(name)]
+    if remote:
+        return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk"]
+    tokenizer = PlainTokenizer.from_folder(files.folder)
+    if tokenizer is None:
+        return [f"data: not read, as {files.folder} has no tokenizer.json"]
+    content = preview(settings, tokenizer, ModelShape.from_config(files.config).vocab_size)
+    if settings.data_report:
+        _write(Path(settings.data_report), content)
+    return [clean(line) for line in text_of(content)]
+
+
+def preview(settings: TrainConfig, tokenizer, vocab_size: int | None) -> dict:
+    """What the preview shows, as JSON."""
+    raw_datasets = read_datasets(settings)
+    template = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
+    found = {}
+    for use, reads in raw_datasets.items():
+        limits = Limits(cut_of(settings), settings.train_on_prompt and use == "train", vocab_size)
+        datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
+        found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
+    train = found["train"][0]
+    return {
+        "datasets": [
+            {
+                "use": use,
+                "name": str(read.source),
+                "weight": read.source.weight,
+                "description": dataset.description,
+                **{name: int(n) for name, n in dataset.counts.items()},
+                "notices": list(dataset.notices),
+                "skipped": list(dataset.skipped),
+            }
+            for use, (_, datasets, reads) in found.items()
+            for dataset, read in zip(datasets, reads, strict=True)
+        ],
+        "template": template,
+        "samples": [
+            {"source": train.sources[i], "text": render_sample(train, i, tokenizer, color=False)}
+            for i in range(min(SAMPLES, len(train)))
+        ],
+        "lengths": histogram(train.full_lengths),
+        "lost": train.lost(),
+        "lint": lint(tokenizer, {use: joined for use, (joined, _, _) in found.items()}),
+    }
+
+
+def histogram(lengths: np.ndarray) -> dict:
+    """Quantiles of the documents' lengths, and how many are in each of BINS equal bins."""
+    counts, edges = np.histogram(lengths, BINS, (0, max(1, int(lengths.max()))))
+    quantiles = {f"p{q}": int(np.percentile(lengths, q)) for q in (50, 95, 99)}
+    return quantiles | {
+        "max": int(lengths.max()),
+        "bins": [[int(np.ceil(e)), int(n)] for e, n in zip(edges[1:], counts, strict=True)],
+    }
+
+
+def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
+    """What is odd about the rows: each with its number, first place and remedy."""
+    train, found = datasets["train"], []
+
+    def add(check: str, count: int, first: str) -> None:
+        found.append({"check": check, "what": WORDS[check], "count": count, "first": first, "remedy": REMEDIES[check]})
+
+    for check in ("dropped_empty", *CUTS):
+        if train.counts[check] and check != "split":
+            add(check, train.counts[check], train.first.get(check, train.sources[0]))
+    digests = [_digest(train, i) for i in range(len(train))]
+    seen, again = set(), []
+    for i, digest in enumerate(digests):
+        if digest in seen:
+            again.append(i)
+        seen.add(digest)
+    rows_where = {"duplicates": again}
+    for use in ("validation", "score"):
+        if use in datasets:
+            other = {_digest(datasets[use], i) for i in range(len(datasets[use]))}
+            rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
+    rows_where |= _odd_ends(train, tokenizer)
+    for check, rows in rows_where.items():
+        if rows:
+            add(check, len(rows), train.sources[rows[0]])
+    for text, count in train.noted.items():
+        if "chat template" in text:
+            remedy = "look at the sample; another model's template may render it"
+            found.append(dict(check="template", what=text, count=count, first=train.first[text], remedy=remedy))
+    return found
+
+
+def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
+    """Documents that begin with BOS twice, and those whose last target ends nothing."""
+    special = {tokenizer.backend.token_to_id(text) for text in tokenizer.all_special_tokens}
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    bos, double, unended = tokenizer.bos_token_id, [], []
+    cut = train.counts["answer_truncated"] + train.counts["end_truncated"] + train.counts["split"]
+    for i in range(len(train)):
+        ids, is_target = train.document(i)
+        if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
+            double.append(i)
+        if not cut and int(ids[np.flatnonzero(is_target)[-1]]) not in special:
+            unended.append(i)
+    return {"double BOS": double, "no end": unended}
+
+
+def _digest(dataset: TokenizedDataset, i: int) -> bytes:
+    ids, is_target = dataset.document(i)
+    return hashlib.blake2b(ids.tobytes() + is_target.tobytes(), digest_size=16).digest()
+
+
+# ------ as text
+
+
+def text_of(content: dict) -> list[str]:
+    """The lines of the preview."""
+    lines = [""]
+    for d in content["datasets"]:
+        weight = f" (weight {d['weight']:g})" if d["weight"] else ""
+        lines.append(
+            f"data, {d['use']}{weight}: {d['description']}: {d['rows']:,} rows, {d['tokens']:,} tokens, "
+            f"{d['targets']:,} targets"
+        )
+        lines += [f"  note: {line}" for line in d["notices"]] + [f"  skipped: {line}" for line in d["skipped"][:10]]
+    lines += [f"  note: {line}" for line in (content["template"], content["lost"]) if line]
+    lengths = content["lengths"]
+    lines.append(
+        f"tokens per row: p50 {lengths['p50']:,}, p95 {lengths['p95']:,}, p99 {lengths['p99']:,}, max "
+        f"{lengths['max']:,}"
+    )
+    most = max(n for _, n in lengths["bins"])
+    lines += [f"  to {edge:>7,} {'#' * -(-BAR * n // most)} {n:,}" for edge, n in lengths["bins"]]
+    for sample in content["samples"]:
+        lines += [f"{sample['source']}:", *sample["text"].splitlines()]
+    for entry in content["lint"]:
+        lines.append(f"check: {entry['count']:,} {entry['what']}, first {entry['first']}: {entry['remedy']}")
+    return lines if content["lint"] else [*lines, "check: nothing odd found"]
+
+
+def _write(path: Path, content: dict) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--data_report {path}: cannot be written ({error.strerror}). Give another file.") from None

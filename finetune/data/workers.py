@@ -1,0 +1,123 @@
+"""Tokenizing on all cores: batches of rows go to processes that hold a copy of the tokenizer, and come back in order.
+
+The processes import no framework (tokenize_process.py); each renders chat templates in a limited child of its own.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import numpy as np
+
+from finetune.data.columns import RowOptions
+from finetune.data.rows import RawDataset
+from finetune.data.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
+from finetune.errors import PlanError
+from finetune.isolated import python_command
+from finetune.model_files.plain_tokenizer import PlainTokenizer
+
+LEAST_ROWS = 2048  # fewer are tokenized before the processes have started
+BATCH_ROWS = 256
+SAY_EVERY_S = 5.0
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Worker:
+    """One process that tokenizes. `start`: what tokenize_process.main reads first."""
+
+    def __init__(self, start: bytes):
+        command = python_command("finetune.data.tokenize_process")
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.child = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        self.child.stdin.write(start + b"\n")
+
+    def encode(self, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
+        """(what becomes of the rows, the notices about them). Raises PlanError."""
+        line = json.dumps([rows, sources], default=lambda value: {"type": type(value).__name__})
+        try:
+            self.child.stdin.write(line.encode() + b"\n")
+            self.child.stdin.flush()
+            header = json.loads(self.child.stdout.readline() or "null")
+        except BrokenPipeError:
+            header = None
+        if header is None:
+            raise PlanError(
+                f"{sources[0]}: the process that tokenizes this row and those after it ended (exit status "
+                f"{self.child.wait()}). Free memory, or use a tokenizer you trust."
+            )
+        if "error" in header:
+            raise PlanError(header["error"])
+        lengths = header["lengths"]
+        tokens = np.frombuffer(self.child.stdout.read(4 * sum(lengths)), np.int32)
+        is_target = np.frombuffer(self.child.stdout.read(sum(lengths)), bool)
+        return EncodedBatch(tokens, is_target, lengths, header["rows"]), header["notices"]
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.stdin.close()
+        self.child.stdout.close()
+        self.child.wait()
+
+
+def tokenize_on_cores(
+    raw: RawDataset, options, tokenizer, limits: Limits, say=lambda line: None, cores: int | None = None
+) -> TokenizedDataset:
+    """What tokenize() returns, with a process per core. `say` is called with a line of progress every few seconds."""
+    reader = reader_of(raw, options, tokenizer)
+    builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
+    start = start_line(raw, RowOptions.of(options), tokenizer, limits)
+    idle, workers = queue.SimpleQueue(), [Worker(start) for _ in range(cores or num_cores())]
+    for worker in workers:
+        idle.put(worker)
+
+    def encoded(first: int):
+        worker = idle.get()
+        try:
+            return worker.encode(raw.rows[first : first + BATCH_ROWS], raw.sources[first : first + BATCH_ROWS])
+        finally:
+            idle.put(worker)
+
+    began = said = time.monotonic()
+    executor = ThreadPoolExecutor(len(workers))
+    try:
+        firsts = range(0, len(raw.rows), BATCH_ROWS)
+        for first, (batch, notices) in zip(firsts, executor.map(encoded, firsts), strict=True):
+            builder.add(batch, raw.sources[first : first + BATCH_ROWS])
+            reader.formats.update(notices["formats"])
+            for text, count in notices["counts"].items():
+                reader.notices.add(text, notices["first"][text], count)
+            if time.monotonic() - said > SAY_EVERY_S:
+                said, done = time.monotonic(), min(first + BATCH_ROWS, len(raw.rows))
+                say(progress_line(done, len(raw.rows), said - began))
+    finally:
+        executor.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+    return builder.finished(reader, tokenizer, len(raw.rows))
+
+
+def start_line(raw: RawDataset, options: RowOptions, tokenizer, limits: Limits) -> bytes:
+    """What a worker is started with."""
+    return json.dumps(
+        {
+            "tokenizer": PlainTokenizer.described(tokenizer),
+            "options": asdict(options),
+            "columns": list(raw.columns),
+            "dataset": raw.description,
+            "limits": asdict(limits),
+        }
+    ).encode()
+
+
+def progress_line(done: int, total: int, seconds: float) -> str:
+    rate = done / max(seconds, 1e-9)
+    return f"tokenizing: {done:,} of {total:,} rows, {rate:,.0f} rows/s, {(total - done) / rate:,.0f} s left"

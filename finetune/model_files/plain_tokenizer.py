@@ -1,0 +1,112 @@
+"""A tokenizer without transformers, whose import takes seconds: for the plan, and for processes that only tokenize.
+
+It has what the data room asks of transformers' tokenizers, over the same library. `of` copies a loaded one exactly;
+`from_folder` reads the files, for the lengths and the preview of a plan.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from finetune.errors import PlanError
+from finetune.model_files.tokenizer import TokenizerTrial
+from finetune.untrusted import untrusted
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_CONFIG_BYTES = 64 * 2**20
+
+
+class PlainTokenizer:
+    """`backend`: of the tokenizers library. `specials`: {name: text} of the special tokens."""
+
+    is_fast = True
+
+    def __init__(self, backend, specials: dict[str, str], chat_template, name: str):
+        self.backend, self.special_tokens_map, self.chat_template = backend, specials, chat_template
+        self.name_or_path = name
+        backend.no_truncation()
+        backend.no_padding()
+        self.eos_token = specials.get("eos_token")
+        self.bos_token_id, self.eos_token_id = (self._id(n) for n in ("bos_token", "eos_token"))
+
+    @classmethod
+    def of(cls, tokenizer) -> "PlainTokenizer":
+        """A copy of transformers' tokenizer, or of another of these."""
+        return cls.from_json(cls.described(tokenizer))
+
+    @staticmethod
+    def described(tokenizer) -> str:
+        """All that `from_json` needs, of either kind of tokenizer."""
+        backend = tokenizer.backend if isinstance(tokenizer, PlainTokenizer) else tokenizer.backend_tokenizer
+        named = {k: v for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list | tuple)}
+        return json.dumps(
+            {
+                "backend": backend.to_str(),
+                "specials": {name: str(text) for name, text in named.items()},
+                "chat_template": tokenizer.chat_template,
+                "name": tokenizer.name_or_path,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "PlainTokenizer":
+        from tokenizers import Tokenizer
+
+        content = json.loads(text)
+        backend = Tokenizer.from_str(content["backend"])
+        return cls(backend, content["specials"], content["chat_template"], content["name"])
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "PlainTokenizer | None":
+        """The tokenizer of a model folder, None if it has no tokenizer.json. Raises PlanError."""
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            return None
+        TokenizerTrial(file).check()
+        from tokenizers import Tokenizer
+
+        with untrusted(f"{folder}: its tokenizer does not load", "Put the tokenizer files of the model next to it."):
+            backend, config = Tokenizer.from_file(str(file)), _config_of(Path(folder))
+            specials = {n: _text_of(config[n]) for n in NAMED if config.get(n) is not None}
+            return cls(backend, specials, _template_of(Path(folder), config), str(folder))
+
+    def _id(self, name: str) -> int | None:
+        text = self.special_tokens_map.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    @property
+    def added_tokens_decoder(self) -> dict:
+        return self.backend.get_added_tokens_decoder()
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(self.special_tokens_map.values())
+
+    def __call__(self, texts, add_special_tokens=True, return_offsets_mapping=True, verbose=False):
+        return SimpleNamespace(encodings=self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens))
+
+    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _config_of(folder: Path) -> dict:
+    found = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            if file.stat().st_size > MAX_CONFIG_BYTES:
+                raise PlanError(f"{file}: has over {MAX_CONFIG_BYTES >> 20} MiB. Use a tokenizer you trust.")
+            found |= json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _text_of(token) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _template_of(folder: Path, config: dict):
+    file = folder / "chat_template.jinja"
+    if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES:
+        return file.read_text(encoding="utf-8")
+    given = config.get("chat_template")
+    return {t["name"]: t["template"] for t in given} if isinstance(given, list) else given

@@ -1,0 +1,106 @@
+"""The plan's rules for data: what can be refused of its flags before a file is read."""
+
+import numpy as np
+
+from finetune.config import TrainConfig
+from finetune.data.columns import parse_columns, parse_names
+from finetune.data.mixture import sources_of
+from finetune.errors import PlanError
+from finetune.estimate import budget
+from finetune.plan.draft import Draft
+
+MULTIPLE = 64  # lengths are rounded up to these
+SHORT = 512  # rows up to this length are never cut
+UNKNOWN = 512  # if no row can be read
+
+
+def data_flags(draft: Draft) -> None:
+    """Flags about columns and long rows that contradict themselves."""
+    values = draft.values
+    if values["data_report"] and not values["dry_run"]:
+        raise PlanError(f"--data_report {values['data_report']}: is written by a dry run. Add --dry_run.")
+    if values["dataset"]:
+        sources_of(values["dataset"])
+    if values["streaming"]:
+        _check_streaming(values)
+    columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
+    both = [column for column in columns.values() if column.casefold() in ignored]
+    if both:
+        raise PlanError(f"--ignore_columns {both[0]}: --columns uses it. Give it to one of them.")
+    overlap = values["window_overlap"]
+    if overlap and values["overlong"] not in ("auto", "split"):
+        raise PlanError(
+            f"--window_overlap {overlap}: --overlong {values['overlong']} makes no windows. Omit one of them."
+        )
+
+
+def _check_streaming(values: dict) -> None:
+    """Raises PlanError for what needs all rows at once."""
+    if values["max_steps"] <= 0:
+        raise PlanError("--streaming: the number of rows is not known before they are read. Add --max_steps.")
+    needs = {
+        "validation_split": values["validation_split"] > 0,
+        "dataset_samples": values["dataset_samples"] > 0,
+        "batch_size": values["batch_size"] == "auto",
+        "init_lora_weights": values["init_lora_weights"] == "eva",
+    }
+    for name, given in needs.items():
+        if given:
+            raise PlanError(
+                f"--{name} {values[name]}: needs all rows, which --streaming never holds. Omit one of them."
+            )
+
+
+def context_length(draft: Draft) -> None:
+    """auto: the least of what the rows need, the model can and the memory allows. A number: within the model's."""
+    values, limit = draft.values, draft.shape and draft.shape.context_limit
+    is_open = not draft.given("context_length") and "context_length" not in (draft.facts.inherited or {})
+    if is_open and draft.facts.lengths:
+        values["context_length"] = "auto"
+    if values["context_length"] == "auto" or (is_open and limit and limit < values["context_length"]):
+        _auto_length(draft, limit)
+    elif limit and values["context_length"] > limit:
+        raise PlanError(
+            f"--context_length {values['context_length']}: exceeds this model's limit of {limit}. Use at most {limit}."
+        )
+    length, overlap = values["context_length"], values["window_overlap"]
+    if overlap > length // 2:
+        raise PlanError(
+            f"--window_overlap {overlap}: must be at most half of --context_length {length}. Use {length // 2} or less."
+        )
+
+
+def _auto_length(draft: Draft, limit: int | None) -> None:
+    lengths = draft.facts.lengths and draft.facts.lengths(TrainConfig(**draft.values))
+    if lengths:
+        needed, share = int(np.percentile(lengths, 99, method="higher")), "99 %"
+        if max(lengths) <= max(SHORT, needed * 1.25):  # a few tokens more keep all of them
+            needed, share = max(lengths), "all"
+        used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
+        reason = (
+            f"{share} of {len(lengths):,} rows read for this have at most {needed:,} tokens; a multiple of {MULTIPLE}"
+        )
+    else:
+        used, reason = UNKNOWN, "the rows are not read yet"
+    if limit and limit < used:
+        used, reason = limit, f"this model's limit; {reason}"
+    allowed = _allowed_by_memory(draft, used)
+    if allowed < used:
+        used, reason = allowed, f"what memory allows for one row; {reason}"
+    draft.adjust("context_length", used, reason)
+
+
+def _allowed_by_memory(draft: Draft, length: int) -> int:
+    """The length, halved until one row of it fits with recomputation; as it is if the memory is not known."""
+    memory_budget, shape, least = draft.memory_budget(), draft.shape, min(length, MULTIPLE)
+    if not (memory_budget and shape and shape.known and shape.linears):
+        return length
+    values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
+    if values["cache_dequantized"] == "auto":
+        values["cache_dequantized"] = "false"
+    while length > least:
+        settings = TrainConfig(**values | {"context_length": length})
+        if budget.fits(settings, shape, memory_budget, budget.full_microbatch(settings, 1)):
+            break
+        length = max(least, length // 2)
+    return length
