@@ -29,8 +29,8 @@ SOUNDS = {
 }  # fmt: skip
 COLOURS = {
     "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "a lemon": "yellow",
-    "a carrot": "orange", "chocolate": "brown", "a flamingo": "pink", "a plum": "purple", "ash": "grey", "milk": "white",
-    "a ruby": "red", "an emerald": "green", "a sapphire": "blue", "the sun": "yellow",
+    "a carrot": "orange", "chocolate": "brown", "a flamingo": "pink", "a plum": "purple", "ash": "grey",
+    "milk": "white", "a ruby": "red", "an emerald": "green", "a sapphire": "blue", "the sun": "yellow",
 }  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")

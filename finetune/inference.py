@@ -88,7 +88,7 @@ def open_recursive(args):
     model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
     if tokenizer.vocab_size > model.vocab_size:
         raise PlanError(
-            f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give the one of its data set."
+            f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give its data set's."
         )
     return RecursiveGenerator(model, tokenizer.pad_id), tokenizer, tokenizer.stop_ids
 

@@ -14,6 +14,8 @@ from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.pretrain_config import PretrainConfig
 
+WIDTHS = 16  # widths are multiples of it: oneDNN compiles and keeps kernels for each shape it meets
+
 
 class NoTokenizer:
     """What puzzles have in its place."""
@@ -95,7 +97,8 @@ class PretrainData:
         """(rows, positions, targets) of the `size` longest rows."""
         longest = np.argsort(self.lengths, kind="stable")[-size:]
         targets = np.sort((self.train.labels_NS != IGNORE_INDEX).sum(1))[-size:]
-        return size, int(self.lengths[longest].max()) if self.trims else self.train.seq_len, int(targets.sum())
+        width = -(-int(self.lengths[longest].max()) // WIDTHS) * WIDTHS
+        return size, min(width, self.train.seq_len) if self.trims else self.train.seq_len, int(targets.sum())
 
     def test_batches(self, rows: Rows, size: int) -> list[SlotBatch]:
         return [batch_of(rows, np.arange(i, min(i + size, len(rows))), self.trims) for i in range(0, len(rows), size)]
@@ -122,7 +125,9 @@ def batch_of(
             moved = labels[b][cells]
             ids[b], labels[b] = values[ids[b][cells]], np.where(moved == IGNORE_INDEX, moved, values[moved])
     used = (ids != rows.pad_id) | (labels != IGNORE_INDEX)
-    length = int(np.flatnonzero(used.any(0))[-1]) + 1 if trim else ids.shape[1]
+    length = ids.shape[1]
+    if trim:
+        length = min(length, -(-(int(np.flatnonzero(used.any(0))[-1]) + 1) // WIDTHS) * WIDTHS)
     ids, labels, used = ids[:, :length], labels[:, :length], used[:, :length]
     count = len(indices)
     return SlotBatch(

@@ -25,6 +25,8 @@ from finetune.torch_engine.recursive_optim import Average, SignSGD, build_optimi
 from finetune.torch_engine.recursive_weights import CONFIG, MODEL, load_weights, model_config, read_weights
 from finetune.torch_engine.state import check_rng
 
+TARGETS = 64  # logits are computed for a multiple of it
+
 
 class RecursiveEngine:
     """A RecursiveModel, its optimizers, its moving average, and the state of every slot of `carry`."""
@@ -134,7 +136,13 @@ class RecursiveEngine:
         """(summed nll of the targets, rows answered right or None, logits of the targets)."""
         labels_BS = torch.from_numpy(batch.labels_BS).to(self.device)
         is_target = labels_BS != IGNORE_INDEX
-        logits_NV, labels_N = self.model.logits(self.model.tokens_of(y)[is_target]), labels_BS[is_target]
+        at = is_target.flatten().nonzero()[:, 0]
+        num = len(at)
+        at = torch.cat([at, at.new_zeros(-num % TARGETS)])  # few shapes, see data.pretrain.WIDTHS
+        logits_NV, labels_N = (
+            self.model.logits(self.model.tokens_of(y).flatten(0, 1)[at])[:num],
+            labels_BS.flatten()[at[:num]],
+        )
         nll = token_losses(logits_NV, labels_N, self.arch.loss_type).sum()
         if not wants_right:
             return nll, None, logits_NV

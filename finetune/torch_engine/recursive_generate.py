@@ -10,6 +10,8 @@ import torch
 from finetune.errors import PlanError
 from finetune.torch_engine.recursive import RecursiveModel
 
+ROOM = 4  # one part in so many of the context is kept for the answer to a long prompt
+
 
 class Decoder:
     """A batch of prompts on their way: `logits(ids)` takes the next tokens of all rows and gives the last logits."""
@@ -51,9 +53,10 @@ def generate(
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token; greedy at temperature 0."""
     limit, device = model.seq_len, model.y0_D.device
-    room = max(1, min(max_new_tokens, limit - 1))
-    prompts = [list(p)[-max(1, limit - room) :] for p in prompts]
+    kept = limit - min(max_new_tokens, max(1, limit // ROOM))
+    prompts = [list(p)[-max(1, kept) :] for p in prompts]
     longest = max(map(len, prompts))
+    room = max(1, min(max_new_tokens, limit - longest))
     decoder = Decoder(model, [longest - len(p) for p in prompts])
     ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts], device=device)
     new, done = [[] for _ in prompts], [False] * len(prompts)
