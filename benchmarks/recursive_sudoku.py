@@ -86,8 +86,14 @@ def run(args) -> dict:
     kind = "plain" if settings.arch.plain else "one-step gradient" if settings.arch.one_step_gradient else "recursive"
     name = args.name or kind
     parameters = engine.parameter_counts()[1]
-    facts = {"size": args.size, "seed": args.seed, "parameters": parameters, "rows": rows_seen, "overrides": args.overrides}
-    return {"name": name, **facts, "curve": curve}
+    facts = {
+        "size": args.size,
+        "seed": args.seed,
+        "parameters": parameters,
+        "rows": rows_seen,
+        "overrides": args.overrides,
+    }
+    return {"name": name, **facts, "overrides": args.overrides, "curve": curve}
 
 
 def grids(engine, data: PretrainData) -> dict:

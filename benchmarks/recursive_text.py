@@ -150,7 +150,7 @@ def _spread(numbers: list[float]) -> str:
 
 
 def speed(args) -> None:
-    """Tokens per CPU second of one training step: ours in fp32 and bf16, and the prototype's step beside it, in turn."""
+    """Tokens per CPU second of one training step: ours in fp32 and bf16, the prototype's step beside it, in turn."""
     import torch
 
     torch.set_num_threads(1)

@@ -245,10 +245,11 @@ class RecursiveModel(nn.Module):
 
     def rotary(self, length: int, positions_BS=None):
         half, device = self.arch.head_dim // 2, self.y0_D.device
-        inverse = self.arch.rope_theta ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        inverse = self.arch.rope_theta ** (-torch.arange(half, dtype=wide, device=device) / half)
         if positions_BS is None:
             positions_BS = torch.arange(length + self.arch.prefix_len, device=device)[None]
-        angles = (positions_BS.float()[..., None] * inverse)[:, :, None, None]
+        angles = (positions_BS.to(wide)[..., None] * inverse)[:, :, None, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def forward(self, ids_BS, y, z, puzzle_ids_B=None, context: Context | None = None, positions_BS=None):
