@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 BLANK = 1
 WALL, FREE, START, GOAL, PATH = 1, 2, 3, 4, 5  # cells of a maze
 MAZE_TOKENS = 6
+REPEATS = 500  # in a row, after which there are no more different ones worth looking for
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,9 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
     Clues are removed in random order while the solution stays unique, down to `clues`: with 0, to a minimal puzzle.
     """
     rng, seen, puzzles, answers = np.random.default_rng([seed, sudoku.size]), set(), [], []
-    tries = 0
+    repeats = 0
     while len(puzzles) < count:
-        tries += 1
-        if tries > 50 * count + 1000:
+        if repeats > REPEATS:
             raise PlanError(f"--count {count}: only {len(puzzles)} different puzzles were found. Use fewer.")
         answer = _random_grid(sudoku, rng)
         puzzle, left = list(answer), sudoku.size**2
@@ -119,7 +119,8 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
                 puzzle[cell] = kept
             else:
                 left -= 1
-        if tuple(puzzle) not in seen:
+        repeats = repeats + 1 if tuple(puzzle) in seen else 0
+        if not repeats:
             seen.add(tuple(puzzle))
             puzzles.append(puzzle)
             answers.append(answer)
@@ -196,11 +197,13 @@ def generate_mazes(side: int, count: int, seed: int) -> tuple[np.ndarray, np.nda
     if side < 5 or side % 2 == 0:
         raise PlanError(f"--size {side}: a maze needs an odd number of cells per side, 5 or more.")
     rng, seen, mazes, solved = np.random.default_rng([seed, side]), set(), [], []
-    for _ in range(50 * count + 1000):
-        if len(mazes) == count:
-            break
+    repeats = 0
+    while len(mazes) < count:
+        if repeats > REPEATS:
+            raise PlanError(f"--count {count}: only {len(mazes)} different mazes were found. Use fewer.")
         maze = _random_maze(side, rng)
-        if maze.tobytes() in seen:
+        repeats = repeats + 1 if maze.tobytes() in seen else 0
+        if repeats:
             continue
         seen.add(maze.tobytes())
         answer = maze.copy()
@@ -209,8 +212,6 @@ def generate_mazes(side: int, count: int, seed: int) -> tuple[np.ndarray, np.nda
                 answer[cell] = PATH
         mazes.append(maze.reshape(-1))
         solved.append(answer.reshape(-1))
-    if len(mazes) < count:
-        raise PlanError(f"--count {count}: only {len(mazes)} different mazes were found. Use fewer.")
     return np.array(mazes, np.int32), np.array(solved, np.int32)
 
 

@@ -1,9 +1,11 @@
 """Predicted memory of the recursive model while it trains, by item, before anything is loaded."""
 
-from finetune.estimate.memory import LIBRARY_BYTES
 from finetune.pretrain_config import ArchConfig, PretrainConfig, swiglu_width
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# Code paged in and thread buffers; with bfloat16 the kernels that oneDNN compiles. Measured, dev/LOG.md.
+LIBRARY_BYTES = {"float32": 20 * 2**20, "bfloat16": 70 * 2**20}
+BACKWARD_COPIES = 4  # of a layer's temporaries that the heap holds: measured, it keeps holes between what is saved
 LOGITS_COPIES = 3  # fp32 logits, their log-softmax and its gradient, at a time
 
 
@@ -59,8 +61,8 @@ def predicted(
         "carry": 2 * num_slots * positions * arch.hidden_size * size if arch.supervision_steps > 1 else 0,
         "activations": activation_bytes(arch, rows, length) + 2 * cast,
         "logits": targets * (vocab_size * (4 * LOGITS_COPIES + size) + 2 * arch.hidden_size * size),
-        "workspace": backward_bytes(arch, rows, length),
-        "libraries": LIBRARY_BYTES.get(settings.device, LIBRARY_BYTES["cuda"]),
+        "workspace": BACKWARD_COPIES * backward_bytes(arch, rows, length),
+        "libraries": LIBRARY_BYTES[arch.forward_dtype],
     }
     # Logits are gone when the first gradients of the network appear.
     overlap = min(items["logits"], items["workspace"])

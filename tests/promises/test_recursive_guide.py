@@ -39,7 +39,7 @@ BUILD = sorted({tuple(w[3:]) for w in commands() if w[:3] == ["python", "-m", "d
 
 
 def test_every_command_of_the_guide_is_one_of_these():
-    assert len(ARGUMENTS) == 12 and len(GENERATE) == 4 and len(BUILD) == 2
+    assert len(ARGUMENTS) == 14 and len(GENERATE) == 4 and len(BUILD) == 2
     others = [w for w in commands() if w[0] == "python" and w[1] not in ("pretrain.py", "generate.py", "-m")]
     assert [w[1] for w in others] == ["-c"]
     assert [w for w in commands() if w[0] == "cd"] == [["cd", "examples", "&&", "./prepare_example_chat_dataset.sh"]]
