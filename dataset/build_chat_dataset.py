@@ -5,19 +5,17 @@ python -m dataset.build_chat_dataset --input-file examples/questions.json --outp
 """
 
 import json
+import random
 import re
 from pathlib import Path
 
-import numpy as np
-
 from finetune import process
 from finetune.cli import Parser
-from finetune.data.arrays import write_rows
-from finetune.data.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, truncated
+from finetune.data.arrays import new_dataset, write_rows
+from finetune.data.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_folder, hub_problem, looks_like_hub_id
-from finetune.new_folder import new_folder
 from finetune.terminal import say
 
 SMALLEST_BPE = 256 + len(MARKERS)  # every byte and every marker
@@ -70,18 +68,9 @@ def find_tokenizer(name: str, texts: list[str]) -> tuple[ChatTokenizer, list[str
 
 def write_dataset(conversations: list, tokenizer: ChatTokenizer, args, folder: Path) -> list[str]:
     """Writes both splits; what each holds, in words."""
-    count = round(len(conversations) * args.train_split)
-    lines = []
+    count, lines = round(len(conversations) * args.train_split), []
     for split, turns in (("train", conversations[:count]), ("test", conversations[count:])):
-        inputs = np.full((len(turns), args.max_length), tokenizer.pad_id, np.int32)
-        labels = np.full((len(turns), args.max_length), IGNORE_INDEX, np.int32)
-        longer = 0
-        for row, conversation in enumerate(turns):
-            whole = tokenizer.conversation(conversation, args.train_on)
-            ids, is_target = truncated(*whole, args.max_length)
-            longer += len(whole[0]) > args.max_length
-            inputs[row, : len(ids)] = ids
-            labels[row, : len(ids) - 1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
+        inputs, labels, longer = rows_of(turns, tokenizer, args.max_length, args.train_on)
         write_rows(folder / split, inputs, labels, tokenizer.pad_id, tokenizer.vocab_size)
         targets = int((labels != IGNORE_INDEX).sum())
         lines.append(f"{split}: {len(turns)} conversations, {targets:,} target tokens, {longer} truncated")
@@ -94,9 +83,6 @@ def check(args) -> None:
             raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
     if not 0 < args.train_split <= 1:
         raise PlanError(f"--train_split {args.train_split}: must be above 0 and at most 1.")
-    output = Path(args.output_dir)
-    if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise PlanError(f"--output_dir {output}: holds other files. Give another folder.")
 
 
 def main(argv=None) -> int:
@@ -105,7 +91,7 @@ def main(argv=None) -> int:
     conversations = read_conversations(Path(args.input_file), args.format)
     said = [f"{len(conversations)} conversations in {args.input_file}"]
     if args.subsample_size and args.subsample_size < len(conversations):
-        chosen = np.random.default_rng(args.seed).permutation(len(conversations))[: args.subsample_size]
+        chosen = random.Random(args.seed).sample(range(len(conversations)), args.subsample_size)
         conversations = [conversations[i] for i in sorted(chosen)]
         said.append(f"{len(conversations)} of them drawn at random")
     if round(len(conversations) * args.train_split) < 1:
@@ -113,23 +99,12 @@ def main(argv=None) -> int:
     texts = [content for turns in conversations for _, content in turns]
     tokenizer, notices = find_tokenizer(args.tokenizer, texts)
     say("\n".join([*said, *(f"note: {notice}" for notice in notices)]))
-    output = Path(args.output_dir)
-    with new_folder(output.parent / f".{output.name}.new") as beside:
+    with new_dataset(Path(args.output_dir)) as beside:
         lines = write_dataset(conversations, tokenizer, args, beside)
         tokenizer.save_pretrained(beside / "tokenizer")
         (beside / "config.json").write_text(json.dumps(vars(args), indent=1) + "\n", encoding="utf-8")
-    replace_dataset(output, output.parent / f".{output.name}.new")
-    say("\n".join([*lines, f"vocabulary: {tokenizer.vocab_size:,} tokens", f"written: {output}"]))
+    say("\n".join([*lines, f"vocabulary: {tokenizer.vocab_size:,} tokens", f"written: {args.output_dir}"]))
     return 0
-
-
-def replace_dataset(output: Path, new: Path) -> None:
-    """`new` takes the place of a data set that an earlier call wrote."""
-    import shutil
-
-    if output.exists():
-        shutil.rmtree(output)
-    new.rename(output)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ python -m dataset.build_puzzle_dataset --kind sudoku --input-file puzzles.csv --
 import json
 from pathlib import Path
 
-from dataset.build_chat_dataset import replace_dataset
 from finetune import process
 from finetune.cli import Parser
 from finetune.data import puzzles
-from finetune.data.arrays import write_rows
+from finetune.data.arrays import new_dataset, write_rows
 from finetune.errors import PlanError
-from finetune.new_folder import new_folder
 from finetune.terminal import say
 
 LARGEST_MAZE = 63
@@ -55,17 +53,14 @@ def main(argv=None) -> int:
     for name, low in (("count", 1), ("test_count", 0), ("clues", 0), ("seed", 0)):
         if not low <= getattr(args, name) <= 10**7:
             raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to 10000000.")
-    output = Path(args.output_dir)
-    if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise PlanError(f"--output_dir {output}: holds other files. Give another folder.")
     asked, answers, vocab_size = generate(args)
     count = min(args.count, len(asked))
-    with new_folder(output.parent / f".{output.name}.new") as beside:
+    with new_dataset(Path(args.output_dir)) as beside:
         for split, rows in (("train", slice(0, count)), ("test", slice(count, None))):
             write_rows(beside / split, asked[rows], answers[rows], 0, vocab_size, symmetries=args.kind)
         (beside / "config.json").write_text(json.dumps(vars(args), indent=1) + "\n", encoding="utf-8")
-    replace_dataset(output, output.parent / f".{output.name}.new")
-    say(f"{count} puzzles to train on, {len(asked) - count} held out, {asked.shape[1]} cells\nwritten: {output}")
+    say(f"{count} puzzles to train on, {len(asked) - count} held out, {asked.shape[1]} cells")
+    say(f"written: {args.output_dir}")
     return 0
 
 

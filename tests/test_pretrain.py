@@ -12,18 +12,20 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import generate
 import pretrain
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.distributed.env import RankEnv
-from finetune.errors import EXPECTED, CheckpointDamagedError, PlanError
+from finetune.errors import EXPECTED, CheckpointDamagedError, OutOfMemoryError, PlanError
+from finetune.estimate.recursive import parameters
 from finetune.metrics import read_events
 from finetune.plan.pretrain import PretrainPlan, resolve, with_folder
 from finetune.recipe import read_arguments, read_recipe
-from tests.support import pretraining
-from tests.support.commands import TORCHRUN, Finished
+from tests.support import conformance, pretraining
+from tests.support.commands import ROOT, TORCHRUN, Finished
 from tests.support.pretraining import TINY
 
 RECURSIVE = ["--config-name", "cfg_chat_recursive", *TINY, "global_batch_size=4", "lr_warmup_steps=2", "ema_rate=0.9"]
@@ -227,7 +229,9 @@ def test_compiled_or_plain_the_same_recipe_says_what_it_is(here, tmp_path):
         (["data_paths=[]"], "names no data set"),
         (["data_paths=[sudoku]"], "holds puzzles"),
         (["device=tpu"], "not one of auto, cuda, mps, cpu, xpu"),
-        (["device=cuda"], "device=cuda: "),
+        (["device=cuda"], "device=cuda: Backend 'cuda' is not available"),
+        (["device=mps"], "device=mps: MPS is not available."),
+        (["freeze_weights=true"], "leaves nothing to train"),
         (["resume=nowhere"], "resume=nowhere: no such folder"),
         (["load_checkpoint=nowhere"], "no such file or folder"),
         (["--epochs", "3"], "written key=value"),
@@ -334,3 +338,40 @@ def test_a_plan_survives_its_way_to_other_ranks(tmp_path, monkeypatch):
     assert received.settings == plan.settings and received.digest() == plan.digest()
     assert received.dims == plan.dims and received.adjustments == plan.adjustments
     assert json.loads(json.dumps(plan.to_json()))["settled"]["arch.num_heads"] == 8
+
+
+def test_rows_are_cut_to_seq_len_and_a_longer_one_is_accepted(here, tmp_path):
+    argv = [*RECURSIVE, "data_paths=[data/tiny]", "dry_run=true"]
+    done = train(here, *argv, "arch.seq_len=20")
+    assert "rows of 48 positions are cut to arch.seq_len 20" in done.stdout and "13 rows of 20 positions" in done.stdout
+    assert "13 rows of 48 positions" in train(here, *argv, "arch.seq_len=512").stdout
+    assert "no row has a target" in train(here, *argv, "arch.seq_len=3", code=2).stderr
+
+
+def test_the_true_number_of_parameters_is_printed(here, tmp_path):
+    """With gpt2's vocabulary the embeddings are most of a tiny model: the guide's table counts the network only."""
+    done = train(here, *RECURSIVE, "data_paths=[data/tiny]", "max_steps=1", f"checkpoint_path={tmp_path / 'out'}")
+    assert "parameters: " in done.stdout and "in embedding and head" in done.stdout
+    gpt2 = {(384, 4): 45.7e6, (768, 4): 105.5e6}
+    for (size, layers), count in gpt2.items():
+        arch = plan_of(f"arch.hidden_size={size}", f"arch.L_layers={layers}").settings.arch
+        assert sum(parameters(arch, 50_266, 512).values()) == pytest.approx(count, rel=2e-3)
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", "cpu ran out of memory"), ("mps", "MPS backend out of memory")])
+def test_no_memory_ends_with_a_code_and_advice(device, said):
+    engine = conformance.recursive_engine()
+    engine.device = torch.device(device)
+    batch = conformance.batch_of(conformance.ROWS, np.arange(4), True)
+    with pytest.raises(OutOfMemoryError, match=said) as found, engine._memory_advice(batch):
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)")
+    for name in ("global_batch_size=4", "arch.hidden_size=16", "arch.seq_len=12"):
+        assert name in str(found.value)
+    assert found.value.exit_code == 71
+
+
+def test_no_worker_process_and_no_pinned_memory_is_used():
+    """Rows are numpy arrays of this process, on every device: there is nothing to turn off on MPS."""
+    for file in ("pretrain.py", "finetune/data/pretrain.py", "finetune/torch_engine/recursive_engine.py"):
+        text = (ROOT / file).read_text()
+        assert "DataLoader" not in text and "pin_memory" not in text and "num_workers" not in text

@@ -4,8 +4,11 @@ DIR/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_ind
 DIR/tokenizer/ for text. inputs and labels are [rows, seq_len]: labels[s] is what position s must answer.
 """
 
+import contextlib
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import numpy as np
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError, first_line
 from finetune.json_files import JsonFileError, read_json
+from finetune.new_folder import new_folder
 
 NAMES = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 SCHEMA = {
@@ -90,6 +94,23 @@ class Sources:
     def __getitem__(self, row: int) -> str:
         path = max((start, path) for path, start in self.rows.starts.items() if start <= row)[1]
         return f"{path}:{row - self.rows.starts[path] + 1}"
+
+
+@contextlib.contextmanager
+def new_dataset(output: Path) -> Iterator[Path]:
+    """A folder to write a data set to, which at the end takes the place of `output`: absent, empty, or a data set.
+
+    Raises PlanError before anything is written.
+    """
+    if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file()):
+        raise PlanError(f"--output-dir {output}: holds other files. Give another folder.")
+    written = output.parent / f".{output.name}.new"
+    shutil.rmtree(written, ignore_errors=True)
+    with new_folder(written) as beside:
+        yield beside
+    if output.exists():
+        shutil.rmtree(output)
+    written.rename(output)
 
 
 def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import TokenizerTrial
 from finetune.untrusted import untrusted
@@ -126,6 +129,19 @@ def truncated(ids: list[int], is_target: list[bool], max_length: int) -> tuple[l
         first -= 1
     start = min(max(0, last + 1 - max_length), max(0, first - 1))
     return ids[start : start + max_length], is_target[start : start + max_length]
+
+
+def rows_of(conversations: list, tokenizer: ChatTokenizer, max_length: int, train_on: str):
+    """(inputs, labels, conversations that were truncated): one row each, labels shifted by one, padded on the right."""
+    inputs = np.full((len(conversations), max_length), tokenizer.pad_id, np.int32)
+    labels, longer = np.full((len(conversations), max_length), IGNORE_INDEX, np.int32), 0
+    for row, turns in enumerate(conversations):
+        whole = tokenizer.conversation(turns, train_on)
+        ids, is_target = truncated(*whole, max_length)
+        longer += len(whole[0]) > max_length
+        inputs[row, : len(ids)] = ids
+        labels[row, : len(ids) - 1] = np.where(is_target[1:], ids[1:], IGNORE_INDEX)
+    return inputs, labels, longer
 
 
 # ---- formats: a JSON list of conversations -> turns

@@ -130,7 +130,8 @@ def select_device(word: str) -> BackendManager:
             order = (Backend.CUDA, Backend.MPS, Backend.CPU)
             manager = BackendManager(next(b for b in order if b in found), verbose=False)
     except ValueError as error:
-        raise PlanError(f"{named_by}: {error}") from None
+        said = "MPS is not available. " if word == "mps" else ""
+        raise PlanError(f"{named_by}: {said}{error}") from None
     if manager.backend is Backend.MLX:
         raise PlanError(f"{named_by}: the recursive model has no MLX engine. Use device=mps or device=cpu.")
     return manager
@@ -168,6 +169,8 @@ def check(s: PretrainConfig, size: int) -> None:
         )
     if not arch.no_ACT_continue:
         raise PlanError("arch.no_ACT_continue=false: the Q-continue loss of HRM is not supported. Use true.")
+    if s.freeze_weights and not arch.puzzle_emb_ndim:
+        raise PlanError("freeze_weights=true: leaves nothing to train without arch.puzzle_emb_ndim. Use false.")
     if s.global_batch_size % size:
         raise PlanError(f"global_batch_size={s.global_batch_size}: is not divisible by {size} ranks. Use {size}.")
     for name in ("evaluators", "eval_save_outputs"):

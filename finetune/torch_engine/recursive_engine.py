@@ -13,11 +13,10 @@ import torch
 from finetune.checkpoint.store import replace_tensors, replace_text
 from finetune.data.carry import Carry, SlotBatch
 from finetune.engine import IGNORE_INDEX, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError
+from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, is_out_of_memory
 from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine import memory_stats, optim, recursive_generate
 from finetune.torch_engine.device import fp64_device
-from finetune.torch_engine.load import out_of_memory
 from finetune.torch_engine.parallel.parallelism import all_reduce_gradients
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.recursive import RecursiveModel, halting_loss, token_losses
@@ -228,7 +227,7 @@ class RecursiveEngine:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             size, s = "x".join(map(str, batch.input_ids_BS.shape)), self.settings
             said = "MPS backend out of memory" if self.device.type == "mps" else f"{self.device.type} ran out of memory"
