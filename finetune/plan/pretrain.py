@@ -211,7 +211,7 @@ def machine_changes(s: PretrainConfig, manager: BackendManager, size: int) -> di
         changes["compile"] = ("false", "torch.compile is not used on MPS")
     elif s.compile == "true" or backend == "cuda":
         word = s.compile if s.compile != "auto" else "true"
-        changes["compile"] = (word, "CUDA: pays after a minute")
+        changes["compile"] = (word, "compiled on CUDA unless compile=false")
     return changes
 
 

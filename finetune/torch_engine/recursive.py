@@ -91,6 +91,31 @@ def _rotate(x, cos, sin, out) -> None:
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
 
 
+# A compiler writes these kernels itself, from the formulas; eager, it is the functions above that save memory and time.
+
+
+def add_norm(h, r, eps: float):
+    if not torch.compiler.is_compiling():
+        return AddNorm.apply(h, r, eps)
+    wide = h.float() + r.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(h.dtype)
+
+
+def swiglu(gate_up):
+    if not torch.compiler.is_compiling():
+        return SwiGLU.apply(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rotary(qkv, cos, sin):
+    if not torch.compiler.is_compiling():
+        return Rotary.apply(qkv, cos, sin)
+    (first, second), v = qkv[:, :, :2].chunk(2, -1), qkv[:, :, 2]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return *(t.transpose(1, 2) for t in turned.unbind(2)), v.transpose(1, 2)
+
+
 class Context:
     """What one pass over positions needs: rotary tables, a mask or causality, and the KV caches of generation.
 
@@ -136,16 +161,16 @@ class Layer(nn.Module):
     def forward(self, h_BSD, context: Context):
         if self.mlp_t:  # the norm of this half is across positions too, as in the paper's code
             h_BDS = h_BSD.transpose(1, 2)
-            mixed = self.down_t(SwiGLU.apply(self.gate_up_t(h_BDS)))
-            h_BSD = AddNorm.apply(h_BDS, mixed, self.eps).transpose(1, 2)
+            mixed = self.down_t(swiglu(self.gate_up_t(h_BDS)))
+            h_BSD = add_norm(h_BDS, mixed, self.eps).transpose(1, 2)
         else:
-            h_BSD = AddNorm.apply(h_BSD, self.attention(h_BSD, context), self.eps)
-        return AddNorm.apply(h_BSD, self.down(SwiGLU.apply(self.gate_up(h_BSD))), self.eps)
+            h_BSD = add_norm(h_BSD, self.attention(h_BSD, context), self.eps)
+        return add_norm(h_BSD, self.down(swiglu(self.gate_up(h_BSD))), self.eps)
 
     def attention(self, h_BSD, context: Context):
         qkv = self.qkv(h_BSD).unflatten(-1, (3, self.num_heads, self.head_dim))
         if context.rotary:
-            q, k, v = Rotary.apply(qkv, *context.rotary)
+            q, k, v = rotary(qkv, *context.rotary)
         else:
             q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
         k, v = context.extended(k, v)

@@ -302,3 +302,23 @@ def test_the_parameters_are_those_that_the_plan_counts():
         assert sum(parameters(model.arch, V, S).values()) == sum(p.numel() for p in model.parameters())
     sizes = {sum(p.numel() for p in model_of(plain=plain).parameters()) for plain in (False, True)}
     assert len(sizes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"causal": False, "mlp_t": True, "pos_encodings": "none"}], ids=["causal", "mixing"]
+)
+def test_compiled_it_is_the_same_model(changes):
+    """The compiler gets the formulas, eager the hand-written functions: one is the other, gradients too."""
+    model = model_of(forward_dtype="float32", L_cycles=2, **changes)
+    grads = []
+    for network in (model.apply_layers, torch.compile(model.apply_layers)):
+        model.network = network
+        model.zero_grad()
+        recursive.token_losses(
+            model.logits(model(IDS, *model.start(B, S))[0]).flatten(0, 1), LABELS.flatten(), "softmax_cross_entropy"
+        ).mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*grads, strict=True):
+        # fp32 sums in another order.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
