@@ -1,7 +1,5 @@
 """pretrain.py from the command line: what it trains, refuses, saves and resumes."""
 
-import contextlib
-import io
 import json
 import os
 import random
@@ -19,7 +17,7 @@ import generate
 import pretrain
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.distributed.env import RankEnv
-from finetune.errors import EXPECTED, CheckpointDamagedError, OutOfMemoryError, PlanError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.estimate.recursive import parameters
 from finetune.metrics import read_events
 from finetune.plan.pretrain import PretrainPlan, resolve, with_folder
@@ -42,13 +40,8 @@ def here(tmp_path_factory):
 
 
 def train(folder, *argv, code: int = 0) -> Finished:
-    """pretrain.py's command line in this process, in `folder`."""
-    printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        try:
-            done = Finished(pretrain.pretrain(*argv).exit_code, printed.getvalue(), "")
-        except EXPECTED as error:
-            done = Finished(error.exit_code, printed.getvalue(), str(error))
+    """pretrain.py's command line, in `folder`."""
+    done = pretraining.call(folder, "pretrain", *argv)
     assert done.returncode == code, done
     return done
 

@@ -21,8 +21,8 @@ from finetune.torch_engine.parallel.parallelism import all_reduce_gradients
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.recursive import RecursiveModel, halting_loss, token_losses
 from finetune.torch_engine.recursive_optim import Average, SignSGD, build_optimizer
-from finetune.torch_engine.recursive_weights import CONFIG, MODEL, load_weights, model_config, read_weights
-from finetune.torch_engine.state import check_rng
+from finetune.torch_engine.recursive_state import RecursiveState
+from finetune.torch_engine.recursive_weights import CONFIG, MODEL, model_config, read_weights
 
 TARGETS = 64  # logits are computed for a multiple of it
 
@@ -54,6 +54,7 @@ class RecursiveEngine:
         if settings.arch.supervision_steps > 1:
             shape = -(-len(carry.rows) // groups.dims.data_ranks), model.seq_len + self.arch.prefix_len, -1
             self.states = [t.to(model.dtype).expand(shape).clone() for t in (model.y0_D, model.z0_D)]
+        self.state = RecursiveState(model, groups, carry, self.states, dense, self.optimizer, self.average)
         self.seed(settings.seed)
 
     # ---- before the first step
@@ -267,60 +268,22 @@ class RecursiveEngine:
         raise AssertionError("ranks are replicas: rank 0 writes")
 
     def trainable_state(self) -> dict[str, np.ndarray]:
-        """Every weight, frozen ones and the start of y and z too: a checkpoint is the model."""
-        return {name: t.detach().float().cpu().numpy() for name, t in self.model.state_dict().items()}
+        return self.state.trainable_state()
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        """Moments, '<name>.ema' of the average, and the slots: carry.rows, carry.y and so on."""
-        tensors = {f"carry.{name}": array for name, array in self.carry.state().items()}
-        if self.optimizer:
-            tensors |= optim.state(self.optimizer, self._dense())[0]
-        if self.average:
-            tensors |= {f"{name}.ema": t.cpu().numpy() for name, t in self.average.shadow.items()}
-        if self.states is not None:
-            for name, kept in zip("yz", self.states, strict=True):
-                parts = self.groups.all_gather(kept.float().cpu())
-                tensors[f"carry.{name}"] = torch.stack(parts, 1).flatten(0, 1)[: len(self.carry.rows)].numpy()
-        return tensors, self.optimizer_values()
+        return self.state.optimizer_state()
 
     def optimizer_values(self) -> dict:
-        counts = optim.counts(self.optimizer, self._dense()) if self.optimizer else {}
-        counts["ema.updates"] = float(self.average.updates) if self.average else 0.0
-        return {"counts": counts, "scale": None, "clean_steps": 0}
-
-    def _dense(self) -> dict:
-        return {n: p for n, p in self.trained.items() if not n.startswith("puzzle_emb")}
+        return self.state.optimizer_values()
 
     def rng_state(self) -> dict[str, np.ndarray]:
-        """Nothing is drawn while training but by counters; the host's state is kept for generation."""
-        return {"host": torch.get_rng_state().numpy()}
+        return self.state.rng_state()
 
     def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
-        self.load_weights(trainable, "resume")
-        tensors, counts = {k: np.asarray(v[...]) for k, v in optimizer.items()}, dict(values["counts"])
-        slots = {k.removeprefix("carry."): tensors.pop(k) for k in list(tensors) if k.startswith("carry.")}
-        averages = {k.removesuffix(".ema"): tensors.pop(k) for k in list(tensors) if k.endswith(".ema")}
-        if bool(averages) != bool(self.average) or len(slots["rows"]) != len(self.carry.rows):
-            raise PlanError("resume: the checkpoint has other slots or no EMA. Resume with the saved settings.")
-        updates = counts.pop("ema.updates", 0.0)
-        if self.average:
-            self.average.load(averages, int(updates))
-        if self.optimizer:
-            optim.load_state(self.optimizer, self._dense(), tensors, counts)
-        self.carry.load(slots)
-        if self.states is not None:
-            mine = slice(self.data_rank, None, self.groups.dims.data_ranks)
-            for name, kept in zip("yz", self.states, strict=True):
-                part = torch.from_numpy(slots[name][mine]).to(self.device, kept.dtype)
-                kept[: len(part)] = part
-        host = torch.get_rng_state()
-        check_rng({"host": rng.get("host")}, host)
-        torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
+        self.state.load_state(trainable, optimizer, values, rng)
 
     def load_weights(self, weights: dict, said: str) -> None:
-        load_weights(self.model, {name: np.asarray(t[...]) for name, t in weights.items()}, said)
-        if self.average:
-            self.average.restart()
+        self.state.load_weights(weights, said)
 
     def read_weights(self, checkpoint: Path) -> dict:
         """Weights of a step_N of ours (the average, if it has one) or of the fork, to begin with."""

@@ -59,7 +59,7 @@ def guide(tmp_path_factory):
     folder = pretraining.checkout(tmp_path_factory.mktemp("guide"))
     pretraining.write_questions(folder / "data/conversations.json")
     (full,) = [b for b in BUILD if "--input-file" in b]
-    done = pretraining.run(folder, "-m", "dataset.build_chat_dataset", *full)
+    done = pretraining.call(folder, "dataset.build_chat_dataset", *full)
     assert done.returncode == 0, done.stderr
     # The hub is not reachable in tests: the reason is printed.
     assert "--tokenizer gpt2 is not reachable" in done.stdout and "0 truncated" in done.stdout
@@ -72,7 +72,7 @@ def guide(tmp_path_factory):
 
 def train(folder, argv) -> object:
     """One command of the guide, for two steps."""
-    done = pretraining.run(folder, "pretrain.py", *argv, "max_steps=2")
+    done = pretraining.call(folder, "pretrain", *argv, "max_steps=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "Using device: cpu"
     step = sorted(folder.glob("checkpoints/*/*/step_2"))[-1]
@@ -87,7 +87,7 @@ def test_the_guides_example_trains_and_answers(guide):
         words = [str(step) if a.startswith("checkpoints/...") else "cpu" if a == "mps" else a for a in argv]
         if "--prompt" not in words and "--interactive" not in words:
             words += ["--prompt", "Hello!"]
-        done = pretraining.run(guide, "generate.py", *words, "--max-new-tokens", "3", stdin="Hello\n\n")
+        done = pretraining.call(guide, "generate", *words, "--max-new-tokens", "3", stdin="Hello\n\n")
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("Using device: cpu\n")
 

@@ -1,11 +1,16 @@
 """Data sets, runs and plans of pretrain.py for tests: tiny, in a folder that looks like a checkout."""
 
+import contextlib
+import importlib
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager
+from finetune.errors import EXPECTED
 from tests.support.commands import ROOT, Finished
 
 PROGRAMS = ("pretrain.py", "generate.py", "dataset", "examples", "finetune", "backend_manager.py", "config")
@@ -23,8 +28,6 @@ def checkout(folder: Path) -> Path:
 
 def run(folder: Path, *argv, timeout_s=240, stdin: str | None = None, **environment) -> Finished:
     """A python command in `folder`; what it printed."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, argv)],
         cwd=folder,
@@ -35,6 +38,22 @@ def run(folder: Path, *argv, timeout_s=240, stdin: str | None = None, **environm
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def call(folder: Path, program: str, *argv, stdin: str = "") -> Finished:
+    """The same in this process, where torch is imported already: `program` is a module with a `main`."""
+    printed, here, given = io.StringIO(), os.getcwd(), sys.stdin
+    main = importlib.import_module(program).main
+    try:
+        os.chdir(folder)
+        sys.stdin = io.StringIO(stdin)
+        with contextlib.redirect_stdout(printed):
+            return Finished(main(list(map(str, argv))), printed.getvalue(), "")
+    except EXPECTED as error:
+        return Finished(error.exit_code, printed.getvalue(), str(error))
+    finally:
+        sys.stdin = given
+        os.chdir(here)
 
 
 def write_questions(file: Path, pairs=QUESTIONS) -> Path:
