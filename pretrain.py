@@ -13,7 +13,6 @@ if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leave
 
 import os
 import time
-from dataclasses import replace
 
 from finetune import process, recipe
 from finetune.checkpoint.output_dir import open_output_dir
@@ -88,7 +87,7 @@ def predicted_memory(plan: PretrainPlan, data: PretrainData) -> dict:
     s, size = plan.settings, plan.settings.global_batch_size // plan.data_ranks
     shape = data.largest_microbatch(min(size, len(data.train)))
     slots = -(-plan.rows_per_step // plan.data_ranks)
-    return estimate.predicted(replace(s, device=plan.backend), data.train.vocab_size, shape, slots, data.train.seq_len)
+    return estimate.predicted(s, data.train.vocab_size, shape, slots, data.train.seq_len)
 
 
 def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, TrainState | None]:

@@ -145,52 +145,53 @@ def batch_of(
 
 def load_pretrain_data(settings: PretrainConfig, num_slots: int) -> PretrainData:
     """Reads and joins every path. Raises PlanError before any framework is loaded."""
-    s, notices = settings, []
+    s = settings
     if not s.data_paths:
         raise PlanError("data_paths []: names no data set. Write data_paths=[data/my-chat-dataset].")
     splits = [read_split(path, "train") for path in s.data_paths]
-    symmetries = splits[0].symmetries
+    if s.dataset_type == "chat" and splits[0].symmetries:
+        raise PlanError(f"dataset_type=chat: {s.data_paths[0]} holds puzzles. Use --config-name cfg_puzzle.")
+    found = {path: read_split(path, "test") for path in (*s.data_paths, *s.data_paths_test)}
+    tests = {path: rows for path, rows in found.items() if rows is not None}
+    train, notices = joined(splits), []
+    joined([train, *tests.values()])  # what does not belong together is refused here
+    seq_len = _seq_len(s, train)
+    train, left = train.cut(seq_len)
+    tests = {path: rows.cut(seq_len)[0] for path, rows in tests.items()}
+    if not len(train):
+        raise PlanError(f"arch.seq_len={seq_len}: no row has a target in its first positions. Use a larger one.")
+    if seq_len < splits[0].seq_len:
+        notices.append(f"rows of {splits[0].seq_len} positions are cut to arch.seq_len {seq_len}")
+    if left:
+        notices.append(f"{left} rows without a target are left out")
     if s.dataset_type == "puzzle" and s.arch.causal:
         notices.append("arch.causal is true: each cell of a puzzle sees the cells before it only")
-    if s.dataset_type == "chat" and symmetries:
-        raise PlanError(f"dataset_type=chat: {s.data_paths[0]} holds puzzles. Use --config-name cfg_puzzle.")
-    tests = {path: read_split(path, "test") for path in (*s.data_paths, *s.data_paths_test)}
-    tests = {path: rows for path, rows in tests.items() if rows is not None}
-    train = joined(splits)
-    joined([train, *tests.values()])  # what does not belong together is refused here
-    if s.arch.seq_len and s.arch.seq_len < train.seq_len:
-        before = train.seq_len
-        train, left = train.cut(s.arch.seq_len)
-        tests = {path: rows.cut(s.arch.seq_len)[0] for path, rows in tests.items()}
-        tests = {path: rows for path, rows in tests.items() if len(rows)}
-        notices.append(
-            f"rows of {before} positions are cut to arch.seq_len {s.arch.seq_len}; {left} have no target left"
-        )
-        if not len(train):
-            raise PlanError(
-                f"arch.seq_len={s.arch.seq_len}: no row has a target in its first positions. Use a larger one."
-            )
-    elif s.arch.seq_len > train.seq_len and s.arch.mlp_t:
+    carry = Carry(num_slots, s.arch.supervision_steps, s.arch.halting)
+    tests = {path: rows for path, rows in tests.items() if len(rows)}
+    return PretrainData(s, train, tests, _tokenizer(s, train), carry, tuple(notices))
+
+
+def _seq_len(s: PretrainConfig, train: Rows) -> int:
+    """Positions of each row. A longer arch.seq_len is the room that generation has; mixed positions have none."""
+    if s.arch.seq_len > train.seq_len and s.arch.mlp_t:
         raise PlanError(
             f"arch.seq_len={s.arch.seq_len}: the rows have {train.seq_len} positions, and with arch.mlp_t=true the "
             "model has exactly theirs. Omit it."
         )
-    if not (train.labels_NS != IGNORE_INDEX).any(1).all():
-        kept, left = train.cut(train.seq_len)
-        train = kept
-        notices.append(f"{left} rows without a target are left out")
-        if not len(train):
-            raise PlanError(f"data_paths {list(s.data_paths)}: no row has a target. Build the data set again.")
+    return min(s.arch.seq_len or train.seq_len, train.seq_len)
+
+
+def _tokenizer(s: PretrainConfig, train: Rows):
     folder = tokenizer_folder(s.data_paths)
-    if s.dataset_type == "chat" and folder is None:
+    if folder is None and s.dataset_type == "chat":
         raise PlanError(
             f"data_paths {s.data_paths[0]}: has no tokenizer/tokenizer.json. Build it with dataset.build_chat_dataset, "
             "or use dataset_type=puzzle."
         )
-    tokenizer = NoTokenizer() if folder is None else ChatTokenizer.load(folder)
-    if folder is not None and tokenizer.vocab_size > train.vocab_size:
-        raise PlanError(
-            f"{folder}: has {tokenizer.vocab_size} tokens, dataset.json {train.vocab_size}. Build it again."
-        )
-    carry = Carry(num_slots, s.arch.supervision_steps, s.arch.halting)
-    return PretrainData(s, train, tests, tokenizer, carry, tuple(notices))
+    if folder is None:
+        return NoTokenizer()
+    tokenizer = ChatTokenizer.load(folder)
+    if tokenizer.vocab_size > train.vocab_size:
+        counts = f"{tokenizer.vocab_size} tokens, dataset.json {train.vocab_size}"
+        raise PlanError(f"{folder}: has {counts}. Build it again.")
+    return tokenizer

@@ -96,7 +96,7 @@ class RecursiveEngine:
             with self._memory_advice(batch):
                 with self.counter.kept_by(batch):
                     y, z = self._forward(batch)
-                    nll, right, logits = self._nll(y, batch, wants_right=self.arch.halting)
+                    nll, right, _ = self._nll(y, batch, wants_right=self.arch.halting)
                     loss = nll / num_targets
                     if self.arch.halting:
                         q_B = self.model.halt_logit(y)
@@ -104,7 +104,8 @@ class RecursiveEngine:
                         halted[self._global_slots(batch)] = self._halts(q_B, batch)
                 loss.backward()
             total += nll.detach().to(total.device).double()
-            states.append((batch, y.detach(), z.detach()))
+            if self.states is not None:
+                states.append((batch, y.detach(), z.detach()))
         all_reduce_gradients(list(self.trained.values()), self.groups, "data")
         self.counter.count_gradients()
         nll, norm = float(self.groups.all_gather_scalars([total.item()]).sum()), self._clip()
@@ -158,10 +159,9 @@ class RecursiveEngine:
         return batch.slots * self.groups.dims.data_ranks + self.data_rank
 
     def _keep(self, batch: SlotBatch, y, z) -> None:
-        if self.states is not None:
-            at = torch.from_numpy(batch.slots).to(self.device)
-            for kept, new in zip(self.states, (y, z), strict=True):
-                kept[at, : new.shape[1]] = new
+        at = torch.from_numpy(batch.slots).to(self.device)
+        for kept, new in zip(self.states, (y, z), strict=True):
+            kept[at, : new.shape[1]] = new
 
     def _clip(self) -> float:
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
