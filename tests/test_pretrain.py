@@ -216,6 +216,8 @@ def test_compiled_or_plain_the_same_recipe_says_what_it_is(here, tmp_path):
         (["epochs=0"], "must be 1 to"),
         (["arch.mlp_t=true"], "each token sees the answer"),
         (["arch.halting=true"], "a causal model's first position"),
+        (["arch.causal=false"], "on conversations each token sees the answer"),
+        (["--config-name", "cfg_puzzle"], "data/tiny holds conversations"),
         (["arch.forward_dtype=fp8"], "not one of float32, bfloat16"),
         (["evaluators=[arc]"], "not supported"),
         (["data_paths=[data/nothing]"], "data_paths data/nothing: no such folder"),

@@ -188,6 +188,8 @@ def _tokenizer(s: PretrainConfig, train: Rows):
             f"data_paths {s.data_paths[0]}: has no tokenizer/tokenizer.json. Build it with dataset.build_chat_dataset, "
             "or use dataset_type=puzzle."
         )
+    if folder is not None and s.dataset_type == "puzzle":
+        raise PlanError(f"dataset_type=puzzle: {s.data_paths[0]} holds conversations. Use --config-name cfg_chat.")
     if folder is None:
         return NoTokenizer()
     tokenizer = ChatTokenizer.load(folder)

@@ -162,6 +162,11 @@ def check(s: PretrainConfig, size: int) -> None:
             "arch.mlp_t=true: mixes all positions, so that with arch.causal=true each token sees the answer it is to "
             "predict. Use arch.mlp_t=false, or arch.causal=false for puzzles."
         )
+    if s.dataset_type == "chat" and not arch.causal:
+        raise PlanError(
+            "arch.causal=false: on conversations each token sees the answer it is to predict. Use arch.causal=true, or "
+            "dataset_type=puzzle."
+        )
     if arch.halting and arch.causal:
         raise PlanError(
             "arch.halting=true: asks whether a whole row is right, and a causal model's first position sees one token. "
