@@ -1,4 +1,4 @@
-"""Generates text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
+"""Generates text from a base model, an adapter, a merged or a recursive model; one prompt, or --interactive.
 
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
 """

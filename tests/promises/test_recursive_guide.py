@@ -1,10 +1,14 @@
 """Every command of the guide to tiny recursive models runs as written, on CPU: tests/support/recursive_guide.md."""
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
+from examples import make_questions
 from finetune.metrics import read_events
 from finetune.recipe import of_flat, read_arguments, read_recipe
 from tests.support import pretraining
@@ -98,10 +102,15 @@ def test_every_training_command_of_the_guide_trains(guide, argv):
     train(guide, argv)
 
 
-def test_the_guides_example_script_works_offline(tmp_path):
-    import subprocess
-    import sys
+def test_the_example_questions_are_those_of_their_script():
+    turns = make_questions.conversations()
+    rows = json.loads((ROOT / "examples/questions.json").read_text())
+    assert [[turn["value"] for turn in row["conversations"]] for row in rows] == turns
+    texts = [" ".join(row) for row in turns]
+    assert len(set(texts)) == len(texts) and not set(texts[-20:]) & set(texts[:-20])
 
+
+def test_the_guides_example_script_works_offline(tmp_path):
     folder = pretraining.checkout(tmp_path / "here")
     done = subprocess.run(
         ["bash", "-c", "cd examples && ./prepare_example_chat_dataset.sh"],
