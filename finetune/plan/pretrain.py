@@ -28,6 +28,7 @@ RESUMABLE = {
     *("resume", "checkpoint_path", "overwrite", "dry_run", "load_checkpoint", "data_paths_test"),
 }
 ROOT = Path("checkpoints")
+ORDER = (Backend.CUDA, Backend.MPS, Backend.CPU)
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,7 @@ def select_device(word: str) -> BackendManager:
             manager = BackendManager(word, verbose=False)
         else:
             found = BackendManager(None, verbose=False).available
-            order = (Backend.CUDA, Backend.MPS, Backend.CPU)
-            manager = BackendManager(next(b for b in order if b in found), verbose=False)
+            manager = BackendManager(next(b for b in ORDER if b in found), verbose=False)
     except ValueError as error:
         said = "MPS is not available. " if word == "mps" else ""
         raise PlanError(f"{named_by}: {said}{error}") from None
@@ -148,7 +148,9 @@ def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv
     dims = ParallelDims(dp_replicate=size)
     plan = PretrainPlan(settings, requested, backend=backend, dims=dims, resume_from=saved)
     check(settings, size)
-    changes = {"device": (backend, manager.why_selected), **model_changes(settings)}
+    variable = os.environ.get("FSDP_BACKEND")
+    why = f"FSDP_BACKEND={variable}" if variable else f"the first of {', '.join(map(str, ORDER))} that is available"
+    changes = {"device": (backend, why), **model_changes(settings)}
     changes |= machine_changes(settings, manager, size)
     plan = plan.changed(changes)
     return replace(plan, notices=tuple(model_notices(plan.settings)))

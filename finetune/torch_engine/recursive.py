@@ -206,9 +206,9 @@ class RecursiveModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 truncated_normal(module.weight, module.in_features**-0.5)
-        for name in ("embed", "embed_pos"):
-            if hasattr(self, name):
-                truncated_normal(getattr(self, name).weight, self.arch.hidden_size**-0.5)
+        truncated_normal(self.embed.weight, self.arch.hidden_size**-0.5)
+        if self.arch.pos_encodings == "learned":
+            truncated_normal(self.embed_pos.weight, self.arch.hidden_size**-0.5)
         truncated_normal(self.y0_D, 1.0)
         truncated_normal(self.z0_D, 1.0)
         self.q_head.weight.zero_()
