@@ -16,6 +16,7 @@ from finetune.untrusted import untrusted
 
 MODEL, MOMENTS, CONFIG = "model.safetensors", "optimizer.safetensors", "config.json"
 CONFIG_SCHEMA = {"model_type": str, "vocab_size": int, "seq_len": int, "num_puzzles": int, "arch": {str: object}}
+FORK_SEQ_LEN = 512  # its generate.py's window: the file does not say what it was trained on
 # The fork's names of what the two models share, after its prefix.
 FORK_NAMES = {
     "embed_tokens.embedding_weight": "embed.weight",
@@ -102,7 +103,9 @@ def _open_fork(file: Path, dtype: str):
     tensors = fork_tensors(file)
     if "embed.weight" not in tensors:
         raise PlanError(f"--checkpoint {file}: is not a state dict of TinyRecursiveModels. Give its step_N file.")
-    size = tensors["embed_pos.weight"].shape[0] if "embed_pos.weight" in tensors else 512
+    size = FORK_SEQ_LEN + arch.prefix_len
+    if "embed_pos.weight" in tensors:
+        size = tensors["embed_pos.weight"].shape[0]
     if arch.mlp_t:
         size = tensors["layers.0.down_t.weight"].shape[0]
     puzzles = tensors["puzzle_emb.weight"].shape[0] if "puzzle_emb.weight" in tensors else 0
@@ -118,6 +121,8 @@ def fork_tensors(file: Path) -> dict[str, np.ndarray]:
             raise TypeError("it does not hold a dict of tensors")
     found = {}
     for name, tensor in state.items():
+        if ".rotary_emb." in name:  # tables, which are computed
+            continue
         name = name.removeprefix("_orig_mod.").removeprefix("model.").removeprefix("_orig_mod.").removeprefix("inner.")
         array = tensor.float().numpy()
         if name.startswith("L_level.layers."):
