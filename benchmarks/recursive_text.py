@@ -26,8 +26,7 @@ from finetune.pretrain_config import ArchConfig, PretrainConfig  # noqa: E402
 from finetune.schedule import SHAPES  # noqa: E402
 
 DIGEST = "37d06970fc926e60c16dff401e441b84752446a36b6b64516c229fdec77e992c"
-BLOCK, LENGTH, BATCH = 4096, 256, 16
-WARMUP = 0.1  # of the CPU seconds: a model with slow steps is not warmed up for longer
+BLOCK, LENGTH, BATCH, WARMUP = 4096, 256, 16, 100
 BASE = ArchConfig(hidden_size=128, num_heads=4, L_layers=2, expansion=4, pos_encodings="rope", causal=True)
 MODELS = {
     "plain": replace(BASE, plain=True),
@@ -83,7 +82,7 @@ def run(args) -> dict:
                 sums[i] += nll(y, part[:, 1:]).double().sum().item()
         return [round(float(s), 5) for s in sums / (rows.shape[0] * LENGTH)]
 
-    curve, points, evaluating, updates, tokens = [], list(np.linspace(args.seconds / 8, args.seconds, 8)), 0.0, 0, 0
+    curve, points, evaluating, updates, tokens = [], list(np.linspace(args.seconds / 4, args.seconds, 4)), 0.0, 0, 0
     began, left = time.process_time(), 0
     while points:
         spent = time.process_time() - began - evaluating
@@ -99,8 +98,7 @@ def run(args) -> dict:
             rows = train[at + torch.arange(LENGTH + 1)]
             (y, z), left = model.start(BATCH, LENGTH), arch.supervision_steps
             tokens += BATCH * LENGTH
-        done = min(1.0, spent / args.seconds)
-        factor = min(1.0, (done + 0.001) / WARMUP) * SHAPES["cosine"](done, 0.1)
+        factor = min(1.0, (updates + 1) / WARMUP) * SHAPES["cosine"](min(1.0, spent / args.seconds), 0.1)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * factor
         y, z = model(rows[:, :-1], y, z)
