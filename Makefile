@@ -1,6 +1,8 @@
 # make train: set up and run the demo.  make test: set up and run the default suite.  make test-rig: the rig, see docs/reliability.md.
 PYTHON ?= python3
 BIN := .venv/bin
+# What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
+QUICK := tests/plan tests/test_train.py tests/test_inference.py tests/promises/test_dry_run.py
 .PHONY: train test test-all test-rig lint setup setup-test clean
 
 train: .venv/.installed
@@ -8,9 +10,11 @@ train: .venv/.installed
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --processor other $(QUICK)
 
 test-all: .venv/.installed-test
 	$(BIN)/python -m pytest -m "slow or rig or not slow"
+	$(BIN)/python -m pytest --processor other
 
 # make test-rig RIG="--rig-kills 1000 --rig-scale full": kills, faults and damaged files, as often as the options say.
 test-rig: .venv/.installed-test

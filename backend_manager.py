@@ -71,6 +71,7 @@ class BackendCapabilities:
     engine: str = "torch"
     notes: str = ""
     bfloat16_speed: float | None = None  # measured matmul speed of bf16 relative to fp32
+    onednn_speed: float | None = None  # measured fp32 matmul speed of oneDNN relative to torch's BLAS, where as exact
     memory_bytes: int | None = None  # of the device, or of the system with unified memory
     probed: bool = False
     quantizers: dict = field(default_factory=dict)  # {'method/bits': result of quantization_wrapper.probe}
@@ -87,6 +88,14 @@ def auto_precision(backend: Backend, supports_bfloat16: bool) -> str:
     if supports_bfloat16:
         return "bf16"
     return "fp32" if backend is Backend.CPU else "fp16"
+
+
+ONEDNN_PAYS = 1.1  # below this gain the probe's own spread would decide
+
+
+def auto_cpu_matmul(onednn_speed: float | None) -> str:
+    """What --cpu_matmul auto means: oneDNN if its fp32 products are exact and faster here, else torch's BLAS."""
+    return "onednn" if onednn_speed is not None and onednn_speed >= ONEDNN_PAYS else "blas"
 
 
 # The documented baseline of each backend, before any probe.
@@ -737,6 +746,8 @@ def _are_facts(facts) -> bool:
         "device_name": str,
         "bfloat16_speed": int | float | None,
         "bfloat16_error": str | None,
+        "onednn_speed": int | float | None,
+        "onednn_error": str | None,
         "flash": bool,
         "capability": list | None,
         "memory": int | None,
@@ -768,6 +779,8 @@ def probe_torch(device: str) -> dict:
         "device_name": device,
         "bfloat16_speed": None,
         "bfloat16_error": None,
+        "onednn_speed": None,
+        "onednn_error": None,
         "flash": False,
         "capability": None,
         "memory": None,
@@ -778,33 +791,70 @@ def probe_torch(device: str) -> dict:
         facts["flash"] = torch.backends.cuda.is_flash_attention_available() and facts["capability"] >= (8, 0)
     if device in ("cuda", "xpu"):
         facts["memory"] = torch.get_device_module(device).mem_get_info()[1]
-    try:
-        facts["bfloat16_speed"] = _bfloat16_speed(device)
-    except (RuntimeError, TypeError) as error:
-        facts["bfloat16_error"] = first_line(error)
+    return facts | _matmul_speeds(device)
+
+
+ONEDNN_ERROR = 3e-6  # of the largest element: rounding in fp32 gives 1e-7 to 1e-6 here, bf16 arithmetic 1e-3
+
+
+def _matmul_speeds(device: str) -> dict:
+    """Speeds and errors of matmuls in bf16, relative to fp32's fastest, and of oneDNN's in fp32, relative to BLAS's.
+
+    256x1024 times 1024x1024, as in a small microbatch; each the best of 8, in turns; on a CPU, the processor time of
+    one thread, which other load changes least. oneDNN takes an fp32 matmul only if bf16 arithmetic is allowed in it;
+    where the processor has instructions for that, products are not fp32's, and the error shows it.
+    """
+    import torch
+
+    x, w = (torch.randn(n, 1024, device=device) for n in (256, 1024))
+    ways = {"fp32": (torch.float32, "none"), "bf16": (torch.bfloat16, "none")}
+    facts = {"bfloat16_speed": None, "bfloat16_error": None, "onednn_speed": None, "onednn_error": None}
+    if device == "cpu" and torch.backends.mkldnn.is_available():
+        ways["onednn"] = (torch.float32, "bf16")
+    elif device == "cpu":
+        facts["onednn_error"] = "this torch was built without oneDNN"
+    times, failed, threads = {}, {}, torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    for _ in range(9):
+        for name, (dtype, allowed) in ways.items():
+            if name not in failed:
+                try:
+                    seconds, off = _timed_matmul(x.to(dtype), w.to(dtype), allowed, check=name not in times)
+                    times.setdefault(name, []).append(seconds)
+                    limit = ONEDNN_ERROR if name == "onednn" else 0.02
+                    failed |= {name: f"matmuls are wrong on {device}: error {off:.1e}"} if not off <= limit else {}
+                except (RuntimeError, TypeError) as error:
+                    failed[name] = first_line(error)
+    torch.set_num_threads(threads)
+    best = {name: min(found[1:]) for name, found in times.items() if name not in failed}
+    if "onednn" in ways:
+        facts["onednn_error"] = failed.get("onednn") and f"not exact in fp32 on this processor: {failed['onednn']}"
+        facts["onednn_speed"] = round(best["fp32"] / best["onednn"], 3) if "onednn" in best else None
+    facts["bfloat16_error"] = failed.get("fp32") or failed.get("bf16")
+    if not facts["bfloat16_error"]:
+        facts["bfloat16_speed"] = round(min(best["fp32"], best.get("onednn", best["fp32"])) / best["bf16"], 3)
     return facts
 
 
-def _bfloat16_speed(device: str) -> float:
-    """Matmul speed of bf16 relative to fp32 (best of 5, 256x1024 times 1024x1024, as in a small microbatch)."""
+def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:
+    """(seconds of one product, its error relative to the largest element; 0.0 without `check`)."""
     import torch
 
-    accelerator = torch.get_device_module(device)
-    best = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = (torch.randn(n, 1024, device=device).to(dtype) for n in (256, 1024))
-        exact = (x.double().cpu() @ w.double().cpu().T).abs().max().item()
-        off = ((x @ w.T).double().cpu() - x.double().cpu() @ w.double().cpu().T).abs().max().item()
-        if off > 0.02 * exact:
-            raise RuntimeError(f"{dtype} matmuls are wrong on {device}: error {off / exact:.1%}")
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            x @ w.T
-            accelerator.synchronize()
-            times.append(time.perf_counter() - start)
-        best[dtype] = min(times[1:])
-    return round(best[torch.float32] / best[torch.bfloat16], 3)
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, allowed
+    clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
+    try:
+        start = clock()
+        product = x @ w.T
+        torch.get_device_module(x.device).synchronize()
+        seconds = clock() - start
+    finally:
+        matmul.fp32_precision = before
+    if not check:
+        return seconds, 0.0
+    exact = x.double().cpu() @ w.double().cpu().T
+    return seconds, ((product.double().cpu() - exact).abs().max() / exact.abs().max()).item()
 
 
 def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendCapabilities:
@@ -819,6 +869,8 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
         reasons["bf16"] = f"this CPU has no bf16 matmul instructions: {speed:.2f} x the speed of fp32, measured"
     elif bf16 and not base.supports_bfloat16:
         reasons["bf16"] = f"{speed:.2f} x the speed of fp32, measured"
+    if facts["onednn_error"]:
+        reasons["cpu_matmul"] = facts["onednn_error"]
     pairs = facts.get("quantizers", {})
     failed = {pair: found["error"] for pair, found in pairs.items() if found["error"]}
     reasons |= {f"quantization {pair}": why for pair, why in failed.items()}
@@ -844,6 +896,7 @@ def _merged(backend: Backend, base: BackendCapabilities, facts: dict) -> Backend
         supports_bfloat16=bf16,
         supports_flash_attention=base.supports_flash_attention and bool(facts["flash"]),
         bfloat16_speed=speed,
+        onednn_speed=facts["onednn_speed"],
         memory_bytes=facts["memory"] or base.memory_bytes,
         probed=True,
         reasons=reasons,

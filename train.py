@@ -236,12 +236,13 @@ def join_groups(plan: RunPlan, env: RankEnv):
 
     Collective.
     """
-    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
     from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
     set_num_threads(env.local_size)
+    set_cpu_matmul(plan.settings.cpu_matmul)
     baseline = current_resident_bytes()
     groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
     local_shards = LocalShards.of(groups, plan.settings) if plan.distribution == "ptd" else None

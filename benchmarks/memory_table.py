@@ -1,8 +1,8 @@
 """Predicted beside measured memory: each cell a fresh `python train.py` on a randomly initialised model of its shape.
 
-pip install -r requirements-test.txt python benchmarks/memory_table.py              40 cells, about ten minutes on two
-cores; --write puts them in docs/memory.md python benchmarks/memory_table.py --fit        the cells that the constants
-of finetune/estimate/memory.py were fitted to
+    pip install -r requirements-test.txt
+    python benchmarks/memory_table.py          72 cells, about 20 minutes on two cores; --write: into docs/memory.md
+    python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -86,7 +86,7 @@ FIT_SHAPES = {
 }
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
-BF16 = [("A", "lora", 2, "false"), ("A", "lora", 6, "true"), ("A", "qlora", 6, "false"), ("B", "qlora", 2, "true")]
+PRECISIONS = ("fp32", "bf16")  # full fine-tuning in bf16 is bf16_autocast
 CONTEXT, STEPS, NUM_ROWS = 160, 3, 48
 COUNTED = ("base", "trainable", "gradients", "optimizer", "activations")
 MIB = 2**20
@@ -94,8 +94,8 @@ MIB = 2**20
 
 def cells(shapes) -> list[tuple]:
     """(shape, train_type, batch_size, checkpointing, precision) of each run."""
-    plain = [(s, k, b, c, "fp32") for s in shapes for k in KINDS for b in BATCHES for c in ("false", "true")]
-    return plain + [(*cell, "bf16") for cell in BF16 if cell[0] in shapes]
+    ways = [(s, k, b, c) for s in shapes for k in KINDS for b in BATCHES for c in ("false", "true")]
+    return [(*way, precision) for precision in PRECISIONS for way in ways]
 
 
 def make_model(folder: Path, kind: str, sizes: dict) -> None:

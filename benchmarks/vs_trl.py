@@ -48,9 +48,9 @@ def demo_samples(folder):
     from finetune.data.sources import read_rows
     from finetune.data.tokenize import tokenize
     from finetune.model_files.tokenizer import load_tokenizer
-    from finetune.plan.resolve import DEMO_DATASET
+    from finetune.plan.demo import DEMO_DATASET
 
-    rows = tokenize(read_rows(DEMO_DATASET), "chat", load_tokenizer(folder), 512)
+    rows = tokenize(read_rows(DEMO_DATASET), "chat", load_tokenizer(Path(folder)), 512)
     order = epoch_order(len(rows), 42, 0)
     return [list(map(list, part)) for part in zip(*(rows.document(i) for i in order), strict=True)]
 
@@ -76,12 +76,16 @@ def ours(args, begin):
     import numpy as np
     import torch
 
+    from backend_manager import BackendManager, auto_cpu_matmul
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
+    from finetune.process import prepare_environment
+    from finetune.torch_engine.device import set_cpu_matmul
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
     from tests.support.build import load_model, torch_engine
 
+    prepare_environment()
     settings = dataclasses.replace(
         TrainConfig(),
         train_type="qlora" if args.quant else "lora",
@@ -95,6 +99,7 @@ def ours(args, begin):
         use_gradient_checkpointing="false",
         cache_dequantized="false",
     )
+    set_cpu_matmul(auto_cpu_matmul(BackendManager("cpu", verbose=False).capabilities.onednn_speed))
     baseline = current_resident_bytes()
     ids, targets = samples_of(args)
     offsets = np.concatenate([[0], np.cumsum([len(i) for i in ids])])
@@ -265,7 +270,7 @@ def main():
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        for line in (ours if args.child == "spawned" else trl)(args, args.begin):
+        for line in (ours if args.child == "ours" else trl)(args, args.begin):
             print(json.dumps(line), flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +295,7 @@ def main():
         print(f"  {figure:18}" + "  ".join(f"{n} {shown([r[figure] for r in results[n]])}" for n in names))
     for name in names[1:]:
         for figure in ("tokens_per_cpu_s", "peak_MiB", "first_step_s", "to_loss_s"):
-            pairs = [(a[figure], b[figure]) for a, b in zip(results["spawned"], results[name], strict=True)]
+            pairs = [(a[figure], b[figure]) for a, b in zip(results["ours"], results[name], strict=True)]
             ratios = [a / b for a, b in pairs if a and b]
             if ratios:
                 spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]"

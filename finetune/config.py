@@ -211,6 +211,13 @@ class TrainConfig:
         choices=("auto",) + PRECISIONS,
         value_aliases={f"mp_{word}": word for word in PRECISIONS if word.endswith("autocast")},
     )
+    cpu_matmul: str = flag(
+        "auto",
+        "memory",
+        "library of fp32 matrix products on a CPU: torch's BLAS, or oneDNN where it is faster and as exact",
+        choices=("auto", "blas", "onednn"),
+        resumable=True,
+    )
     quantization_backend: str = flag(
         "auto", "memory", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True
     )
@@ -341,7 +348,7 @@ class TrainConfig:
         resumable=True,
     )
     log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1, resumable=True)
-    verbose: bool = flag(False, "logging", "print the detected hardware and capabilities", resumable=True)
+    verbose: bool = flag(False, "logging", "print the detected hardware, and memory item by item", resumable=True)
     project_name: str = flag(None, "logging", "Weights & Biases project", resumable=True)
     name: str = flag(None, "logging", "Weights & Biases run name", resumable=True)
     group: str = flag(None, "logging", "Weights & Biases run group", resumable=True)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from backend_manager import Backend, BackendManager, package_version
+from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -112,6 +112,10 @@ def open_engine(args):
         precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
+    if manager.backend is Backend.CPU:
+        from finetune.torch_engine.device import set_cpu_matmul
+
+        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
     engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
     engine.verify("auto")
     return engine, tokenizer, end_ids(tokenizer, files.folder)

@@ -21,7 +21,9 @@ MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a sm
 def prepare_environment() -> None:
     """Sets environment variables that libraries read at import. Values set by the user are kept.
 
-    OpenMP threads that busy-wait take cores from other threads: a tenth of the speed on a shared machine.
+    OpenMP threads that busy-wait take cores from other threads: a tenth of the speed on a shared machine. oneDNN keeps
+    half a MiB of code per shape of a product, and rows of uneven length have ever new shapes: its two caches, of 1,024
+    each, grew a run by gigabytes. 64 hold what one microbatch multiplies.
     """
     if sys.platform == "win32":
         raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
@@ -30,6 +32,8 @@ def prepare_environment() -> None:
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -69,7 +69,7 @@ def ask_command(output_dir: str, form: str, row: dict) -> str:
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "allocator", "gathered", "staged")
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:
@@ -105,6 +105,19 @@ def engine_lines(engine) -> list[str]:
     return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
 
 
+def memory_lines(summary: Summary, verbose: bool) -> list[str]:
+    """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
+    peak = summary.peak["total"] if summary.peak else 0
+    predicted = summary.predicted["total"] if summary.peak and summary.predicted else 0
+    off = predicted / peak - 1 if peak and predicted else 0.0
+    beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})" if predicted else ""
+    loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
+    line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
+    if predicted and (verbose or abs(off) > 0.1):
+        return [line, "", memory_table(summary.predicted, summary.peak), ""]
+    return [line]
+
+
 def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
     s, r = plan.settings, summary
@@ -122,16 +135,10 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
         before = "(resumed)" if r.sample_before is None else r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
-    training_s = r.seconds.get("training")
-    rate = (state.num_tokens - r.tokens_before) / training_s if training_s else 0
-    peak = r.peak["total"] if r.peak else 0
+    tokens, training_s = state.num_tokens - r.tokens_before, r.seconds.get("training")
+    rate = tokens / training_s if training_s else 0
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
-    lines += [
-        f"time: {phases}; {rate:,.0f} tokens/s in training",
-        f"memory above imports: {peak / GIB:.2f} GiB in training, {r.loading_bytes / GIB:.2f} GiB while loading",
-    ]
-    if r.peak and r.predicted and r.predicted["total"]:
-        lines += ["", memory_table(r.predicted, r.peak), ""]
+    lines += [f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second", *memory_lines(r, s.verbose)]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:

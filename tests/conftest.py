@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import expand
-from tests.rig.options import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks of the rig
-from tests.support import tiny
+from finetune.torch_engine.device import set_cpu_matmul
+from tests.rig import options
+from tests.rig.options import pytest_terminal_summary  # noqa: F401  a hook of the rig
+from tests.support import processor, tiny
 from tests.support.checklist import ids_of
 from tests.support.commands import command, finish
 from tests.support.runs import PLAIN, RUN
@@ -15,9 +17,24 @@ from tests.support.tiny import CHATML, train_tokenizer
 from train import fine_tune
 
 
+def pytest_addoption(parser):
+    options.pytest_addoption(parser)
+    processor.add_option(parser)
+
+
+def pytest_configure(config):
+    processor.believe_in(config.getoption("--processor"))
+
+
 def pytest_itemcollected(item):
     """`-k BM_07` selects the tests that show this promise of the guides, see support/checklist.py."""
     item.extra_keyword_matches.update(ids_of(item.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def torch_default_matmul():
+    """Each test starts with torch's own choice for fp32 products, whatever a run in this process chose before."""
+    set_cpu_matmul("blas")
 
 
 @pytest.fixture(scope="session")

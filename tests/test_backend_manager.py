@@ -125,6 +125,7 @@ def test_capabilities_are_probed_and_each_difference_carries_its_reason():
     assert caps.probed and caps.bfloat16_speed > 0
     assert caps.quantization_bits == CAPABILITIES[Backend.CPU].quantization_bits or "quantization_bits" in caps.reasons
     assert caps.supports_bfloat16 or "bf16" in caps.reasons
+    assert (caps.onednn_speed is None) == ("cpu_matmul" in caps.reasons)
     assert isinstance(caps.supports_flash_attention, bool)
 
 

@@ -1,6 +1,7 @@
 """What a run prints around its steps."""
 
-from finetune.metrics import read_events
+from finetune.metrics import Summary, read_events
+from finetune.report import memory_lines
 from train import fine_tune
 
 
@@ -8,6 +9,7 @@ def test_verbose_prints_the_machine_and_the_closing_lines_say_how_to_ask(run, ca
     run(max_steps=1, verbose=True, log_every_n_steps=5, score_dataset=str(rows_file), score_samples=2)
     said = capsys.readouterr().out
     assert "Selected backend: cpu" in said and "exact match of 2" in said
+    assert "workspace" in said and " predicted, " in said and "tokens trained on" in said
     assert "try it: python generate.py --checkpoint" in said and "--raw --prompt 'What is 0 plus 0? '" in said
 
 
@@ -23,3 +25,14 @@ def test_a_resumed_run_may_score_what_the_run_before_did_not(plain_run, tmp_path
     plain_run(max_steps=2, validation_split=0.2, resume="auto", score_dataset=str(rows_file), score_samples=2)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exact match of"))
     assert row.split()[-2] == "-"
+
+
+def test_memory_is_one_line_unless_asked_or_far_off():
+    def lines(predicted, verbose=False):
+        items = {"base": 60, "workspace": 40}
+        peak = {"total": 100 * 2**20, "items": {k: v * 2**20 for k, v in items.items()}}
+        summary = Summary(peak=peak, predicted={"total": predicted * 2**20, "items": peak["items"]})
+        return memory_lines(summary, verbose)
+
+    assert len(lines(105)) == 1 and "+5.0%" in lines(105)[0]
+    assert "workspace" in "".join(lines(89)) and "workspace" in "".join(lines(105, verbose=True))

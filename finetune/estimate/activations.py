@@ -1,6 +1,6 @@
 """Bytes of the activations that autograd saves, layer by layer, tensor by tensor."""
 
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO
+from finetune.estimate.engine_limits import dense_attention_up_to
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import ModelShape
 
@@ -22,19 +22,22 @@ UNGATED = ("gpt2", "gpt_neox", "falcon")
 def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = m.shape, m.compute, 0
-    dense_up_to = DENSE_ATTENTION_UP_TO[b] if m.device == "cpu" and microbatch.layout == "padding_free" else 0
+    packed = microbatch.layout == "padding_free"
+    dense_up_to = dense_attention_up_to(b, m.settings.cpu_matmul) if m.device == "cpu" and packed else 0
+    all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
-        if (shape.softcap and microbatch.layout == "padding_free") or length <= dense_up_to:
-            copies = (
-                (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
-            )  # dropped-out probabilities and their mask
+        if packed and (shape.softcap or (shape.dropout and m.device == "cpu")):
+            # Probabilities in fp32 and in 16 bits; with dropout also what is left of them and its mask.
+            copies = (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
             total += padded * (m.q + 2 * m.k) * b + squares * (4 + b * copies)
-            continue
-        repeated = microbatch.layout == "padded" and not microbatch.even  # an explicit mask: no GQA kernel
-        total += padded * ((3 * m.q if repeated else m.q + 2 * m.k) * b + 4 * shape.num_heads)
-        if microbatch.layout == "padding_free" and not microbatch.even:  # the output is gathered back into token order
-            total += padded * m.q * b
+        elif length <= dense_up_to:  # probabilities are computed again, and the tokens are kept unpadded
+            total += padded * (m.q + 2 * m.k) * b * microbatch.num_tokens // all_padded
+        else:
+            repeated = not packed and not microbatch.even  # an explicit mask: no GQA kernel
+            total += padded * ((3 * m.q if repeated else m.q + 2 * m.k) * b + 4 * shape.num_heads)
+            if packed and not microbatch.even:  # the output is gathered back into token order
+                total += padded * m.q * b
     return total
 
 

@@ -1,9 +1,18 @@
 """Sizes that the torch engine works by and the estimates count with: stated once, without a framework."""
 
-LOGITS_CHUNK_BYTES = 64 * 2**20  # fp32 logits that exist at a time
-DENSE_ATTENTION_UP_TO = {4: 256, 2: 512}  # positions up to which a CPU computes dense attention, by bytes of the dtype
+LOGITS_CHUNK_BYTES = 32 * 2**20  # fp32 logits that exist at a time
+CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their probabilities
 GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
+
+# Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;
+# torch's BLAS is slower at small products than SDPA is. Measured: dev/LOG.md, 2026-11-22.
+DENSE_ATTENTION_UP_TO = {4: 512, 2: 1024}
+
+
+def dense_attention_up_to(width: int, cpu_matmul: str) -> int:
+    """Positions of a document up to which a CPU computes dense attention in a dtype of `width` bytes."""
+    return 0 if width == 4 and cpu_matmul != "onednn" else DENSE_ATTENTION_UP_TO[width]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
 from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
@@ -23,11 +23,12 @@ OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
+KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
 # activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
-HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.2, 3.6, 0.25
+HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.28, 2.8, 0.25
 
 
 # ---- weights and optimizer state
@@ -121,13 +122,14 @@ def frozen_extras(m: ModelCost) -> int:
 
 
 def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
-    """Peak bytes of the chunked cross-entropy: logits, exponentials, and the cast head or its gradient."""
+    """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
     vocab, h, b = m.shape.vocab_size, m.shape.hidden_size, m.compute
     rows = min(max(128, LOGITS_CHUNK_BYTES // (4 * vocab)), max(1, microbatch.num_targets))
-    total = 8 * rows * vocab + 2 * microbatch.num_tokens * h * b
+    blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
+    total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
     total += vocab * h * b if m.autocast else 0
     if m.full:
-        total += vocab * h * (b + (4 if b < 4 else 0)) - 4 * rows * vocab
+        total += vocab * h * (b + (4 if b < 4 else 0))
     return int(total)
 
 
@@ -162,12 +164,9 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
-    dense = (
-        microbatch.layout == "padding_free"
-        and max(microbatch.lengths) <= DENSE_ATTENTION_UP_TO[b]
-        and m.device == "cpu"
-    )
-    inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if dense else 0) + 12 * tokens * h
+    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
+    kept_squares = packed_on_cpu and (shape.softcap or shape.dropout)
+    inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     phases = {
@@ -186,6 +185,11 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     recomputed = m.settings.use_gradient_checkpointing == "true"
     grown = HEAP_PART_RECOMPUTED * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
     return int(grown * (HEAP_PART_LOW_MEMORY if m.settings.low_memory else 1))
+
+
+def uses_onednn(m: ModelCost) -> bool:
+    """True if oneDNN computes the matrix products: in 16 bits on every CPU, in fp32 where the plan chose it."""
+    return m.device == "cpu" and (m.compute == 2 or m.settings.cpu_matmul == "onednn")
 
 
 def cached_bytes(m: ModelCost) -> int:
@@ -270,6 +274,7 @@ def estimate(
         "gathered": gathered_bytes(m) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
         "allocator": allocator_bytes(m, microbatch, kept),
     }
     host = 0

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, auto_precision, package_version
+from backend_manager import Backend, auto_cpu_matmul, auto_precision, package_version
 from finetune.config import (
     DEFAULTS,
     DEPRECATED_OPTIMIZERS,
@@ -233,6 +233,21 @@ def _auto_precision(draft: Draft, why: str) -> tuple[str, str]:
     return word, reasons[word]
 
 
+def cpu_matmul(draft: Draft) -> None:
+    """oneDNN or torch's BLAS for fp32 products on this CPU, by the probe."""
+    word, speed = draft.values["cpu_matmul"], draft.capabilities.onednn_speed
+    why = draft.capabilities.reasons.get("cpu_matmul", "not probed")
+    if not draft.on_cpu:
+        draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {draft.backend}")
+    elif word == "auto":
+        measured = why if speed is None else f"its fp32 products: {speed:.2f} x the speed of torch's BLAS, measured"
+        draft.adjust("cpu_matmul", auto_cpu_matmul(speed), f"oneDNN: {measured}")
+    elif word == "onednn" and speed is None:
+        if draft.given("cpu_matmul"):
+            raise PlanError(f"--cpu_matmul onednn: {why}. Use auto or blas.")
+        draft.adjust("cpu_matmul", "blas", why)  # inherited from another processor
+
+
 def quantization(draft: Draft) -> None:
     """The quantizer: the one asked for if it passes its probe here, or the first that does."""
     values = draft.values
@@ -409,6 +424,7 @@ RULES = (
     resolve_parallelism,  # world size, degrees, who distributes
     machine,
     precision,
+    cpu_matmul,
     accelerate_limits,
     quantization,
     steps,

@@ -14,6 +14,7 @@ INHERITED = (
     "quantization_backend",
     "use_gradient_checkpointing",
     "cache_dequantized",
+    "cpu_matmul",
     "microbatch_tokens",
 )
 DERIVED = ("backend_type", "engine", "output_dir")
@@ -56,7 +57,9 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
         if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one
             portable.add("quantization_backend")
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
-    return rows | {name: saved["settled"][name] for name in INHERITED if name in saved["settled"]}
+    before = {"cpu_matmul": "blas"}  # what runs saved before this setting existed computed with
+    settled = before | saved["settled"]
+    return rows | {name: settled[name] for name in INHERITED if name in settled}
 
 
 def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:

@@ -5,9 +5,37 @@
 there is no outlier decomposition.
 """
 
+import logging
+from functools import cache
+
 import torch
 
 from finetune.quantizers import packing
+
+
+@cache
+def functional():
+    """bitsandbytes.functional. What the package prints while it is imported (missing kernels) stays off the screen."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
+
+
+def dequantize_blocks(packed, absmax, shape: tuple, block: int, quant_type: str, dtype) -> torch.Tensor:
+    """level[code] * absmax of the flattened 4-bit codes, by bitsandbytes' kernel for the device: [shape] in `dtype`.
+
+    `absmax`: fp32, one per `block` weights.
+    """
+    functional()
+    call = torch.ops.bitsandbytes.dequantize_4bit.default
+    return call(packed.reshape(-1, 1), absmax.reshape(-1), block, quant_type, list(shape), dtype)
+
+
+@cache
+def _dynamic_map(device) -> torch.Tensor:
+    """The 256 levels of quantized scales."""
+    return functional().create_dynamic_map().to(device)
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -24,8 +52,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     tensors = {"packed": packed.view(by_rows)}
     if not fmt.double_quant:
         return tensors | {"absmax": _bits(absmax).view(by_rows)}
-    import bitsandbytes.functional as bnb
-
+    bnb = functional()
     offset = absmax.mean()  # as quantize_4bit's compress_statistics: over the full matrix
     codes, state = bnb.quantize_blockwise(absmax - offset, blocksize=256)
     return tensors | {"absmax": codes.view(by_rows), "absmax2": _bits(state.absmax), "offset": _bits(offset.reshape(1))}
@@ -33,8 +60,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 
 def _quantize_int8(weight_OI) -> dict[str, torch.Tensor]:
     """Per-row INT8, blocks of rows at a time. The library quantizes only from fp16."""
-    import bitsandbytes.functional as bnb
-
+    bnb = functional()
     packed = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
     absmax = torch.empty(len(weight_OI), 1, dtype=torch.float32, device=weight_OI.device)
     for rows in packing.blocks(weight_OI):
@@ -47,8 +73,7 @@ def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes of the flattened matrix, fp32 scale per block), some blocks at a time: the library's temporaries take 20
     bytes per weight.
     """
-    import bitsandbytes.functional as bnb
-
+    bnb = functional()
     flat, size = weight_OI.reshape(-1), fmt.group_size
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-len(flat) // size), dtype=torch.float32, device=flat.device)
@@ -66,27 +91,19 @@ def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, by bitsandbytes' kernel for the device."""
-    import bitsandbytes.functional as bnb
-
+    bnb = functional()
     if fmt.bits == 8:
         return bnb.int8_vectorwise_dequant(tensors["packed"], _floats(tensors["absmax"])).to(dtype)
     absmax = tensors["absmax"].reshape(-1)
     if "absmax2" in tensors:
-        code = bnb.create_dynamic_map().to(absmax.device)
-        nested = bnb.QuantState(absmax=_floats(tensors["absmax2"]), code=code, blocksize=256, dtype=torch.float32)
+        scales, code = _floats(tensors["absmax2"]), _dynamic_map(absmax.device)
+        nested = bnb.QuantState(absmax=scales, code=code, blocksize=256, dtype=torch.float32)
         absmax = bnb.dequantize_blockwise(absmax, nested) + _floats(tensors["offset"])
     else:
         absmax = _floats(absmax)
     by_rows = shape[1] % fmt.group_size == 0  # then `tensors` may hold a slice of rows
-    state = bnb.QuantState(
-        absmax=absmax.float(),
-        shape=torch.Size((len(tensors["packed"]), shape[1]) if by_rows else shape),
-        code=bnb.get_4bit_type(fmt.quant_type, device=absmax.device),
-        blocksize=fmt.group_size,
-        quant_type=fmt.quant_type,
-        dtype=dtype,
-    )
-    return bnb.dequantize_4bit(tensors["packed"].reshape(-1, 1), state)
+    rows = len(tensors["packed"]) if by_rows else shape[0]
+    return dequantize_blocks(tensors["packed"], absmax, (rows, shape[1]), fmt.group_size, fmt.quant_type, dtype)
 
 
 def _bits(tensor):

@@ -8,10 +8,11 @@ O out_features, I in_features, P I padded to full blocks, K blocks per row (P / 
 """
 
 import importlib.util
+from functools import cache
 
 import torch
 
-from finetune.quantizers import packing
+from finetune.quantizers import bnb, packing
 
 LEVELS = (
     -1.0,
@@ -32,6 +33,7 @@ LEVELS = (
     1.0,
 )
 SCALES_GROUP = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = packing.CPU_BLOCK  # weights quantized at a time
 
 
@@ -87,21 +89,51 @@ def _quantize_absmax(absmax_OK):
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
-    """The dequantized weight [O, I]: level[code] * absmax in fp32, cast to `dtype`. On CUDA, one Triton kernel."""
+    """The dequantized weight [O, I]: level[code] * absmax in fp32, cast to `dtype`.
+
+    On CUDA one Triton kernel; on a CPU bitsandbytes' kernel, if it is there and gives the same bits.
+    """
     packed_OP = tensors["packed"]
     if packed_OP.is_cuda and importlib.util.find_spec("triton"):
         from finetune.quantizers import nf4_triton
 
         levels = torch.tensor(LEVELS, device=packed_OP.device)
         return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
-    absmax_OK, rows = _absmax(tensors), packed_OP.shape[0]
+    absmax_OK = _absmax(tensors)
+    if packed_OP.device.type == "cpu" and _library_kernel_is_equal():
+        padded = (len(packed_OP), 2 * packed_OP.shape[1])
+        weight_OP = bnb.dequantize_blocks(packed_OP, absmax_OK, padded, fmt.group_size, "nf4", dtype)
+        return weight_OP[:, : shape[1]]
+    return in_plain_torch(packed_OP, absmax_OK, fmt.group_size)[:, : shape[1]].to(dtype)
+
+
+def in_plain_torch(packed_OP, absmax_OK, block: int) -> torch.Tensor:
+    """The dequantized weight [O, P] in fp32, by operations that every device has."""
     # One lookup decodes both codes of a byte: a pair of fp32 levels is one 8-byte element.
     pairs = _level_pairs(packed_OP.device)
     weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)
-    weight = weight.view(rows, -1, fmt.group_size).mul_(absmax_OK.unsqueeze(-1)).view(rows, -1)
-    return weight[:, : shape[1]].to(dtype)
+    return weight.view(len(packed_OP), -1, block).mul_(absmax_OK.unsqueeze(-1)).view(len(packed_OP), -1)
 
 
+@cache
+def _library_kernel_is_equal() -> bool:
+    """True if bitsandbytes is installed and dequantizes all 256 bytes under several scales to the bits of plain torch.
+
+    Its rounding to 16 bits is part of the comparison.
+    """
+    if not importlib.util.find_spec("bitsandbytes"):
+        return False
+    packed = torch.arange(256, dtype=torch.uint8).repeat(3).view(6, 128)
+    absmax = torch.tensor([1.0, 0.0123, 3e-7, 1.7, 250.0, 0.0]).repeat(4).view(6, 4)
+    own = in_plain_torch(packed, absmax, 64)
+    try:
+        theirs = (bnb.dequantize_blocks(packed, absmax, (6, 256), 64, "nf4", dtype) for dtype in DTYPES)
+        return all(torch.equal(own.to(found.dtype), found) for found in theirs)
+    except (ImportError, RuntimeError, AttributeError, OSError):  # another version, or its library does not load
+        return False
+
+
+@cache
 def _level_pairs(device) -> torch.Tensor:
     levels = torch.tensor(LEVELS, device=device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)
@@ -112,7 +144,8 @@ def _absmax(tensors) -> torch.Tensor:
     if "absmax_range" not in tensors:
         return tensors["absmax"].view(torch.float32)
     codes_OK, range_O2G = tensors["absmax"], tensors["absmax_range"].view(torch.float32)
-    low, high = (
-        range_O2G.view(codes_OK.shape[0], -1, 2).repeat_interleave(SCALES_GROUP, 1)[:, : codes_OK.shape[1]].unbind(-1)
-    )
-    return low + codes_OK.float() * ((high - low) / 255)
+    low_OG, high_OG = range_O2G.view(len(codes_OK), -1, 2).unbind(-1)
+    step_OG, absmax_OK = (high_OG - low_OG) / 255, codes_OK.float()
+    for i, group in enumerate(absmax_OK.split(SCALES_GROUP, 1)):
+        group.mul_(step_OG[:, i : i + 1]).add_(low_OG[:, i : i + 1])
+    return absmax_OK

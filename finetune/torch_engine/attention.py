@@ -6,20 +6,27 @@ right padding, so no key mask is needed. The projections around it never see pad
 T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
+from finetune.torch_engine.dense_attention import DenseAttention, Index, index_of
+from finetune.torch_engine.device import cpu_matmul
 
 NAME = "documents"
-# Up to these lengths two matmuls and a softmax beat SDPA on a CPU (measured per dtype); 0: always SDPA.
-# By device type and dtype; other devices have fused kernels for any length.
-DENSE_UP_TO = {
-    ("cpu", dtype): DENSE_ATTENTION_UP_TO[dtype.itemsize] for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
+
+
+def dense_up_to(tensor) -> int:
+    """Positions up to which matrix products and a softmax beat SDPA for queries like `tensor`; 0: never.
+
+    Other devices have fused kernels for any length.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype.itemsize not in DENSE_ATTENTION_UP_TO:
+        return 0
+    return dense_attention_up_to(tensor.dtype.itemsize, cpu_matmul())
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Documents:
 
     groups: tuple[Group, ...]
     scatter_T: torch.Tensor | None
+    indices: dict = field(default_factory=dict, compare=False)  # dense_attention.Index by what it depends on
 
 
 def documents_of(position_ids_T, device) -> Documents:
@@ -86,9 +94,10 @@ class _ToGroup(torch.autograd.Function):
 
 def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
     """Causal attention of N documents padded to one length: [N, L, H, D]."""
-    length, dense = q_NHLD.shape[2], DENSE_UP_TO.get((q_NHLD.device.type, q_NHLD.dtype), 0)
+    length = q_NHLD.shape[2]
+    drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
     windowed = window is not None and window < length
-    if softcap is None and sinks_H is None and length > dense:
+    if softcap is None and sinks_H is None and not drops:
         mask = _causal(length, window, q_NHLD.device) if windowed else None
         out = F.scaled_dot_product_attention(
             q_NHLD,
@@ -146,20 +155,44 @@ def document_attention(
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    outputs = []
-    for group in documents.groups:
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    plain = softcap is None and s_aux is None and not dropout
+    limit = dense_up_to(query) if plain else 0
+    dense = tuple(group for group in documents.groups if group.length <= limit)
+    if dense:
+        index = _index(documents, dense, query, key, sliding_window)
+        with torch.autocast(device, enabled=False):
+            out = DenseAttention.apply(query, key, value, index, scaling)
+        if len(dense) == len(documents.groups):
+            return out, None
+    outputs, long = [], [group for group in documents.groups if group.length > limit]
+    for group in long:
         parts = []
         for x in (query, key, value):
             x = x[0].transpose(0, 1)
             if group.gather_NL is not None:
                 x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
-        out = _group_attention(*parts, scaling, dropout, sliding_window, softcap, s_aux)
-        outputs.append(out.reshape(-1, *out.shape[2:]))
+        outputs.append(_group_attention(*parts, scaling, dropout, sliding_window, softcap, s_aux).flatten(0, 1))
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0), None
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat[documents.scatter_T].unsqueeze(0), None
+    if not dense:
+        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat[documents.scatter_T].unsqueeze(0), None
+    # Each group adds its own rows; those of the others are zero.
+    for group, rows in zip(long, outputs, strict=True):
+        out = out.index_add(1, group.gather_NL[group.real_NL], rows[group.real_NL].unsqueeze(0))
+    return out, None
+
+
+def _index(documents: Documents, groups, query, key, window) -> Index:
+    """The order of the groups' products, made by the first layer that asks."""
+    num_tokens, asked = query.shape[2], (query.shape[1], key.shape[1], window, query.dtype)
+    if asked not in documents.indices:
+        documents.indices[asked] = index_of(groups, num_tokens, query.shape[1], key.shape[1], window, query.dtype)
+    return documents.indices[asked]
 
 
 def own_implementation(model) -> str:

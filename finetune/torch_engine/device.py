@@ -29,3 +29,18 @@ def set_num_threads(local_ranks: int = 1) -> None:
         return
     if hasattr(os, "sched_getaffinity"):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+
+def cpu_matmul() -> str:
+    """Which library multiplies fp32 matrices on a CPU in this process: `onednn` or `blas`."""
+    allowed = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    return "onednn" if allowed else "blas"
+
+
+def set_cpu_matmul(word: str) -> None:
+    """Which library multiplies fp32 matrices on a CPU, for this process: `onednn`, or `blas`: torch's BLAS.
+
+    "bf16" only permits oneDNN to round inputs; BackendManager's probe has shown that it does not on this processor.
+    """
+    if torch.backends.mkldnn.is_available():
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if word == "onednn" else "none"

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from finetune.estimate.engine_limits import LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, LOGITS_CHUNK_BYTES
 from finetune.torch_engine.lora.layers import LoRALinear
+
+LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
 @dataclass(frozen=True)
@@ -86,33 +88,23 @@ class _ChunkedNLL(torch.autograd.Function):
             grad_a = torch.zeros_like(a_RH, dtype=torch.float32) if learn_a else None
             grad_b = torch.zeros_like(b_VR, dtype=torch.float32) if learn_a else None
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            rows = max(128, LOGITS_CHUNK_BYTES // (4 * weight.shape[0]))
+            bias = None if bias_V is None else bias_V.to(dtype)
+            learns = need_hidden or need_weight or need_bias or learn_a
+            rows = min(logits_rows(weight.shape[0]), max(1, len(labels_T)))
+            buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
             for start in range(0, len(labels_T), rows):
-                part, labels = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
-                logits = F.linear(part, weight, None if bias_V is None else bias_V.to(dtype))
+                part, labels_T1 = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
+                logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
+                if bias is not None:
+                    logits += bias
                 if adapted:
                     low_R = part @ a.t()
                     logits.addmm_(low_R, b.t(), alpha=lora_scale)
-                logits = logits.float()
-                if scale != 1.0:
-                    logits *= scale
-                if softcap is not None:
-                    bent = torch.tanh(logits / softcap)
-                    logits = bent * softcap
-                log_sum = torch.logsumexp(logits, -1, keepdim=True)
-                total += (log_sum - logits.gather(1, labels)).sum()
-                if not (need_hidden or need_weight or learn_a):
-                    continue
-                grad = logits.sub_(log_sum).exp_()
-                grad.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=grad.dtype))
-                if softcap is not None:
-                    grad *= 1 - bent * bent
-                if scale != 1.0:
-                    grad *= scale
-                grad_low = grad.to(dtype)
+                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias)
+                grad_low = logits
                 if need_hidden:
-                    grad_hidden[start : start + rows] = grad_low @ weight
-                if adapted:
+                    torch.mm(grad_low, weight, out=grad_hidden[start : start + rows])
+                if adapted and (need_hidden or learn_a):
                     grad_low_R = (grad_low @ b) * lora_scale
                     if need_hidden:
                         grad_hidden[start : start + rows] += grad_low_R @ a
@@ -121,8 +113,6 @@ class _ChunkedNLL(torch.autograd.Function):
                         grad_b += (grad_low.t() @ low_R).float() * lora_scale
                 if need_weight:
                     grad_weight += (grad_low.t() @ part).float()
-                if need_bias:
-                    grad_bias += grad.sum(0)
         ctx.hidden_dtype, ctx.weight_dtype = hidden_TH.dtype, weight_VH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, grad_a, grad_b)
         return total
@@ -142,6 +132,60 @@ class _ChunkedNLL(torch.autograd.Function):
             None if b is None else b * upstream,
             None,
         )
+
+
+def logits_rows(vocab_size: int) -> int:
+    """Positions whose logits exist at a time."""
+    return max(128, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+
+
+def _logits_to_grad(logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V) -> torch.Tensor:
+    """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
+
+    Computed in fp32, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
+    num_rows, vocab = logits_TV.shape
+    rows = min(num_rows, max(1, CACHED_LOGITS // vocab)) if logits_TV.device.type == "cpu" else num_rows
+    probs_buffer = torch.empty(rows, vocab, device=logits_TV.device)
+    exact_buffer = probs_buffer if logits_TV.dtype == torch.float32 else torch.empty_like(probs_buffer)
+    for start in range(0, num_rows, max(1, rows)):
+        part, labels = logits_TV[start : start + rows], labels_T1[start : start + rows]
+        logits = part if part.dtype == torch.float32 else exact_buffer[: len(part)].copy_(part)
+        if scale != 1.0:
+            logits *= scale
+        bent = None
+        if softcap is not None:
+            bent = torch.tanh(logits / softcap)
+            logits = bent * softcap
+        probs, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+        total -= log_probs_T1.sum()
+        if not learns:
+            continue
+        probs.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=probs.dtype))
+        if bent is not None:
+            probs *= 1 - bent * bent
+        if scale != 1.0:
+            probs *= scale
+        if grad_bias_V is not None:
+            grad_bias_V += probs.sum(0)
+        part.copy_(probs)
+    return total
+
+
+def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
+    """(probabilities, in `out_TV`; log-probabilities of the labels [T, 1]), fp32."""
+    if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on
+        log_probs_TV = torch.log_softmax(logits_TV, -1)
+        return torch.exp(log_probs_TV, out=out_TV), log_probs_TV.gather(1, labels_T1)
+    torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
+    log_probs_T1 = out_TV.gather(1, labels_T1).log()
+    # Below, log(p) would lose digits or be -inf: few rows, if any.
+    small = (log_probs_T1 < LOG_OF_SMALL).flatten()
+    if small.any():
+        rows = logits_TV[small]
+        log_probs_T1[small] = rows.gather(1, labels_T1[small]) - torch.logsumexp(rows, -1, keepdim=True)
+    return out_TV, log_probs_T1
 
 
 def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from finetune.errors import PlanError
 from finetune.optimizer_state import check_known
+from finetune.quantizers import bnb
 
 
 def build(named: dict, settings, device):
@@ -35,6 +36,7 @@ def build(named: dict, settings, device):
             return torch.optim.Adadelta(groups, lr=settings.lr)
         case "adamw_8bit":
             try:
+                bnb.functional()
                 import bitsandbytes
             except ImportError as error:
                 raise PlanError("--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes.") from error

@@ -48,6 +48,17 @@ def test_full_fine_tuning_keeps_its_weights_in_fp32():
     assert plan.settings.precision == "bf16_autocast"
 
 
+def test_onednn_multiplies_in_fp32_where_the_probe_found_it_exact_and_faster():
+    assert plan_of(caps=capabilities(onednn_speed=2.2)).settings.cpu_matmul == "onednn"
+    assert "2.20 x" in adjustment(plan_of(caps=capabilities(onednn_speed=2.2)), "cpu_matmul").reason
+    assert plan_of(caps=capabilities(onednn_speed=1.05)).settings.cpu_matmul == "blas"
+    wrong = capabilities(reasons={"cpu_matmul": "not exact in fp32 on this processor: error 2.0e-03"})
+    assert "2.0e-03" in adjustment(plan_of(caps=wrong), "cpu_matmul").reason
+    with pytest.raises(PlanError, match="--cpu_matmul onednn: not exact in fp32"):
+        plan_of(caps=wrong, cpu_matmul="onednn")
+    assert plan_of(Backend.MPS, cpu_matmul="onednn").settings.cpu_matmul == "auto"
+
+
 @pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"])
 def test_every_precision_word_settles(word):
     assert plan_of(train_type="lora", precision=word).settings.precision == word

@@ -82,3 +82,14 @@ def test_dense_copies_that_a_single_process_settled_on_are_dropped_over_shards()
     assert plan.settings.cache_dequantized == "false" and plan.dims.shards == 2
     with pytest.raises(PlanError, match="--cache_dequantized true"):
         resolve_plan({**merge_saved({"cache_dequantized": "true"}, old), "world_size": 2}, facts)
+
+
+def test_a_resumed_run_multiplies_as_the_saved_one_did_where_this_processor_can():
+    fast = capabilities(onednn_speed=2.2)
+    old = saved()
+    for settled, caps, used in (("blas", fast, "blas"), (None, fast, "blas"), ("onednn", capabilities(), "blas")):
+        before = {**old, "settled": {k: v for k, v in old["settled"].items() if k != "cpu_matmul"}}
+        before["settled"] |= {"cpu_matmul": settled} if settled else {}
+        facts = Facts(Backend.CPU, caps, inherited=inherited_from_checkpoint(before, "cpu"))
+        plan = check_resumed(resolve_plan(merge_saved({}, before), facts), before)
+        assert plan.settings.cpu_matmul == used

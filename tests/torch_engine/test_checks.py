@@ -6,9 +6,10 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
+from finetune.torch_engine import attention
 from finetune.torch_engine.checks import check_causal, check_head, check_padding_free, no_autocast
 from tests.support import tiny
-from tests.support.engines import batches, engine
+from tests.support.engines import CPU, batches, engine
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,6 +32,59 @@ def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, d
     model.register_forward_pre_hook(open_mask, with_kwargs=True)
     with pytest.raises(PlanError, match="lets a token see those after it"):
         check_causal(model, no_autocast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_that_leaks_one_token_fails_it_in_every_type(dtype):
+    model = tiny.build("llama").to(dtype)
+
+    def leaking_mask(module, args, kwargs):
+        length = kwargs["input_ids"].shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril(1)
+        mask = torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        return args, kwargs | {"attention_mask": mask[None, None]}
+
+    model.register_forward_pre_hook(leaking_mask, with_kwargs=True)
+    with pytest.raises(PlanError, match="lets a token see those after it"):
+        check_causal(model, no_autocast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
+def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type(architecture, dtype):
+    model = tiny.build(architecture).to(dtype)
+
+    def one_token_early(module, args, kwargs):
+        if "documents" in kwargs:
+            first, second = 12, kwargs["input_ids"].shape[1] - 12
+            positions = torch.cat([torch.arange(first), torch.arange(second)])
+            kwargs["documents"] = attention.documents_of(positions, CPU)
+        return args, kwargs
+
+    model.register_forward_pre_hook(one_token_early, with_kwargs=True)
+    proof = check_padding_free(model, no_autocast)
+    assert not proof.holds and "sees the one before it" in proof.reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_positions_that_count_on_across_documents_are_found_in_every_type(dtype):
+    """GPT-2 has learned positions; a model with rotary ones computes the same, as they are relative."""
+    model = tiny.build("gpt2").to(dtype)
+
+    def counting_on(module, args, kwargs):
+        if "documents" in kwargs:
+            kwargs["position_ids"] = torch.arange(kwargs["input_ids"].shape[1])[None]
+        return args, kwargs
+
+    model.register_forward_pre_hook(counting_on, with_kwargs=True)
+    proof = check_padding_free(model, no_autocast)
+    assert not proof.holds and "other logits than separate ones" in proof.reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name not in tiny.PADDED])
+def test_packed_documents_pass_in_every_type_of_every_architecture(architecture, dtype):
+    assert check_padding_free(tiny.build(architecture).to(dtype), no_autocast, 64).holds
 
 
 @pytest.mark.parametrize("architecture", tiny.PADDED)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
-from finetune.torch_engine.attention import DENSE_UP_TO
+from finetune.torch_engine.attention import dense_up_to
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"
@@ -148,7 +148,7 @@ def context_attention(
 def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
     """Causal attention of the last n queries of a document to all its keys up to there: [1, H, n, D]."""
     num_queries, num_keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    dense = DENSE_UP_TO.get((q.device.type, q.dtype), 0)
+    dense = dense_up_to(q)
     windowed = window is not None and window < num_keys
     square = num_queries == num_keys and not windowed
     fused = softcap is None and sinks_H is None and num_keys > dense

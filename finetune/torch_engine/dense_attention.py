@@ -1,0 +1,166 @@
+"""Attention of short documents on a CPU by matrix products. Only queries, keys and values are kept for backward.
+
+Probabilities are computed again there: a product and a softmax cost less than the memory of L x L numbers per head.
+
+T tokens of the flat row, N documents of a group, L its padded length, H query heads, K key/value heads, P queries that
+share a key (H / K), D head size. A batch of products is one key/value head of one document: its queries are P * L rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+CACHED_BYTES = 2**20  # probabilities computed at a time
+
+
+@dataclass(frozen=True)
+class GroupIndex:
+    """Rows of flat [T * H, D] queries and [T * K, D] keys in the order of a group's products.
+
+    `padding`: rows of the queries' order that are no token. `bias_QL`: 0 where a query sees a key, else -inf.
+    """
+
+    batches: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    padding: torch.Tensor
+    bias_QL: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of each group, and where each flat row of queries and of keys is among the rows of all groups.
+
+    None for a row that no group holds: its output and gradients are left zero.
+    """
+
+    groups: tuple[GroupIndex, ...]
+    back_to_queries: torch.Tensor
+    back_to_keys: torch.Tensor
+    held_queries: torch.Tensor | None
+    held_keys: torch.Tensor | None
+
+
+def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | None, dtype) -> Index:
+    """The order of products for these attention.Groups; the same for every layer of a forward."""
+    found, orders = [], {heads: [], kv_heads: []}
+    for group in groups:
+        n, length = group.num_documents, group.length
+        tokens_NL = torch.arange(n * length) if group.gather_NL is None else group.gather_NL
+        tokens_NL, real_NL = tokens_NL.view(n, length), group.real_NL
+        real_NL = torch.ones(n, length, dtype=torch.bool) if real_NL is None else real_NL.view(n, length)
+        per = heads // kv_heads
+        heads_KP = torch.arange(heads).view(kv_heads, 1, per, 1)
+        queries = (tokens_NL.view(1, n, 1, length) * heads + heads_KP).flatten()
+        keys = (tokens_NL.unsqueeze(0) * kv_heads + torch.arange(kv_heads).view(-1, 1, 1)).flatten()
+        real_queries = real_NL.view(1, n, 1, length).expand(kv_heads, n, per, length).flatten()
+        real_keys = real_NL.unsqueeze(0).expand(kv_heads, n, length).flatten()
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        if window is not None and window < length:
+            allowed = allowed.triu(1 - window)
+        bias_QL = torch.zeros(length, length, dtype=dtype).masked_fill_(~allowed, float("-inf")).repeat(per, 1)
+        padding = (~real_queries).nonzero().flatten()
+        found.append(GroupIndex(kv_heads * n, queries, keys, padding, bias_QL))
+        orders[heads].append((queries, real_queries))
+        if kv_heads != heads:
+            orders[kv_heads].append((keys, real_keys))
+    back_q, held_q = _inverse(orders[heads], num_tokens * heads)
+    back_k, held_k = _inverse(orders[kv_heads], num_tokens * kv_heads)
+    return Index(tuple(found), back_q, back_k, held_q, held_k)
+
+
+def _inverse(orders, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(position of each held flat row in the groups' concatenated order, the held rows; None if that is every row)."""
+    position, offset = torch.full((num_rows,), -1), 0
+    for rows, real in orders:
+        position[rows[real]] = offset + real.nonzero().flatten()
+        offset += len(rows)
+    held = position >= 0
+    return (position, None) if held.all() else (position[held], held.nonzero().flatten())
+
+
+class DenseAttention(torch.autograd.Function):
+    """softmax(scaling * q k^T + bias) v per document; queries [1, H, T, D], keys and values [1, K, T, D] -> [1, T, H,
+    D].
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, index: Index, scaling: float):
+        ctx.save_for_backward(query, key, value)
+        ctx.index, ctx.scaling = index, scaling
+        q, k, v = (_rows(x) for x in (query, key, value))
+        parts = []
+        for group in index.groups:
+            q_BQD, k_BLD, v_BLD = _gather(group, q, k, v)
+            out_BQD = torch.empty_like(q_BQD)
+            for some in _in_cache(group):
+                probs_BQL = _probabilities(group, q_BQD[some], k_BLD[some], scaling)
+                torch.bmm(probs_BQL, v_BLD[some], out=out_BQD[some])
+            parts.append(out_BQD.flatten(0, 1))
+        out = _scatter(parts, index.back_to_queries, index.held_queries, len(q))
+        return out.view(1, query.shape[2], query.shape[1], query.shape[3])
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value = ctx.saved_tensors
+        index, scaling = ctx.index, ctx.scaling
+        q, k, v = (_rows(x) for x in (query, key, value))
+        grad = grad.reshape(len(q), -1)
+        parts_q, parts_k, parts_v = [], [], []
+        for group in index.groups:
+            q_BQD, k_BLD, v_BLD = _gather(group, q, k, v)
+            out_BQD = grad.index_select(0, group.queries).index_fill_(0, group.padding, 0.0).view(q_BQD.shape)
+            grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
+            for some in _in_cache(group):
+                probs_BQL = _probabilities(group, q_BQD[some], k_BLD[some], scaling)
+                torch.bmm(probs_BQL.transpose(1, 2), out_BQD[some], out=grad_v[some])
+                grad_BQL = torch.bmm(out_BQD[some], v_BLD[some].transpose(1, 2))
+                grad_BQL = torch._softmax_backward_data(grad_BQL, probs_BQL, -1, probs_BQL.dtype)
+                torch.bmm(grad_BQL, k_BLD[some], out=grad_q[some])
+                torch.bmm(grad_BQL.transpose(1, 2), q_BQD[some], out=grad_k[some])
+            parts_q.append(grad_q.mul_(scaling).flatten(0, 1))
+            parts_k.append(grad_k.mul_(scaling).flatten(0, 1))
+            parts_v.append(grad_v.flatten(0, 1))
+        return (
+            _heads_first(_scatter(parts_q, index.back_to_queries, index.held_queries, len(q)), query),
+            _heads_first(_scatter(parts_k, index.back_to_keys, index.held_keys, len(k)), key),
+            _heads_first(_scatter(parts_v, index.back_to_keys, index.held_keys, len(v)), value),
+            None,
+            None,
+        )
+
+
+def _in_cache(group: GroupIndex):
+    """Slices of the group's products whose probabilities fit in a core's cache."""
+    step = max(1, CACHED_BYTES // (group.bias_QL.numel() * group.bias_QL.itemsize))
+    for start in range(0, group.batches, step):
+        yield slice(start, start + step)
+
+
+def _rows(x_1HTD) -> torch.Tensor:
+    """[T * H, D], token by token: a view of what a projection gives."""
+    return x_1HTD[0].transpose(0, 1).reshape(-1, x_1HTD.shape[-1])
+
+
+def _heads_first(rows, like_1HTD) -> torch.Tensor:
+    _, heads, tokens, size = like_1HTD.shape
+    return rows.view(1, tokens, heads, size).transpose(1, 2)
+
+
+def _gather(group: GroupIndex, q, k, v):
+    size, batches = q.shape[-1], group.batches
+    q_BQD = q.index_select(0, group.queries).view(batches, -1, size)
+    k_BLD, v_BLD = (x.index_select(0, group.keys).view(batches, -1, size) for x in (k, v))
+    return q_BQD, k_BLD, v_BLD
+
+
+def _probabilities(group: GroupIndex, q_BQD, k_BLD, scaling: float) -> torch.Tensor:
+    return torch.softmax(torch.baddbmm(group.bias_QL, q_BQD, k_BLD.transpose(1, 2), alpha=scaling), -1)
+
+
+def _scatter(parts, back, held, num_rows: int) -> torch.Tensor:
+    """The groups' rows in flat order; rows that no group holds are zero."""
+    rows = (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, back)
+    if held is None:
+        return rows
+    return rows.new_zeros(num_rows, rows.shape[-1]).index_copy_(0, held, rows)

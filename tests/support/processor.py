@@ -1,0 +1,44 @@
+"""pytest --processor fp32|bf16: tests see that kind of machine, by the probe results that BackendManager finds cached.
+
+torch computes bf16 on any processor, only slowly where it has no instructions for it.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from backend_manager import ProbeCache, probe_torch
+
+# What probing found on a Xeon of 2.50 GHz, which emulates bf16, and on an EPYC with avx512_bf16.
+FOUND = {
+    "fp32": {"bfloat16_speed": 0.3, "bfloat16_error": None, "onednn_speed": 1.0, "onednn_error": None},
+    "bf16": {"bfloat16_speed": 2.0, "bfloat16_error": None, "onednn_speed": 2.2, "onednn_error": None},
+}
+
+
+def add_option(parser) -> None:
+    parser.addoption(
+        "--processor",
+        choices=("own", "other", *FOUND),
+        default="own",
+        help="the kind of processor that tests believe in; other: the one that this machine is not",
+    )
+
+
+def believe_in(kind: str) -> None:
+    """This process and those it starts find these probe results; everything else in the cache folder stays."""
+    if kind == "own":
+        return
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    facts = ProbeCache("cpu").read()
+    facts = facts if "bfloat16_speed" in facts else probe_torch("cpu")
+    if kind == "other":
+        kind = "fp32" if (facts["bfloat16_speed"] or 0) >= 1.1 else "bf16"
+    other = Path(tempfile.mkdtemp(prefix="processor-"))
+    (other / "finetune").mkdir()
+    for folder, kept in ((own, "finetune"), (own / "finetune", "probes")):
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.name != kept:
+                (other / entry.relative_to(own)).symlink_to(entry)
+    os.environ["XDG_CACHE_HOME"] = str(other)
+    ProbeCache("cpu").add(facts | FOUND[kind])
