@@ -192,8 +192,7 @@ def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
     rate = (state.num_tokens - r.tokens_before) / training_s if training_s else 0
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
     lines.append(f"time: {phases}; {rate:,.0f} tokens/s in training")
-    if r.peak and r.predicted:
-        lines += ["", memory_table(r.predicted, r.peak), ""]
+    lines += memory_lines(r, verbose=False)
     if state.exit_code:
         return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
     lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
