@@ -136,7 +136,7 @@ def draw(args) -> None:
             if seconds == args.drawn:
                 lines[model] = [[(p["seconds"], p["loss"][0]) for p in r["curve"]] for r in of]
     if lines:
-        chart = line_chart(lines, "CPU seconds, one thread", "held-out nats per character", (1.0, 2.6))
+        chart = line_chart(lines, "CPU seconds, one thread", "held-out nats per character", (1.0, 4.0))
         args.output.write_text(chart)
 
 
