@@ -1,4 +1,4 @@
-"""Generates text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
+"""Generates text from a base model, an adapter, a merged or a recursive model; one prompt, or --interactive.
 
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
 """
@@ -36,6 +36,12 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--top_p", type=float, default=0.9, metavar="X", help="nucleus sampling: cumulative probability (default: 0.9)"
     )
+    parser.add_argument(
+        "--tokenizer", default=None, metavar="DIR", help="tokenizer folder, of pretrain.py's checkpoints"
+    )
+    parser.add_argument(
+        "--raw_weights", action="store_true", help="the weights, not their EMA, of a checkpoint of pretrain.py"
+    )
     parser.add_argument("--seed", type=int, default=42, metavar="N", help="sampling seed (default: 42)")
     return parser
 
@@ -56,9 +62,8 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
-def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
-    """Generates one answer; streams tokens if stdout is a terminal."""
-    ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
+def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
+    """Generates one answer to prompt tokens; streams tokens if stdout is a terminal."""
     live, shown = sys.stdout.isatty(), [0]
 
     def on_token(new):
@@ -102,17 +107,31 @@ def main(argv=None) -> int:
     check(args)
     from finetune import inference
 
-    engine, tokenizer, ends = inference.open_engine(args)
+    recursive = inference.is_recursive(args.checkpoint)
+    for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
+        if given and not recursive:
+            raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
+    engine, tokenizer, ends = (inference.open_recursive if recursive else inference.open_engine)(args)
     engine.seed(args.seed)
+    turns = [("system", args.system)] if args.system else []
+
+    def reply(prompt: str) -> None:
+        if not recursive:
+            answer(engine, tokenizer, ends, prompt_ids(tokenizer, prompt, args.system, args.raw), args)
+            return
+        turns.append(("user", prompt))  # --interactive remembers what was said
+        ids = tokenizer.encode(prompt) if args.raw else tokenizer.prompt(turns)
+        turns.append(("assistant", answer(engine, tokenizer, ends, ids, args)))
+
     if args.prompt is not None:
-        answer(engine, tokenizer, ends, args.prompt, args)
+        reply(args.prompt)
     if args.interactive:
         prompting = "> " if sys.stdin.isatty() else ""
         say(prompting, end="")
         for line in sys.stdin:
             if not line.strip():
                 break
-            answer(engine, tokenizer, ends, line.rstrip("\n"), args)
+            reply(line.rstrip("\n"))
             say(prompting, end="")
     return 0
 

@@ -59,6 +59,47 @@ def base_of(checkpoint: str) -> ModelFiles:
     return files
 
 
+def is_recursive(checkpoint: str) -> bool:
+    """True for what pretrain.py wrote: a step_N or a run's folder, or a file that TinyRecursiveModels wrote."""
+    path = Path(checkpoint)
+    if path.is_file():
+        return path.name.startswith("step_")
+    config = path / "config.json"
+    return config.is_file() and '"tiny_recursive"' in config.read_text(encoding="utf-8", errors="replace")[:200]
+
+
+def open_recursive(args):
+    """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
+    from finetune.data.chat_tokens import ChatTokenizer
+    from finetune.plan.pretrain import select_device
+    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.recursive_generate import RecursiveGenerator
+    from finetune.torch_engine.recursive_weights import open_model
+
+    manager = select_device(args.device or "auto")
+    say(f"Using device: {manager.backend}")
+    if args.precision == "fp16":
+        raise PlanError("--precision fp16: a recursive model computes in fp32 or bf16. Use one of them.")
+    bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
+    set_num_threads()
+    checkpoint = Path(args.checkpoint)
+    tokenizer = ChatTokenizer.load(Path(args.tokenizer) if args.tokenizer else _tokenizer_beside(checkpoint))
+    dtype = "bfloat16" if bf16 else "float32"
+    model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise PlanError(
+            f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give its data set's."
+        )
+    return RecursiveGenerator(model, tokenizer.pad_id), tokenizer, tokenizer.stop_ids
+
+
+def _tokenizer_beside(checkpoint: Path) -> Path:
+    for folder in (checkpoint, checkpoint.resolve().parent):
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
+
+
 def open_engine(args):
     """(engine for evaluation and generation, tokenizer, stop token ids)."""
     files = base_of(args.checkpoint)
