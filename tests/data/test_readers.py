@@ -290,4 +290,4 @@ def test_a_file_of_zeros_is_refused_before_it_is_read(tmp_path, name):
     began = time.process_time()
     with pytest.raises(PlanError, match=f"{name}: "):
         read_rows(str(tmp_path / name))
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
