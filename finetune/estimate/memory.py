@@ -28,7 +28,8 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM p
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
 # activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
-HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.28, 3.2, 0.25
+HEAP_PART, HEAP_PART_LOW_MEMORY = 0.28, 0.25
+HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 
 
 # ---- weights and optimizer state
@@ -183,7 +184,7 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     if m.device != "cpu":
         return 0
     recomputed = m.settings.use_gradient_checkpointing == "true"
-    grown = HEAP_PART_RECOMPUTED * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
+    grown = HEAP_PART_RECOMPUTED[m.weight] * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
     return int(grown * (HEAP_PART_LOW_MEMORY if m.settings.low_memory else 1))
 
 
