@@ -239,7 +239,8 @@ def cpu_matmul(draft: Draft) -> None:
     word, speed = draft.values["cpu_matmul"], draft.capabilities.onednn_speed
     why = draft.capabilities.reasons.get("cpu_matmul", "not probed")
     if not draft.on_cpu:
-        draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {draft.backend}")
+        where = "an assumed accelerator" if draft.assumes_accelerator else draft.backend
+        draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {where}")
     elif word == "auto":
         measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
         draft.adjust("cpu_matmul", auto_cpu_matmul(speed), measured or f"oneDNN: {why}")

@@ -176,8 +176,9 @@ def _logits_to_grad(logits_TV, labels_T1, scale, softcap, learns: bool, grad_bia
 def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
     """(probabilities, in `out_TV`; log-probabilities of the labels [T, 1]), fp32."""
     if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on
-        log_probs_TV = torch.log_softmax(logits_TV, -1)
-        return torch.exp(log_probs_TV, out=out_TV), log_probs_TV.gather(1, labels_T1)
+        log_probs_TV = torch.log_softmax(logits_TV, -1, out=out_TV)
+        log_probs_T1 = log_probs_TV.gather(1, labels_T1)
+        return log_probs_TV.exp_(), log_probs_T1
     torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
     log_probs_T1 = out_TV.gather(1, labels_T1).log()
     # Below, log(p) would lose digits or be -inf: few rows, if any.
