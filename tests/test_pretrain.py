@@ -414,3 +414,10 @@ def test_no_worker_process_and_no_pinned_memory_is_used():
     for file in ("pretrain.py", "finetune/data/pretrain.py", "finetune/torch_engine/recursive_engine.py"):
         text = (ROOT / file).read_text()
         assert "DataLoader" not in text and "pin_memory" not in text and "num_workers" not in text
+
+
+def test_a_vanishing_temperature_is_greedy():
+    for given, used in (("1e-45", 0.0), ("0.5", 0.5)):
+        args = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "Hi", "--temperature", given])
+        generate.check(args)
+        assert args.temperature == used
