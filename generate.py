@@ -14,6 +14,8 @@ from finetune.cli import Parser
 from finetune.errors import PlanError
 from finetune.terminal import say
 
+GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
+
 
 def build_parser() -> Parser:
     from finetune import inference
@@ -99,6 +101,8 @@ def check(args) -> None:
     ):
         if not low <= getattr(args, name) <= high:
             raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+    if args.temperature < GREEDY_BELOW:
+        args.temperature = 0.0
 
 
 def main(argv=None) -> int:

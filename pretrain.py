@@ -23,7 +23,15 @@ from finetune.estimate import recursive as estimate
 from finetune.evaluation import evaluate_arrays
 from finetune.loop import run_steps
 from finetune.metrics import Metrics
-from finetune.plan.pretrain import PretrainPlan, finalize, finished, resolve, select_device, with_folder
+from finetune.plan.pretrain import (
+    PretrainPlan,
+    finalize,
+    finished,
+    resolve,
+    select_device,
+    with_folder,
+    with_recipe_notice,
+)
 from finetune.plan.run_plan import TrainState
 from finetune.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
 from finetune.terminal import say
@@ -35,17 +43,19 @@ def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
     values = recipe.read_recipe(name or "cfg_chat")
     manager = select_device(overrides.get("device", values.get("device", "auto")))
     say(f"Using device: {manager.backend}")
-    return with_folder(resolve(values, overrides, manager, env))
+    plan = resolve(values, overrides, manager, env)
+    return with_folder(with_recipe_notice(plan, name, {k: v for k, v in values.items() if k not in overrides}))
 
 
 def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
     """(the engine on this rank's device, process memory after imports). Collective."""
-    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.recursive_engine import build
 
     set_num_threads(env.local_size)
+    set_cpu_matmul(plan.settings.cpu_matmul)
     baseline = current_resident_bytes()
     groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
     return build(plan.settings, data.train, groups, data.carry), baseline

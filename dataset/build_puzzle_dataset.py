@@ -38,7 +38,9 @@ def generate(args):
             raise PlanError("--input-file: is read for --kind sudoku only. Omit it.")
         if not Path(args.input_file).is_file():
             raise PlanError(f"--input-file {args.input_file}: no such file. Check the path.")
-        found = puzzles.read_sudoku_csv(Path(args.input_file), wanted)
+        *found, repeated = puzzles.read_sudoku_csv(Path(args.input_file), wanted)
+        if repeated:
+            say(f"note: {repeated} repeated rows are left out")
         return *found, int(found[0].shape[1] ** 0.5) + 2
     if args.kind == "maze":
         if args.size > LARGEST_MAZE:

@@ -72,7 +72,7 @@ def open_recursive(args):
     """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
     from finetune.data.chat_tokens import ChatTokenizer
     from finetune.plan.pretrain import select_device
-    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
     from finetune.torch_engine.recursive_generate import RecursiveGenerator
     from finetune.torch_engine.recursive_weights import open_model
 
@@ -81,11 +81,17 @@ def open_recursive(args):
     if args.precision == "fp16":
         raise PlanError("--precision fp16: a recursive model computes in fp32 or bf16. Use one of them.")
     bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
+    if args.precision == "bf16" and not bf16:
+        say(f"--precision bf16: fp32 is used: {manager.capabilities.reasons.get('bf16', 'no bf16 here')}")
     set_num_threads()
+    if manager.backend is Backend.CPU:
+        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
     checkpoint = Path(args.checkpoint)
-    tokenizer = ChatTokenizer.load(Path(args.tokenizer) if args.tokenizer else _tokenizer_beside(checkpoint))
     dtype = "bfloat16" if bf16 else "float32"
     model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
+    if not model.arch.causal:
+        raise PlanError(f"--checkpoint {checkpoint}: was trained on puzzles (arch.causal=false). Give a chat model.")
+    tokenizer = ChatTokenizer.load(Path(args.tokenizer) if args.tokenizer else _tokenizer_beside(checkpoint))
     if tokenizer.vocab_size > model.vocab_size:
         raise PlanError(
             f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give its data set's."

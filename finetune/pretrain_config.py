@@ -79,6 +79,7 @@ class PretrainConfig:
     """A run. `epochs` counts passes over the rows, `eval_interval` epochs; 0 evaluates at the end only.
 
     `checkpoint_path`: the run's folder, in which step_N are; None is checkpoints/<data>/<run_name or time>.
+    `cpu_matmul`: library of fp32 products on a CPU, blas is torch's.
     `max_steps`, if not 0, is the total of optimizer steps, whatever `epochs` says.
     """
 
@@ -111,6 +112,7 @@ class PretrainConfig:
     symmetries: bool = True
     device: str = "auto"
     compile: str = "auto"
+    cpu_matmul: str = "auto"
     load_checkpoint: str | None = None
     checkpoint_path: str | None = None
     resume: str | None = None
@@ -148,6 +150,7 @@ CHOICES = {
     "optimizer": ("adamw", "adam_atan2"),
     "device": ("auto", "cuda", "mps", "cpu", "xpu"),
     "compile": ("auto", "true", "false"),
+    "cpu_matmul": ("auto", "blas", "onednn"),
     "log_to": ("auto", "stdout", "wandb"),
     "arch.pos_encodings": ("rope", "learned", "none"),
     "arch.forward_dtype": ("float32", "bfloat16"),

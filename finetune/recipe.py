@@ -74,7 +74,10 @@ def read_recipe(name: str) -> dict:
     """{key: value} of config/NAME.yaml and the arch file that it names."""
     path = _file(CONFIGS, name, "--config-name", _recipes())
     content, values = _mapping(path), {}
-    for entry in content.pop("defaults", None) or []:
+    entries = content.pop("defaults", None) or []
+    if not isinstance(entries, list):
+        raise PlanError(f"{path}: defaults: {shown(str(entries))} is not a list. Write [{{arch: NAME}}, _self_].")
+    for entry in entries:
         if isinstance(entry, dict) and list(entry) == ["arch"]:
             values |= read_arch(str(entry["arch"]), f"{path}: defaults: arch ")
         elif entry != "_self_":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.estimate.recursive import parameters
 from finetune.metrics import read_events
-from finetune.plan.pretrain import PretrainPlan, resolve, with_folder
+from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
+from finetune.plan.run_plan import SavedRun
 from finetune.recipe import read_arguments, read_recipe
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
@@ -216,6 +218,7 @@ def test_compiled_or_plain_the_same_recipe_says_what_it_is(here, tmp_path):
         (["epochs=0"], "must be 1 to"),
         (["arch.mlp_t=true"], "each token sees the answer"),
         (["arch.halting=true"], "a causal model's first position"),
+        (["arch.puzzle_emb_ndim=16"], "embeds the puzzle that a row belongs to"),
         (["arch.causal=false"], "on conversations each token sees the answer"),
         (["--config-name", "cfg_puzzle"], "data/tiny holds conversations"),
         (["arch.forward_dtype=fp8"], "not one of float32, bfloat16"),
@@ -318,12 +321,53 @@ def test_bfloat16_is_used_where_the_machine_computes_in_it():
         manager.__dict__["capabilities"] = _with_bfloat16(manager, supports)
         plan = resolve(read_recipe("cfg_chat"), {}, manager, None)
         assert plan.settings.arch.forward_dtype == dtype
+        said = [a for a in map(str, plan.adjustments) if a.startswith("arch.forward_dtype")]
+        assert said == [] if supports else "0.30 x the speed of fp32, measured" in said[0]
 
 
 def _with_bfloat16(manager, supports: bool):
     from dataclasses import replace
 
-    return replace(manager.capabilities, supports_bfloat16=supports)
+    reasons = manager.capabilities.reasons | {"bf16": "0.30 x the speed of fp32, measured"}
+    return replace(manager.capabilities, supports_bfloat16=supports, reasons=reasons)
+
+
+@pytest.mark.parametrize(("speed", "word"), [(None, "blas"), (1.05, "blas"), (2.0, "onednn")])
+def test_the_library_of_fp32_products_is_settled_by_the_probe(speed, word):
+    from dataclasses import replace
+
+    manager = pretraining.manager_of("cpu")
+    manager.__dict__["capabilities"] = replace(manager.capabilities, onednn_speed=speed)
+    assert resolve(read_recipe("cfg_chat"), {}, manager, None).settings.cpu_matmul == word
+    assert plan_of("cpu_matmul=blas", backend="mps").settings.cpu_matmul == "blas"
+    before = SavedRun(Path("run"), {"settled": {"backend": "cpu"}, "requested": {}}, None)
+    assert inherited(before, {}, "cpu")["cpu_matmul"] == "blas"  # saved before it was a setting
+    before.saved_plan["settled"]["cpu_matmul"] = "onednn"
+    assert inherited(before, {}, "cpu")["cpu_matmul"] == "onednn"
+    if speed is None:
+        with pytest.raises(PlanError, match="cpu_matmul=onednn: .* Use auto or blas"):
+            resolve(read_recipe("cfg_chat"), {"cpu_matmul": "onednn"}, manager, None)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(here, tmp_path):
+    out = tmp_path / "out"
+    argv = [*RECURSIVE, "data_paths=[data/tiny]", f"checkpoint_path={out}", "max_steps=2"]
+    out.mkdir()
+    (out / "run_plan.json").write_text("{}")
+    done = train(here, *argv, "resume=auto")
+    assert "ended before its first step_N: it begins again" in done.stdout and (out / "step_2").is_dir()
+    assert json.loads((out / "run_plan.json").read_text())["settled"]["cpu_matmul"] in ("blas", "onednn")
+    done = train(here, "resume=auto", f"checkpoint_path={out}", "max_steps=1", code=2)
+    assert "max_steps=1: " in done.stderr and "is already at step 2" in done.stderr and "--max" not in done.stderr
+    done = train(here, f"resume={out}", "--config-name", "cfg_puzzle", "max_steps=3", "load_checkpoint=gone")
+    assert "--config-name cfg_puzzle: a resumed run keeps its own recipe; ignored: " in done.stdout
+
+
+def test_generate_names_the_true_reason_on_a_puzzle_model(here, tmp_path):
+    out = tmp_path / "out"
+    train(here, "--config-name", "cfg_puzzle", *TINY, "data_paths=[sudoku]", f"checkpoint_path={out}", "max_steps=1")
+    with pytest.raises(PlanError, match="was trained on puzzles"):
+        generate.main(["--checkpoint", str(out), "--prompt", "Hi"])
 
 
 def test_a_plan_survives_its_way_to_other_ranks(tmp_path, monkeypatch):
@@ -370,3 +414,10 @@ def test_no_worker_process_and_no_pinned_memory_is_used():
     for file in ("pretrain.py", "finetune/data/pretrain.py", "finetune/torch_engine/recursive_engine.py"):
         text = (ROOT / file).read_text()
         assert "DataLoader" not in text and "pin_memory" not in text and "num_workers" not in text
+
+
+def test_a_vanishing_temperature_is_greedy():
+    for given, used in (("1e-45", 0.0), ("0.5", 0.5)):
+        args = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "Hi", "--temperature", given])
+        generate.check(args)
+        assert args.temperature == used

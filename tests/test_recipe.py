@@ -111,3 +111,9 @@ def test_a_wrong_file_is_named_with_its_fault(tmp_path, text, fact):
     with pytest.raises(PlanError, match="mine.yaml|arch") as found:
         read_recipe(str(tmp_path / "mine.yaml"))
     assert fact in str(found.value)
+
+
+def test_defaults_that_are_no_list_are_named(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: 3\n")
+    with pytest.raises(PlanError, match="defaults: 3 is not a list"):
+        read_recipe(str(tmp_path / "mine.yaml"))

@@ -134,10 +134,7 @@ class OutputDir:
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
-                raise PlanError(
-                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger "
-                    "one."
-                )
+                raise PlanError(f"{plan.asked_length}: {folder} is already at step {state.step}. Use a larger one.")
             state.total_steps, state.status = total_steps, "running"
         for old, new in self.begin(state.step):
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")

@@ -7,6 +7,7 @@ DIR/tokenizer/ for text. inputs and labels are [rows, seq_len]: labels[s] is wha
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ SCHEMA = {
     "symmetries?": (str, type(None)),
 }
 SYMMETRIES = (None, "sudoku", "maze")
+CELLS = (16, 36, 81)  # of a Sudoku
+WRITTEN = {"train", "test", "tokenizer", "config.json"}  # all that a data set has: nothing else is ever replaced
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,12 @@ def new_dataset(output: Path) -> Iterator[Path]:
 
     Raises PlanError before anything is written.
     """
-    if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file()):
-        raise PlanError(f"--output-dir {output}: holds other files. Give another folder.")
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise PlanError(f"--output-dir {output}: is a file or a link. Give another folder.")
+    found = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
+    if found and (found - WRITTEN or not (output / "train" / "dataset.json").is_file()):
+        names = ", ".join(sorted(found - WRITTEN)[:3]) or "no train/dataset.json"
+        raise PlanError(f"--output-dir {output}: is no data set, it has {names}. Give another folder.")
     written = output.parent / f".{output.name}.new"
     shutil.rmtree(written, ignore_errors=True)
     with new_folder(written) as beside:
@@ -153,10 +160,8 @@ def read_split(path: str, split: str) -> Rows | None:
         ) from None
     except JsonFileError as error:
         raise PlanError(f"{error}. Build the data set again.") from None
-    inputs, labels, puzzles = (
-        np.concatenate([_array(folder / f"{name}__{kind}.npy") for name in content["sets"]])
-        for kind in ("inputs", "labels", "puzzle_identifiers")
-    )
+    _check_facts(folder, content)
+    inputs, labels, puzzles = (_array_of_sets(folder, kind, content) for kind in NAMES[:3])
     if split == "test" and not len(inputs):
         return None
     _check(folder, content, inputs, labels, puzzles)
@@ -167,6 +172,16 @@ def read_split(path: str, split: str) -> Rows | None:
     return Rows(inputs, labels, puzzles, *facts, content.get("symmetries"), {path: 0})
 
 
+def _array_of_sets(folder: Path, kind: str, content: dict) -> np.ndarray:
+    arrays = [_array(folder / f"{name}__{kind}.npy") for name in content["sets"]]
+    if len({(array.ndim, array.shape[1:]) for array in arrays}) > 1:
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        raise PlanError(f"{folder}: {kind} of its sets have the shapes {shapes}. Build the data set again.")
+    if not arrays[0].ndim:
+        raise PlanError(f"{folder}: {kind} is a single number, must be an array. Build the data set again.")
+    return np.concatenate(arrays)
+
+
 def _array(file: Path) -> np.ndarray:
     try:
         return np.load(file, allow_pickle=False)
@@ -174,6 +189,20 @@ def _array(file: Path) -> np.ndarray:
         raise PlanError(f"{file}: no such file. Build the data set again.") from None
     except (ValueError, OSError, EOFError) as error:
         raise PlanError(f"{file}: is not an array of numbers ({first_line(error)}). Build it again.") from None
+
+
+def _check_facts(folder: Path, content: dict) -> None:
+    """Raises PlanError for what dataset.json cannot say."""
+    file, sets, vocab, size = folder / "dataset.json", content["sets"], content["vocab_size"], content["seq_len"]
+    if not sets or any(not name or name in (".", "..") or "/" in name or "\\" in name for name in sets):
+        raise PlanError(f'{file}: sets is {sets}, must be names such as ["all"]. Build the data set again.')
+    if not 0 <= content["pad_id"] < vocab:
+        raise PlanError(f"{file}: pad_id is {content['pad_id']}; the vocabulary is 0 to {vocab - 1}. Build it again.")
+    symmetries = content.get("symmetries")
+    if symmetries not in SYMMETRIES:
+        raise PlanError(f"{file}: symmetries is {symmetries!r}. Use sudoku, maze or null.")
+    if symmetries and (size < 1 or math.isqrt(size) ** 2 != size or (symmetries == "sudoku" and size not in CELLS)):
+        raise PlanError(f"{file}: symmetries is {symmetries!r}, and {size} cells are not its square. Build it again.")
 
 
 def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
@@ -187,8 +216,15 @@ def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
         raise PlanError(f"{folder}: puzzle_identifiers are {puzzles.shape}, must be ({rows},). Build it again.")
     if inputs.min() < 0 or inputs.max() >= vocab or labels.max() >= vocab:
         raise PlanError(f"{folder}: has token {max(inputs.max(), labels.max())}; the vocabulary is 0 to {vocab - 1}.")
-    if content.get("symmetries") not in SYMMETRIES:
-        raise PlanError(f"{folder}/dataset.json: symmetries is {content['symmetries']!r}. Use sudoku, maze or null.")
+    negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    negative = negative[negative != content["ignore_label_id"]]  # None: no label is equal to it
+    if len(negative):
+        ignored = content["ignore_label_id"]
+        raise PlanError(f"{folder}: has label {negative[0]}; only {ignored} is ignored. Build the data set again.")
+    known = max(1, content["num_puzzle_identifiers"])
+    if puzzles.min() < 0 or puzzles.max() >= known:
+        wrong = puzzles.min() if puzzles.min() < 0 else puzzles.max()
+        raise PlanError(f"{folder}: has puzzle identifier {wrong}; they are 0 to {known - 1}. Build it again.")
 
 
 def joined(splits: list[Rows]) -> Rows:

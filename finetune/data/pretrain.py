@@ -157,6 +157,9 @@ def load_pretrain_data(settings: PretrainConfig, num_slots: int) -> PretrainData
         raise PlanError(f"dataset_type=chat: {s.data_paths[0]} holds puzzles. Use --config-name cfg_puzzle.")
     found = {path: read_split(path, "test") for path in (*s.data_paths, *s.data_paths_test)}
     tests = {path: rows for path, rows in found.items() if rows is not None}
+    sizes = sorted({rows.seq_len for rows in splits})
+    if splits[0].symmetries and s.symmetries and len(sizes) > 1:
+        raise PlanError(f"data_paths: puzzles of {sizes} cells do not share symmetries. Use one, or symmetries=false.")
     train, notices = joined(splits), []
     joined([train, *tests.values()])  # what does not belong together is refused here
     seq_len = _seq_len(s, train)
@@ -181,6 +184,11 @@ def _seq_len(s: PretrainConfig, train: Rows) -> int:
         raise PlanError(
             f"arch.seq_len={s.arch.seq_len}: the rows have {train.seq_len} positions, and with arch.mlp_t=true the "
             "model has exactly theirs. Omit it."
+        )
+    if s.arch.seq_len and s.arch.seq_len < train.seq_len and train.symmetries and s.symmetries:
+        raise PlanError(
+            f"arch.seq_len={s.arch.seq_len}: the puzzles have {train.seq_len} cells, and a part has no symmetry. "
+            "Omit it, or use symmetries=false."
         )
     return min(s.arch.seq_len or train.seq_len, train.seq_len)
 

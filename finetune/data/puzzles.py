@@ -4,6 +4,7 @@ A Sudoku cell is token value + 1, 1 a blank, 0 is never used (the pad id). Grids
 at random is a function of a seed, so that a data set, or a row's symmetry in an epoch, can be computed again.
 """
 
+import contextlib
 import csv
 from collections import deque
 from dataclasses import dataclass
@@ -150,13 +151,14 @@ def sudoku_symmetry(sudoku: Sudoku, rng) -> tuple[np.ndarray, np.ndarray]:
     return cells.reshape(-1), np.concatenate([[0, BLANK], rng.permutation(size) + 2])
 
 
-def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(puzzles, solutions) as tokens from a csv with columns puzzle (or question, quizzes) and solution (or answer).
+def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """(puzzles, solutions) as tokens, and the number of repeated rows left out.
 
-    Values are digits, blanks '.' or '0'. Raises PlanError naming the line.
+    From a csv with columns puzzle (or question, quizzes) and solution (or answer). Values are digits, blanks '.' or
+    '0'. Raises PlanError naming the line.
     """
-    puzzles, answers = [], []
-    with open(path, newline="", encoding="utf-8") as file:
+    puzzles, answers, seen, repeated = [], [], set(), 0
+    with open(path, newline="", encoding="utf-8-sig") as file, _decoded(path):
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
         asked = next((n for n in ("puzzle", "question", "quizzes") if n in names), None)
@@ -166,10 +168,15 @@ def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray]
         for row in reader:
             puzzle, answer = (row[n] or "" for n in (asked, told))
             where = f"{path}:{reader.line_num}"
-            if len(puzzle) != len(answer) or int(len(puzzle) ** 0.5) not in SHAPES:
+            if len(puzzle) != len(answer) or len(puzzle) not in [size**2 for size in SHAPES]:
                 raise PlanError(f"{where}: {len(puzzle)} and {len(answer)} cells. Both must be 16, 36 or 81.")
             if puzzles and len(puzzle) != len(puzzles[0]):
                 raise PlanError(f"{where}: {len(puzzle)} cells, the rows before have {len(puzzles[0])}.")
+            same = puzzle.replace(".", "0")
+            if same in seen:
+                repeated += 1
+                continue
+            seen.add(same)
             puzzles.append(_tokens_of(puzzle, where))
             answers.append(_tokens_of(answer, where))
             if (answers[-1] == BLANK).any() or ((puzzles[-1] != BLANK) & (puzzles[-1] != answers[-1])).any():
@@ -178,12 +185,20 @@ def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray]
                 break
     if not puzzles:
         raise PlanError(f"{path}: has no rows.")
-    return np.array(puzzles, np.int32), np.array(answers, np.int32)
+    return np.array(puzzles, np.int32), np.array(answers, np.int32), repeated
+
+
+@contextlib.contextmanager
+def _decoded(path: Path):
+    try:
+        yield
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise PlanError(f"{path}: cannot be read as csv ({error}). Save it as UTF-8.") from None
 
 
 def _tokens_of(text: str, where: str) -> np.ndarray:
     size = int(len(text) ** 0.5)
-    values = [0 if c == "." else int(c) if c.isdigit() else -1 for c in text]
+    values = [0 if c == "." else "0123456789".find(c) for c in text]
     if not all(0 <= v <= size for v in values):
         raise PlanError(f"{where}: holds something other than '.' and 0 to {size}. Correct or remove the row.")
     return np.array(values, np.int32) + 1

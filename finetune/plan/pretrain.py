@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from backend_manager import Backend, BackendManager
+from backend_manager import Backend, BackendManager, auto_cpu_matmul
 from finetune.checkpoint.store import holds_a_run, newest_run, numbered, read_manifest, steps_of, storage, verified_json
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
@@ -24,8 +24,8 @@ COMPILE_COSTS = "compiling takes longer than it saves here"
 # What a resumed run may change.
 RESUMABLE = {
     *("epochs", "max_steps", "eval_interval", "min_eval_interval", "checkpoint_every_eval", "checkpoint_every"),
-    *("keep_last", "log_every_n_steps", "log_to", "project_name", "run_name", "device", "compile", "rank_timeout"),
-    *("resume", "checkpoint_path", "overwrite", "dry_run", "load_checkpoint", "data_paths_test"),
+    *("keep_last", "log_every_n_steps", "log_to", "project_name", "run_name", "device", "compile", "cpu_matmul"),
+    *("resume", "checkpoint_path", "overwrite", "dry_run", "load_checkpoint", "data_paths_test", "rank_timeout"),
 }
 ROOT = Path("checkpoints")
 ORDER = (Backend.CUDA, Backend.MPS, Backend.CPU)
@@ -57,6 +57,12 @@ class PretrainPlan:
     @property
     def rows_per_step(self) -> int:
         return self.settings.global_batch_size * self.settings.gradient_accumulation_steps
+
+    @property
+    def asked_length(self) -> str:
+        """What sets the number of steps, as it was written."""
+        s = self.settings
+        return f"max_steps={s.max_steps}" if s.max_steps else f"epochs={s.epochs}"
 
     def schedule(self, total_steps: int) -> Schedule:
         s = self.settings
@@ -144,14 +150,16 @@ def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv
         raise PlanError(NO_MPS_RANKS)
     requested = recipe | overrides
     saved = find_saved(requested.get("resume"), requested.get("checkpoint_path"))
-    settings = of_flat(inherited(saved, overrides) if saved else requested)
+    settings = of_flat(inherited(saved, overrides, backend) if saved else requested)
     dims = ParallelDims(dp_replicate=size)
     plan = PretrainPlan(settings, requested, backend=backend, dims=dims, resume_from=saved)
     check(settings, size)
+    if not saved:  # a resumed run has taken its weights already
+        check_load(settings)
     variable = os.environ.get("FSDP_BACKEND")
     why = f"FSDP_BACKEND={variable}" if variable else f"the first of {', '.join(map(str, ORDER))} that is available"
     changes = {"device": (backend, why), **model_changes(settings)}
-    changes |= machine_changes(settings, manager, size)
+    changes |= machine_changes(settings, manager, named=not saved or "cpu_matmul" in overrides)
     plan = plan.changed(changes)
     return replace(plan, notices=tuple(model_notices(plan.settings)))
 
@@ -174,6 +182,11 @@ def check(s: PretrainConfig, size: int) -> None:
             "arch.halting=true: asks whether a whole row is right, and a causal model's first position sees one token. "
             "Use arch.halting=false, or arch.causal=false for puzzles."
         )
+    if arch.puzzle_emb_ndim and arch.causal:
+        raise PlanError(
+            f"arch.puzzle_emb_ndim={arch.puzzle_emb_ndim}: embeds the puzzle that a row belongs to, and text, which "
+            "arch.causal=true is for, belongs to none. Use 0, or arch.causal=false for puzzles."
+        )
     if not arch.no_ACT_continue:
         raise PlanError("arch.no_ACT_continue=false: the Q-continue loss of HRM is not supported. Use true.")
     if s.freeze_weights and not arch.puzzle_emb_ndim:
@@ -189,6 +202,9 @@ def check(s: PretrainConfig, size: int) -> None:
         raise PlanError(
             f"arch.num_heads={arch.num_heads}: more than half of arch.hidden_size {arch.hidden_size}. Use fewer."
         )
+
+
+def check_load(s: PretrainConfig) -> None:
     if s.load_checkpoint and not Path(s.load_checkpoint).exists():
         raise PlanError(f"load_checkpoint={s.load_checkpoint}: no such file or folder. Give a step_N.")
 
@@ -206,11 +222,13 @@ def model_changes(s: PretrainConfig) -> dict:
     return changes
 
 
-def machine_changes(s: PretrainConfig, manager: BackendManager, size: int) -> dict:
+def machine_changes(s: PretrainConfig, manager: BackendManager, named: bool) -> dict:
+    """`named`: cpu_matmul is the user's word of now, not a resumed run's."""
     backend, changes = str(manager.backend), {}
     if s.arch.forward_dtype == "bfloat16" and not manager.capabilities.supports_bfloat16:
-        why = manager.capabilities.reasons.get("supports_bfloat16", "not supported by this device")
+        why = manager.capabilities.reasons.get("bf16", "not supported by this device")
         changes["arch.forward_dtype"] = ("float32", f"bfloat16: {why}")
+    changes["cpu_matmul"] = matmul_change(s.cpu_matmul, manager, named)
     changes["compile"] = ("false", "never compiled on CPU unless compile=true: " + COMPILE_COSTS)
     if "DISABLE_COMPILE" in os.environ:
         changes["compile"] = ("false", "DISABLE_COMPILE is set")
@@ -220,6 +238,21 @@ def machine_changes(s: PretrainConfig, manager: BackendManager, size: int) -> di
         word = s.compile if s.compile != "auto" else "true"
         changes["compile"] = (word, "compiled on CUDA unless compile=false")
     return changes
+
+
+def matmul_change(word: str, manager: BackendManager, named: bool) -> tuple[str, str]:
+    """(library of fp32 products, why)."""
+    speed, why = manager.capabilities.onednn_speed, manager.capabilities.reasons.get("cpu_matmul", "not probed")
+    if manager.backend is not Backend.CPU:
+        return "blas", f"it is for device=cpu, and this run is on {manager.backend}"
+    if word == "auto":
+        measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
+        return auto_cpu_matmul(speed), measured or f"oneDNN: {why}"
+    if word == "onednn" and speed is None:
+        if named:
+            raise PlanError(f"cpu_matmul=onednn: {why}. Use auto or blas.")
+        return "blas", f"the saved run's is not available here: {why}"
+    return word, ""
 
 
 def model_notices(s: PretrainConfig) -> list[str]:
@@ -238,6 +271,21 @@ def model_notices(s: PretrainConfig) -> list[str]:
     return notices
 
 
+def with_recipe_notice(plan: PretrainPlan, name: str | None, recipe: dict) -> PretrainPlan:
+    """The plan with a notice if it resumes a run and --config-name says something else."""
+    if not plan.resume_from or not name:
+        return plan
+    kept = flat(plan.settings)
+    asked = defaults() | {
+        k: tuple(v) if isinstance(v, list) else v for k, v in plan.resume_from.saved_plan["requested"].items()
+    }
+    others = [k for k, v in recipe.items() if v not in (kept[k], asked.get(k))]
+    if not others:
+        return plan
+    line = f"--config-name {name}: a resumed run keeps its own recipe; ignored: {', '.join(others)}"
+    return replace(plan, notices=(*plan.notices, line))
+
+
 def with_folder(plan: PretrainPlan) -> PretrainPlan:
     """The plan with its folder, checkpoints/<data>/<run_name or time>, if none is given; one that holds a run is
     refused.
@@ -245,6 +293,12 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
     s = plan.settings
     if plan.resume_from:
         return plan
+    died = s.resume == "auto" and s.checkpoint_path and Path(s.checkpoint_path)
+    if died and holds_a_run(died) and not steps_of(died):
+        plan = replace(
+            plan, notices=(*plan.notices, f"resume=auto: {died} ended before its first step_N: it begins again")
+        )
+        return replace(plan, settings=replace(s, overwrite=True))
     if s.checkpoint_path is None:
         data = Path(s.data_paths[0]).name if s.data_paths else "data"
         first = ROOT / data / (s.run_name or datetime.now().strftime("%Y%m%d-%H%M%S"))
@@ -322,12 +376,17 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
     raise CheckpointDamagedError(f"{root}: no checkpoint verifies. {damaged}")
 
 
-def inherited(saved: SavedRun, overrides: dict) -> dict:
-    """The saved run's settings with what may change; anything else that differs is refused."""
+def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:
+    """The saved run's settings with what may change; anything else that differs is refused.
+
+    `cpu_matmul` is inherited on the saved run's backend; a run saved before it was a setting computed with blas.
+    """
     known = defaults()
     before = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.saved_plan["settled"].items() if k in known}
     missing = set(known) - set(before)
-    before = known | before
+    before = known | {"cpu_matmul": "blas"} | before
+    if saved.saved_plan["settled"].get("backend") != backend:
+        before["cpu_matmul"] = "auto"
     asked = saved.saved_plan["requested"]
     for key, value in overrides.items():
         written = list(value) if isinstance(value, tuple) else value

@@ -77,6 +77,12 @@ class RunPlan:
         return self.settings.sharding_strategy not in KEEPS_GATHERED
 
     @property
+    def asked_length(self) -> str:
+        """What sets the number of steps, as it was written."""
+        s = self.settings
+        return f"--max_steps {s.max_steps}" if s.max_steps > 0 else f"--num_epochs {s.num_epochs}"
+
+    @property
     def rows_per_step(self) -> int:
         return self.settings.batch_size * self.settings.gradient_accumulation_steps * self.data_ranks
 

@@ -69,16 +69,25 @@ def test_mazes_have_the_shortest_path_drawn():
 def test_a_csv_is_read_and_a_wrong_row_is_named(tmp_path):
     file = tmp_path / "puzzles.csv"
     file.write_text("puzzle,solution\n1..4..1...4.4..1,1234341221434321\n")
-    asked, answers = puzzles.read_sudoku_csv(file)
+    asked, answers, repeated = puzzles.read_sudoku_csv(file)
+    assert repeated == 0
+    row = "1..4..1...4.4..1,1234341221434321\n"
+    file.write_text("\ufeffpuzzle,solution\n" + row + row.replace(".", "0"), encoding="utf-8")
+    found = puzzles.read_sudoku_csv(file)
+    assert len(found[0]) == 1 and found[2] == 1
     assert asked.shape == answers.shape == (1, 16) and asked[0, 1] == puzzles.BLANK and answers[0, 1] == 3
     for text, fact in (
         ("quiz,solution\n1,1\n", "not 'puzzle' and 'solution'"),
         ("puzzle,solution\n1..4,1234\n", ":2: 4 and 4 cells"),
         ("puzzle,solution\n2..4..1...4.4..1,1234341221434321\n", "does not complete the puzzle"),
         ("puzzle,solution\n7..4..1...4.4..1,1234341221434321\n", "something other than"),
+        (f"puzzle,solution\n{'.' * 17},{'1' * 17}\n", "17 and 17 cells"),
+        ("puzzle,solution\n\u00b2..4..1...4.4..1,1234341221434321\n", "something other than"),
+        ("puzzle,solution\n\u0663..4..1...4.4..1,1234341221434321\n", "something other than"),
         ("puzzle,solution\n", "has no rows"),
+        (b"puzzle,solution\n\xff\xfe", "cannot be read as csv"),
     ):
-        file.write_text(text)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(PlanError, match=fact.replace(".", r"\.")):
             puzzles.read_sudoku_csv(file)
 
