@@ -178,7 +178,7 @@ print("grad", model[0].weight.grad.full_tensor().shape)
 """
 
 
-@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, tmp_path):
     """On the CPU, with the staged group as its only one."""
     argv = [sys.executable, "-c", SCRIPT, "debug" if debug else "plain"]
@@ -200,7 +200,8 @@ def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
 
 
 @needs_device
-@pytest.mark.parametrize("other", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [1, 3])
 def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(other, tmp_path):
     path = str(tmp_path / "model.pt")
     two = ranks.run(2, wrapper_cases.saved, tmp_path / "saved", path=path, **ON)
