@@ -200,8 +200,7 @@ def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
 
 
 @needs_device
-@pytest.mark.slow
-@pytest.mark.parametrize("other", [1, 3])
+@pytest.mark.parametrize("other", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(other, tmp_path):
     path = str(tmp_path / "model.pt")
     two = ranks.run(2, wrapper_cases.saved, tmp_path / "saved", path=path, **ON)
