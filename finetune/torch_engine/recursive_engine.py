@@ -17,6 +17,7 @@ from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, is_out_
 from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine import memory_stats, optim, recursive_generate
 from finetune.torch_engine.device import fp64_device
+from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.parallel.parallelism import all_reduce_gradients
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.recursive import RecursiveModel, halting_loss, token_losses
@@ -27,7 +28,7 @@ from finetune.torch_engine.recursive_weights import CONFIG, MODEL, model_config,
 TARGETS = 64  # logits are computed for a multiple of it
 
 
-class RecursiveEngine:
+class RecursiveEngine(EngineBase):
     """A RecursiveModel, its optimizers, its moving average, and the state of every slot of `carry`."""
 
     layout = "padded"
@@ -237,50 +238,10 @@ class RecursiveEngine:
                 f"arch.hidden_size={self.arch.hidden_size} or arch.seq_len={self.model.seq_len}."
             ) from error
 
-    # ---- collectives
-
-    @property
-    def rank(self) -> int:
-        return self.groups.rank
-
-    @property
-    def data_rank(self) -> int:
-        return self.groups.data_rank
-
-    def all_reduce_max(self, number: int) -> int:
-        return int(self.groups.all_reduce_max(number))
-
-    def all_reduce_sum(self, number: float) -> float:
-        return float(self.groups.all_gather_scalars([number]).sum())
-
-    def all_gather_object(self, value) -> list:
-        return self.groups.all_gather_object(value)
-
-    def broadcast_object(self, value):
-        return self.groups.broadcast_object(value)
-
-    def shard_list(self, items: list) -> list:
-        return items[self.data_rank :: self.groups.dims.data_ranks]
-
     # ---- state
 
     def state_shards(self):
         raise AssertionError("ranks are replicas: rank 0 writes")
-
-    def trainable_state(self) -> dict[str, np.ndarray]:
-        return self.state.trainable_state()
-
-    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        return self.state.optimizer_state()
-
-    def optimizer_values(self) -> dict:
-        return self.state.optimizer_values()
-
-    def rng_state(self) -> dict[str, np.ndarray]:
-        return self.state.rng_state()
-
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
-        self.state.load_state(trainable, optimizer, values, rng)
 
     def load_weights(self, weights: dict, said: str) -> None:
         self.state.load_weights(weights, said)
@@ -328,9 +289,6 @@ class RecursiveEngine:
         items = dict(stats.items)
         items["workspace"] = items.get("workspace", 0) - sum(beside.values())
         return MemoryStats(stats.total, items | {name: size for name, size in beside.items() if size})
-
-    def reset_memory(self) -> int:
-        return self.counter.peak()
 
 
 @torch.no_grad()
