@@ -72,7 +72,7 @@ def open_recursive(args):
     """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
     from finetune.data.chat_tokens import ChatTokenizer
     from finetune.plan.pretrain import select_device
-    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
+    from finetune.torch_engine.device import device_of
     from finetune.torch_engine.recursive_generate import RecursiveGenerator
     from finetune.torch_engine.recursive_weights import open_model
 
@@ -83,9 +83,7 @@ def open_recursive(args):
     bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
     if args.precision == "bf16" and not bf16:
         say(f"--precision bf16: fp32 is used: {manager.capabilities.reasons.get('bf16', 'no bf16 here')}")
-    set_num_threads()
-    if manager.backend is Backend.CPU:
-        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+    prepare_torch(manager)
     checkpoint = Path(args.checkpoint)
     dtype = "bfloat16" if bf16 else "float32"
     model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
@@ -106,6 +104,15 @@ def _tokenizer_beside(checkpoint: Path) -> Path:
     raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
 
 
+def prepare_torch(manager: BackendManager) -> None:
+    """This process's compute threads, and the library for fp32 products that a run with --cpu_matmul auto takes."""
+    from finetune.torch_engine.device import set_cpu_matmul, set_num_threads
+
+    set_num_threads()
+    if manager.backend is Backend.CPU:
+        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+
+
 def open_engine(args):
     """(engine for evaluation and generation, tokenizer, stop token ids)."""
     files = base_of(args.checkpoint)
@@ -118,10 +125,8 @@ def open_engine(args):
         precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
-    if manager.backend is Backend.CPU:
-        from finetune.torch_engine.device import set_cpu_matmul
-
-        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+    if manager.backend is not Backend.MLX:
+        prepare_torch(manager)
     engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
     engine.verify("auto")
     return engine, tokenizer, end_ids(tokenizer, files.folder)
@@ -136,14 +141,13 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, p
 
 
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
-    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.device import device_of
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
-    set_num_threads()
     device = device_of(device)
     model = load_trained(checkpoint, files, device, WEIGHT_DTYPES[precision])
     keep_heap(low_memory=False)

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from backend_manager import Backend, BackendManager, auto_cpu_matmul
+from backend_manager import Backend, BackendManager
 from finetune.checkpoint.store import holds_a_run, newest_run, numbered, read_manifest, steps_of, storage, verified_json
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.run_plan import Adjustment, SavedRun, TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
@@ -242,17 +243,14 @@ def machine_changes(s: PretrainConfig, manager: BackendManager, named: bool) -> 
 
 def matmul_change(word: str, manager: BackendManager, named: bool) -> tuple[str, str]:
     """(library of fp32 products, why)."""
-    speed, why = manager.capabilities.onednn_speed, manager.capabilities.reasons.get("cpu_matmul", "not probed")
     if manager.backend is not Backend.CPU:
         return "blas", f"it is for device=cpu, and this run is on {manager.backend}"
-    if word == "auto":
-        measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
-        return auto_cpu_matmul(speed), measured or f"oneDNN: {why}"
-    if word == "onednn" and speed is None:
+    used, why = choose_cpu_matmul(word, manager.capabilities)
+    if word == "onednn" != used:
         if named:
             raise PlanError(f"cpu_matmul=onednn: {why}. Use auto or blas.")
-        return "blas", f"the saved run's is not available here: {why}"
-    return word, ""
+        why = f"the saved run's is not available here: {why}"
+    return used, why
 
 
 def model_notices(s: PretrainConfig) -> list[str]:

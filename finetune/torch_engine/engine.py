@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError
+from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
 from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.engine_base import EngineBase
-from finetune.torch_engine.load import out_of_memory
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.state import EngineState
@@ -192,7 +191,7 @@ class TorchEngine(EngineBase):
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from finetune.estimate.engine_limits import CACHED_LOGITS, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.torch_engine.lora.layers import LoRALinear
 
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
@@ -132,11 +132,6 @@ class _ChunkedNLL(torch.autograd.Function):
             None if b is None else b * upstream,
             None,
         )
-
-
-def logits_rows(vocab_size: int) -> int:
-    """Positions whose logits exist at a time."""
-    return max(128, LOGITS_CHUNK_BYTES // (4 * vocab_size))
 
 
 def _logits_to_grad(logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V) -> torch.Tensor:
