@@ -118,6 +118,14 @@ def engine_lines(engine) -> list[str]:
     return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
 
 
+def time_line(state, summary: Summary) -> str:
+    """The seconds of each phase, and the tokens of this run."""
+    tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
+    rate = tokens / training_s if training_s else 0
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
+
+
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
     peak = summary.peak["total"] if summary.peak else 0
@@ -148,14 +156,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
         before = "(resumed)" if r.sample_before is None else r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
-    tokens, training_s = state.num_tokens - r.tokens_before, r.seconds.get("training")
-    rate = tokens / training_s if training_s else 0
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
-    lines += [
-        f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second",
-        *dataset_lines(data.tokens_by_dataset(plan, state)),
-        *memory_lines(r, s.verbose),
-    ]
+    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *memory_lines(r, s.verbose)]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
@@ -205,11 +206,7 @@ def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
             table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),
             "",
         ]
-    training_s = r.seconds.get("training")
-    rate = (state.num_tokens - r.tokens_before) / training_s if training_s else 0
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
-    lines.append(f"time: {phases}; {rate:,.0f} tokens/s in training")
-    lines += memory_lines(r, verbose=False)
+    lines += [time_line(state, r), *memory_lines(r, verbose=False)]
     if state.exit_code:
         return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
     lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
