@@ -110,7 +110,7 @@ def new_dataset(output: Path) -> Iterator[Path]:
     found = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
     if found and (found - WRITTEN or not (output / "train" / "dataset.json").is_file()):
         names = ", ".join(sorted(found - WRITTEN)[:3]) or "no train/dataset.json"
-        raise PlanError(f"--output-dir {output}: is no data set, it has {names}. Give another folder.")
+        raise PlanError(f"--output-dir {output}: is not a data set: it has {names}. Give another folder.")
     written = output.parent / f".{output.name}.new"
     shutil.rmtree(written, ignore_errors=True)
     with new_folder(written) as beside:

@@ -26,7 +26,7 @@ def test_only_a_folder_that_is_a_data_set_and_nothing_else_is_replaced(tmp_path,
     for is_dataset in (False, True):
         if is_dataset:
             write(tmp_path / "mine")
-        with pytest.raises(PlanError, match="is no data set"), new_dataset(tmp_path / "mine"):
+        with pytest.raises(PlanError, match="is not a data set"), new_dataset(tmp_path / "mine"):
             pass
         assert file.read_text() == "mine"
 
