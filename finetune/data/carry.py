@@ -37,7 +37,7 @@ class Carry:
     def refill(self, num_rows: int, seed: int, cursor: Cursor) -> Cursor:
         """Gives rows to empty slots, up to the epoch's end; where the next rows are.
 
-        Without halting all rows leave together, and so they arrive.
+        Without halting all rows leave together, and the next ones arrive together.
         """
         empty = np.flatnonzero(self.rows == EMPTY)
         if not len(empty) or (not self.halting and len(empty) < len(self.rows)):

@@ -56,10 +56,7 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
         keys = (tokens_NL.unsqueeze(0) * kv_heads + torch.arange(kv_heads).view(-1, 1, 1)).flatten()
         real_queries = real_NL.view(1, n, 1, length).expand(kv_heads, n, per, length).flatten()
         real_keys = real_NL.unsqueeze(0).expand(kv_heads, n, length).flatten()
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
-        if window is not None and window < length:
-            allowed = allowed.triu(1 - window)
-        bias_QL = torch.zeros(length, length, dtype=dtype).masked_fill_(~allowed, float("-inf")).repeat(per, 1)
+        bias_QL = causal_bias(length, window, per, dtype)
         padding = (~real_queries).nonzero().flatten()
         found.append(GroupIndex(kv_heads * n, queries, keys, padding, bias_QL))
         orders[heads].append((queries, real_queries))
@@ -68,6 +65,18 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
     back_q, held_q = _inverse(orders[heads], num_tokens * heads)
     back_k, held_k = _inverse(orders[kv_heads], num_tokens * kv_heads)
     return Index(tuple(found), back_q, back_k, held_q, held_k)
+
+
+def causal_mask(length: int, window: int | None, device=None) -> torch.Tensor:
+    """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
+    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return allowed if window is None else allowed.triu(1 - window)
+
+
+def causal_bias(length: int, window: int | None, per: int, dtype, device=None) -> torch.Tensor:
+    """[P * L, L]: 0 where a query sees a key, else -inf; P queries share a key."""
+    seen = causal_mask(length, window, device)
+    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~seen, float("-inf")).repeat(per, 1)
 
 
 def _inverse(orders, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
