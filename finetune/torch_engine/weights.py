@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -179,6 +179,7 @@ def load_weights(
     missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
+    missing -= _share_quantized(model)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
     lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
@@ -199,6 +200,22 @@ def load_weights(
     if extra:
         lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
     return lines
+
+
+def _share_quantized(model) -> set[str]:
+    """Ties linears whose source was quantized to its codes, as Zamba's shared blocks are; the names so tied."""
+    done = set()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        layer, (owner, _, leaf) = model.get_submodule(source.rpartition(".")[0]), target.rpartition(".")
+        if leaf == "weight" and isinstance(layer, QuantizedLinear):
+            twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
+            twin._parameters = dict(layer._parameters)
+            if layer.bias is not None:
+                twin.bias = model.get_submodule(owner).bias
+            model.set_submodule(owner, twin)
+            model.all_tied_weights_keys.pop(target)
+            done.add(target)
+    return done
 
 
 def _run(place, weights, workers: int) -> None:
