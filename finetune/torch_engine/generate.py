@@ -17,9 +17,10 @@ class _RowsDone(StoppingCriteria):
     """Stops rows for which `stop_row` is true, and streams tokens through `on_token`."""
 
     def __init__(self, start, stop_row, on_token):
-        self.start, self.stop_row, self.on_token = start, stop_row, on_token
+        self.start, self.stop_row, self.on_token, self.called = start, stop_row, on_token, False
 
     def __call__(self, input_ids, scores, **kwargs):
+        self.called = True
         new = input_ids[:, self.start :].tolist()
         if self.on_token:
             self.on_token(new[0])
@@ -64,17 +65,27 @@ def generate(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    try:
-        out = model.generate(
+    rows_done = _RowsDone(longest, stop_row, on_token)
+
+    def continued(use_cache: bool):
+        return model.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
-            use_cache=True,
-            stopping_criteria=StoppingCriteriaList([_RowsDone(longest, stop_row, on_token)]),
+            use_cache=use_cache,
+            stopping_criteria=StoppingCriteriaList([rows_done]),
             **sampling.options(),
         )
+
+    try:
+        try:
+            out = continued(True)
+        except (AttributeError, LookupError, TypeError, ValueError, NotImplementedError):
+            if rows_done.called:
+                raise
+            out = continued(False)  # a model whose cache transformers cannot make from its config, as BLT's
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings

@@ -1,6 +1,8 @@
 """Every class of transformers' causal-LM mapping, made tiny from its own config class's defaults."""
 
 import dataclasses
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import generate
+from finetune.checkpoint.store import steps_of
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.quantizers.linear import QuantizedLinear
@@ -18,6 +22,8 @@ from finetune.torch_engine.lora.peft_format import disk_name
 from tests.support import tiny
 from tests.support.adapters import write
 from tests.support.build import load_model, torch_engine
+from tests.support.runs import losses
+from train import fine_tune
 
 # What the sizes of a default configuration become, by the names that config classes give them.
 SIZES = dict(
@@ -85,6 +91,7 @@ _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_
 _GEMMA4 = dict(per_layer_config={}, hidden_size_per_layer_input=8, vocab_size_per_layer_input=128)
 _INDEXED = dict(index_topk=64, index_head_dim=16, index_n_heads=4)
 _DECODER = dict(is_decoder=True)
+_TWO_KINDS = ("full_attention", "sliding_attention")
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 # Where the sizes above do not fit together, or a default is larger than a test should be. `text_config.x` is nested.
 OVERRIDES = dict(
@@ -115,18 +122,6 @@ OVERRIDES = dict(
     gemma3n_text=dict(intermediate_size=[96, 96], activation_sparsity_pattern=[0.95, 0.0], num_kv_shared_layers=0)
     | dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, laurel_rank=8),
     gemma4_text=_GEMMA4,
-    gemma4_assistant={
-        "text_config.num_kv_shared_layers": 2,
-        "text_config.layer_types": ["full_attention"] * 2,
-        "text_config.hidden_size_per_layer_input": 0,
-        "text_config.vocab_size_per_layer_input": 0,
-        "backbone_hidden_size": 64,
-    },
-    gemma4_unified_assistant={
-        "text_config.num_kv_shared_layers": 2,
-        "text_config.layer_types": ["full_attention"] * 2,
-        "backbone_hidden_size": 64,
-    },
     gemma4_unified_text=dict(per_layer_config={}),
     glm_moe_dsa=_MLA | _INDEXED,
     gpt_neo=dict(attention_types=[[["global", "local"], 1]], attention_layers=["global", "local"], window_size=8),
@@ -167,29 +162,17 @@ OVERRIDES = dict(
 )
 
 
-# Config classes whose defaults do not validate.
-NO_DEFAULTS = dict(
-    gemma4_assistant=dict(
-        text_config=dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=30)
-    )
-)
-
-
 def tiny_config(model_type: str, **changes):
     """The configuration of a model type at the sizes above; `changes` as in OVERRIDES."""
     cls = transformers.CONFIG_MAPPING[model_type]
     changes = {**OVERRIDES.get(model_type, {}), **changes}
-    made = _shrunk(_defaults(cls, model_type))
+    made = _shrunk(cls().to_dict())
     for name, value in changes.items():
         at, (*path, leaf) = made, name.split(".")
         for step in path:
             at = at.setdefault(step, {})
         at[leaf] = value
     return cls(**made)
-
-
-def _defaults(cls, model_type) -> dict:
-    return cls(**NO_DEFAULTS.get(model_type, {})).to_dict()
 
 
 def _shrunk(values: dict) -> dict:
@@ -216,7 +199,7 @@ def _tiny(name: str, value, layers: int | None):
 
 
 def build(model_type: str, seed: int = 0, **changes):
-    """The class that AutoModelForCausalLM has for a model type, tiny, random, in fp32 on the CPU, in evaluation mode."""
+    """The model class of a type, tiny, with random fp32 weights, on the CPU, in evaluation mode."""
     config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -224,6 +207,10 @@ def build(model_type: str, seed: int = 0, **changes):
 
 def model_types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def class_of(model_type: str) -> str:
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
 
 
 # ---- against transformers and PEFT
@@ -241,6 +228,7 @@ class Compared:
     loss: float
     gradient: float
     worst: str  # the tensor whose gradient differs most
+    generates: bool  # six greedy tokens are those of a forward over the whole text for each
 
 
 def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = False, **changes) -> Compared:
@@ -282,7 +270,20 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
         off = ((one - two).abs().max() / two.abs().max().clamp_min(1e-4)).item()
         if off > largest:
             worst, largest = name, off
-    return Compared(layout, reason, abs(mine - expected) / abs(expected), largest, worst)
+    ours.eval()
+    generated = engine.generate([[5, 6, 7, 8]], 6, ())[0]
+    loss = abs(mine - expected) / abs(expected)
+    return Compared(layout, reason, loss, largest, worst, generated == greedy(ours, [5, 6, 7, 8], 6))
+
+
+@torch.no_grad()
+def greedy(model, ids: list[int], count: int) -> list[int]:
+    """The most likely tokens, without a cache."""
+    for _ in range(count):
+        ids = [*ids, int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())]
+    while ids and ids[-1] == 0:  # what generate() takes for padding
+        ids = ids[:-1]
+    return ids[4:]
 
 
 @torch.no_grad()
@@ -352,3 +353,41 @@ def reference_loss(theirs, rows, targets: int) -> float:
         nll.backward()
         total += nll.item()
     return total
+
+
+# ---- through train.py and generate.py
+
+QUESTIONS = [{"prompt": f"question {i} {'x ' * (i % 7)}", "completion": f"answer {i * i}"} for i in range(12)]
+
+
+def write_model(model_type: str, folder: Path, vocab: int = 512) -> None:
+    """A folder as published: the class's configuration, its weights, a tokenizer."""
+    changes = {"vocab_size": vocab}
+    sizes = tiny_config(model_type).to_dict()
+    changes |= {f"{n}.vocab_size": vocab for n, v in sizes.items() if isinstance(v, dict) and "vocab_size" in v}
+    build(model_type, **changes).save_pretrained(folder)
+    tiny_config(model_type, **changes).save_pretrained(folder)
+    tiny.train_tokenizer(folder)
+
+
+def trains_resumes_and_answers(model_type: str, train_type: str, folder: Path) -> dict:
+    """{"layout", "reason", "resumed": whether the resumed losses are equal to the bit, "answered"} of a run of 4 steps.
+
+    Raises what the command line prints.
+    """
+    if not (folder / "model").exists():
+        write_model(model_type, folder / "model")
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    flags = dict(model_name=str(folder / "model"), dataset=str(folder / "rows.jsonl"), train_type=train_type)
+    flags |= dict(backend="cpu", batch_size=4, context_length=64, precision="fp32", lr=1e-3, log_to="stdout")
+    flags |= dict(lora_target_modules="all", lora_rank=4) if train_type != "full" else {}
+    flags |= dict(max_steps=4, save_every=2, keep_last=5)
+    whole, cut = folder / train_type, folder / f"{train_type}_cut"
+    fine_tune(**flags, output_dir=str(whole))
+    fine_tune(**flags, output_dir=str(cut))
+    shutil.rmtree(steps_of(cut)[0])
+    fine_tune(output_dir=str(cut), resume="auto", model_name=flags["model_name"], dataset=flags["dataset"])
+    settled = json.loads((whole / "run_plan.json").read_text())["settled"]
+    code = generate.main(["--checkpoint", str(whole), "--prompt", "question 3", "--max_new_tokens", "4"])
+    resumed = losses(cut)[-4:] == losses(whole)
+    return {"layout": settled["batch_layout"], "resumed": resumed, "answered": code == 0}
