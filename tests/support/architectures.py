@@ -16,9 +16,11 @@ from finetune.checkpoint.store import steps_of
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.attention import own_implementation
 from finetune.torch_engine.experts import Experts, QuantizedExperts, weight_names
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import disk_name
+from finetune.torch_engine.modalities import auto_class
 from tests.support import tiny
 from tests.support.adapters import write
 from tests.support.build import load_model, torch_engine
@@ -73,6 +75,7 @@ SIZES = dict(
     word_embed_proj_dim=64,
     ffn_dim=96,
     ffn_hidden_size=96,
+    depth=2,
     encoder_layers=2,
     encoder_attention_heads=4,
     encoder_ffn_dim=96,
@@ -82,6 +85,7 @@ SIZES = dict(
     max_source_positions=64,
     max_target_positions=256,
 )
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
 LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 NOT_SIZES = ("rope_parameters", "rope_scaling", "id2label", "label2id", "task_specific_params")
 UNSET = ("transformers_version", "model_type", "architectures", "_name_or_path", "dtype", "torch_dtype")
@@ -91,6 +95,7 @@ _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_
 _GEMMA4 = dict(per_layer_config={}, hidden_size_per_layer_input=8, vocab_size_per_layer_input=128)
 _INDEXED = dict(index_topk=64, index_head_dim=16, index_n_heads=4)
 _DECODER = dict(is_decoder=True)
+_MROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3]))
 _TWO_KINDS = ("full_attention", "sliding_attention")
 _ROPE = dict(rope_type="default", rope_theta=10000.0)
 # Where the sizes above do not fit together, or a default is larger than a test should be. `text_config.x` is nested.
@@ -119,6 +124,7 @@ OVERRIDES = dict(
     dots3_note={"vision_config.adapter_in_dim": 64, "vision_config.adapter_out_dim": 64}
     | {"audio_config.adapter_input_size": 64, "audio_config.adapter_out_dim": 64},
     dots3_note_text=_MLA | _INDEXED | dict(head_dim=16, per_layer_config={}, shared_experts_intermediate_size=32),
+    falcon_h1=_MAMBA2_HYBRID | dict(mamba_d_ssm=128),
     gemma3n_text=dict(intermediate_size=[96, 96], activation_sparsity_pattern=[0.95, 0.0], num_kv_shared_layers=0)
     | dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, laurel_rank=8),
     gemma4_text=_GEMMA4,
@@ -129,12 +135,15 @@ OVERRIDES = dict(
     granitemoehybrid=_MAMBA2_HYBRID,
     hunyuan_v1_dense=dict(head_dim=16),
     hunyuan_v1_moe=dict(head_dim=16, moe_topk=2),
-    kimi_linear=dict(num_key_value_heads=4, num_experts_per_token=2, num_expert_group=1),
+    kimi_linear=dict(
+        linear_head_dim=16, linear_num_heads=4, num_key_value_heads=4, num_experts_per_token=2, num_expert_group=1
+    ),
     laguna=dict(num_attention_heads_per_layer=[4, 4]),
     lfm2_moe=dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     mamba2=dict(num_heads=8, head_dim=16, n_groups=1, state_size=16, chunk_size=16),
     ministral=dict(head_dim=16),
     nemotron=dict(num_key_value_heads=2),
+    nemotron_h=dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, chunk_size=16),
     reformer=_DECODER
     | dict(axial_pos_embds=False, attention_head_size=16, feed_forward_size=96, local_attn_chunk_length=8)
     | dict(attn_layers=["local", "local"], hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0),
@@ -147,6 +156,8 @@ OVERRIDES = dict(
     cpmant=dict(dim_ff=96, dim_head=16),
     longcat_flash=_MLA | dict(expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
     marian=dict(decoder_vocab_size=128),
+    qwen2_5_vl_text=_MROPE,
+    qwen2_vl_text=_MROPE,
     qwen4_exp_text=dict(hc_count=2, hc_lowrank=8, ngram_vocab_size_base=32, ple_embed_dim=16, linear_key_head_dim=16)
     | dict(linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, indexer_n_heads=4)
     | dict(indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=16, indexer_compress_ratio=4),
@@ -202,7 +213,7 @@ def build(model_type: str, seed: int = 0, **changes):
     """The model class of a type, tiny, with random fp32 weights, on the CPU, in evaluation mode."""
     config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return auto_class(config).from_config(config).eval()
 
 
 def model_types() -> list[str]:
@@ -279,6 +290,7 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
 @torch.no_grad()
 def greedy(model, ids: list[int], count: int) -> list[int]:
     """The most likely tokens, without a cache."""
+    model.set_attn_implementation(own_implementation(model))
     for _ in range(count):
         ids = [*ids, int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())]
     while ids and ids[-1] == 0:  # what generate() takes for padding
@@ -297,7 +309,8 @@ def disturb(model) -> None:
 
 def reference(ours, settings, folder: Path, train_type: str):
     """(transformers' model with PEFT's adapters of the same values, {our name: its parameter})."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    theirs = auto_class(config).from_pretrained(folder, dtype=torch.float32)
     if train_type == "full":
         theirs.requires_grad_(True).train()
         named = dict(theirs.named_parameters())
@@ -362,9 +375,11 @@ QUESTIONS = [{"prompt": f"question {i} {'x ' * (i % 7)}", "completion": f"answer
 
 def write_model(model_type: str, folder: Path, vocab: int = 512) -> None:
     """A folder as published: the class's configuration, its weights, a tokenizer."""
-    changes = {"vocab_size": vocab}
-    sizes = tiny_config(model_type).to_dict()
-    changes |= {f"{n}.vocab_size": vocab for n, v in sizes.items() if isinstance(v, dict) and "vocab_size" in v}
+    changes, sizes = {}, tiny_config(model_type).to_dict()
+    for name, value in sizes.items():
+        part = value if isinstance(value, dict) and name not in NOT_SIZES else {}
+        names = [f"{name}.{n}" for n in part if n in VOCABULARIES] + [name] * (name in VOCABULARIES)
+        changes |= dict.fromkeys(names, vocab)
     build(model_type, **changes).save_pretrained(folder)
     tiny_config(model_type, **changes).save_pretrained(folder)
     tiny.train_tokenizer(folder)

@@ -14,6 +14,7 @@ from finetune.lora_targets import default_targets, named_targets
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts, transformers_internals
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
+from finetune.torch_engine.modalities import in_language_part
 
 # What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
 PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
@@ -33,6 +34,8 @@ def linear_names(model) -> list[str]:
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
         if not linear or module is head or id(module) in parts or name in read:
+            continue
+        if not in_language_part(model, name):
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
         kind = type(module)
@@ -144,7 +147,10 @@ def tied(model) -> bool:
 def original_names(model) -> list[str]:
     """Module names of the original transformers model: wrappers have the name of the module they wrap."""
     ours = [n + "." for n, m in model.named_modules() if isinstance(m, WRAPPERS)]
-    return [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
+    towers = getattr(model, "left_out", ())
+    left_out = [f"{name}.{inner}" for name in towers for inner in model.get_submodule(name).inner]
+    names = [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
+    return names + left_out
 
 
 def tied_bases(model) -> bool:
