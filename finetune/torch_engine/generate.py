@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -80,6 +81,12 @@ def generate(
         )
 
     try:
+        if _counts_positions(model, ids, mask):
+            model.prepare_inputs_for_generation = partial(_without_positions, model.prepare_inputs_for_generation)
+            with contextlib.ExitStack() as after:
+                after.callback(delattr, model, "prepare_inputs_for_generation")
+                out = continued(False)
+            return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
         try:
             out = continued(True)
         except (AttributeError, LookupError, TypeError, ValueError, NotImplementedError):
@@ -90,6 +97,25 @@ def generate(
         model.set_attn_implementation(own)
         model.generation_config = own_settings
     return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
+
+
+def _counts_positions(model, ids, mask) -> bool:
+    """Whether an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id.
+
+    transformers' generate passes positions from 0 to it.
+    """
+    if not getattr(model.config, "is_decoder", False):
+        return False
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    with torch.no_grad():
+        own, other = (
+            model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, -1] for more in ({}, given)
+        )
+    return (own - other).abs().max().item() > 1e-3 * own.abs().max().item()
+
+
+def _without_positions(prepare, *args, **kwargs) -> dict:
+    return {name: value for name, value in prepare(*args, **kwargs).items() if name != "position_ids"}
 
 
 def context_limit(model) -> int | None:

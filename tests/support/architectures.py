@@ -278,7 +278,7 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
             continue
         zero = torch.zeros_like(names[name])
         one, two = (zero if g is None else g for g in (gradient, other))
-        off = ((one - two).abs().max() / two.abs().max().clamp_min(1e-4)).item()
+        off = ((one - two).abs().max() / two.abs().max().clamp_min(1e-3)).item()
         if off > largest:
             worst, largest = name, off
     ours.eval()
