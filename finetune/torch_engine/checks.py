@@ -73,9 +73,8 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
         if not padding_free.holds and forward.groups.dims.cp == 1:
             told = call(check_padding_free, model, forward.autocast, forward.settings.context_length, True)
             forward.passes_bounds = told.holds
-            padding_free = (
-                told if told.holds else Check(False, f"{padding_free.reason}; told the bounds: {told.reason}")
-            )
+            more = "" if told.reason.split("(")[0] == padding_free.reason.split("(")[0] else f"; {told.reason}"
+            padding_free = told if told.holds else Check(False, padding_free.reason + more)
     if batch_layout == "padding_free" and not padding_free.holds:
         raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
     forward.layout = "padding_free" if padding_free.holds else "padded"
