@@ -41,7 +41,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step over all ranks: summed NLL, number of targets, gradient norm before clipping."""
+    """Result of one optimizer step over all ranks: summed NLL, number of targets, gradient norm before clipping.
+
+    Of preference pairs: the loss summed over pairs, their number, and means over them in `metrics`.
+    """
 
     nll: float
     num_targets: int
@@ -49,6 +52,7 @@ class StepResult:
     grad_norm: float
     # fp16 only: the scaled gradient overflowed; the loss scale was lowered, weights are unchanged.
     skipped: bool = False
+    metrics: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,21 @@ def microbatches(
     """Microbatches of a step: `rows` in groups of batch_size, each group split at `microbatch_tokens` tokens per batch.
 
     padding_free: documents packed end to end in one row, padding-free. padded: one document per row, grouped by length.
-    A document longer than microbatch_tokens gets a microbatch of its own.
+    A row longer than microbatch_tokens gets a microbatch of its own. A pair's documents stay together; a batch's `rows`
+    are then numbers of documents.
     """
     cut, make = {
         "padding_free": (_pack, _flat),
         "padded": (_group_by_length, functools.partial(_padded, pad_id=pad_id)),
     }[layout]
-    lengths = dataset.lengths
+    lengths, each = dataset.lengths, dataset.documents_per_row
+    if each > 1:
+        of_rows = lengths.reshape(-1, each)
+        lengths = of_rows.sum(1) if layout == "padding_free" else each * of_rows.max(1)
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    return [make(dataset, part) for group in groups for part in cut(group, lengths, microbatch_tokens)]
+    parts = [part for group in groups for part in cut(group, lengths, microbatch_tokens)]
+    return [make(dataset, [row * each + k for row in part for k in range(each)]) for part in parts]
 
 
 def largest_microbatch(

@@ -36,7 +36,7 @@ class TokenizedDataset:
     skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
     `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
-    `rest`: what identifies rows that are not held, of a stream.
+    `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs.
     """
 
     tokens: np.ndarray  # int32
@@ -52,6 +52,7 @@ class TokenizedDataset:
     noted: dict = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     rest: str = ""
+    documents_per_row: int = 1
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -15,7 +15,7 @@ from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
-from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
+from finetune.torch_engine import checks, experts, generate, memory_stats, optim, preference, profiling
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.load import out_of_memory
 from finetune.torch_engine.lora.peft_format import peft_config
@@ -30,10 +30,17 @@ class TorchEngine:
     `verify` must run once before the first step.
 
     Every method that touches weights is collective; state and files come from rank 0. `base_config`: the model's
-    config.json.
+    config.json. `objective`: what a step minimizes, by default the nll of targets.
     """
 
-    def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
+    def __init__(
+        self,
+        parallel: Parallelism,
+        settings,
+        base_config: dict | None = None,
+        objective: preference.PairObjective | None = None,
+    ):
+        self.objective = objective or preference.NextToken()
         self.parallel, self.forward, self.settings = parallel, parallel.forward, settings
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
@@ -82,8 +89,8 @@ class TorchEngine:
                     self.optimizer.zero_grad(set_to_none=True)
                 self.model.train()
                 with self._offload():
-                    nll = self.forward.nll(batch)
-                (nll / max(1, batch.num_targets)).backward()
+                    loss = self._loss(batch, 1.0)
+                (loss / max(1, self.objective.count(batch))).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
@@ -100,20 +107,23 @@ class TorchEngine:
         self.model.train()
         # Ranks that share their rows count them once.
         counted = microbatches if self.groups.is_data_leader else []
-        counts = [sum(b.num_targets for b in counted), sum(b.num_tokens for b in counted), len(microbatches)]
+        counts = [[self.objective.count(b), b.num_tokens, self.objective.count_nll_targets(b)] for b in counted]
+        counts = [*(sum(column) for column in zip(*counts or [[0] * 3], strict=True)), len(microbatches)]
         by_rank = self.groups.all_gather_scalars(counts)
-        num_targets, num_tokens = (int(n) for n in by_rank[:, :2].sum(0))
+        num_targets, num_tokens, num_nll_targets = (int(n) for n in by_rank[:, :3].sum(0))
         assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
-        missing = int(by_rank[:, 2].max() - len(microbatches))
+        missing = int(by_rank[:, 3].max() - len(microbatches))
         microbatches = microbatches + [self.forward.empty_batch()] * missing
-        total = self._accumulate(microbatches, self.scaler.factor / num_targets)
+        nll_weight = num_targets / max(1, num_nll_targets)
+        total, metrics = self._accumulate(microbatches, self.scaler.factor / num_targets, nll_weight)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
-        nll = float(self.groups.all_gather_scalars([total.item()]).sum())
-        result = StepResult(nll, num_targets, num_tokens, norm)
+        nll, *sums = self.groups.all_gather_scalars([total.item(), *metrics.values()]).sum(0).tolist()
+        means = {name: total / num_targets for name, total in zip(metrics, sums, strict=True)}
+        result = StepResult(nll, num_targets, num_tokens, norm, metrics=means)
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
@@ -130,40 +140,50 @@ class TorchEngine:
         self.scaler.step()
         return result
 
-    def _accumulate(self, microbatches: list[Batch], scale: float) -> torch.Tensor:
-        """Forward and backward of all; this rank's part of the summed nll, fp64."""
+    def _accumulate(self, microbatches: list[Batch], scale: float, nll_weight: float) -> tuple[torch.Tensor, dict]:
+        """Forward and backward of all; this rank's part of the summed loss, fp64, and of each metric."""
+        metrics = dict.fromkeys(self.objective.metrics, 0.0)
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
 
         def forward(batch):
             nonlocal total
-            nll = self.forward.nll(batch)
-            total += nll.detach().to(total.device).double() * fraction
-            return nll * scale
+            loss, found = self.objective.loss(self.forward, batch, nll_weight)
+            total += loss.detach().to(total.device).double() * fraction
+            for name in found:
+                metrics[name] += found[name]
+            return loss * scale
 
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
         self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
-        return total
+        return total, metrics
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed nll, targets) over all ranks, each of which takes its share of the microbatches."""
+        """(summed loss, targets or pairs) over all ranks, each of which takes its share of the microbatches."""
         self.model.eval()
-        data_ranks, total, count = self.groups.dims.data_ranks, 0.0, 0
+        count, count_nll_targets = self.objective.count, self.objective.count_nll_targets
+        nll_weight = sum(map(count, microbatches)) / max(1, sum(map(count_nll_targets, microbatches)))
+        data_ranks, total, counted = self.groups.dims.data_ranks, 0.0, 0
         mine = microbatches[self.groups.data_rank :: data_ranks]
         mine += [self.forward.empty_batch()] * (-(-len(microbatches) // data_ranks) - len(mine))
         for batch in mine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                work, shape = partial(self.forward.nll, batch), self.forward.shape(batch)
-                nll = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
-            total += 0.0 if nll is None else nll.item() * self.forward.nll_fraction()
-            count += batch.num_targets if self.groups.is_data_leader else 0
+                shape = self.forward.shape(batch)
+                loss = self.forward.pipeline.forward_only(
+                    self.parallel.call, partial(self._loss, batch, nll_weight), shape
+                )
+            total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()
+            counted += count(batch) if self.groups.is_data_leader else 0
         self.parallel.reshard()
-        total, count = self.groups.all_gather_scalars([total, count]).sum(0)
-        return float(total), int(count)
+        total, counted = self.groups.all_gather_scalars([total, counted]).sum(0)
+        return float(total), int(counted)
+
+    def _loss(self, batch: Batch, nll_weight: float) -> torch.Tensor:
+        return self.objective.loss(self.forward, batch, nll_weight)[0]
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:

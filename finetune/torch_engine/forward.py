@@ -107,10 +107,33 @@ class ModelForward:
                 at = tuple(index[self.groups.coordinate("tp") :: self.groups.dims.tp] for index in at)
             return self.head.nll(hidden[at], labels[at], copy)
 
+    def document_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
+
+        Of a batch that one rank computes in full.
+        """
+        inputs, labels = self.inputs(batch)
+        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        with self.autocast():
+            if self.head is None:
+                log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, at), labels[at])
+            else:
+                hidden = base_model(self.model)(**inputs).last_hidden_state
+                log_probs_T = self.head.log_probs(hidden[at], labels[at])
+        # In both layouts the documents' targets follow one another; sums in a fixed order are the same at every run,
+        # which index_add on a GPU is not.
+        return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
+
     def _logits_at(self, inputs, at):
         if self.layout == "padding_free":  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=at[1]).logits[0]
         return self.model(**inputs).logits[at]
+
+
+def document_targets(batch: Batch) -> np.ndarray:
+    """Targets per document of the batch."""
+    of_targets = batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX]
+    return np.bincount(of_targets, minlength=int(batch.document_ids_BS.max()) + 1)
 
 
 def base_model(model):

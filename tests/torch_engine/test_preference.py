@@ -1,0 +1,353 @@
+"""Preference losses and the log-probabilities under them: against fp64 references, the model's own logits, and TRL."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.data.collate import microbatches
+from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.torch_engine import loss, preference
+from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.lora.adapters import adapters_off
+from finetune.torch_engine.lora.layers import LoRALinear, layers
+from tests.support import tiny
+from tests.support.build import torch_engine
+from tests.support.engine_access import optimizer, trainable_params
+from tests.support.engines import CPU, ROWS, assert_same, batches, engine
+
+# fp64 has 16 digits; what is left are sums over a few hundred numbers in another order.
+EXACT = dict(rtol=1e-10, atol=1e-10)
+LENGTHS = (70, 1, 130, 99)
+
+
+def random_log_probs(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [(-5 * torch.rand(n, generator=generator, dtype=torch.float64)).requires_grad_() for n in sizes]
+
+
+def assert_equal_with_gradients(mine, theirs, inputs):
+    torch.testing.assert_close(mine, theirs, **EXACT)
+    wanted = (torch.autograd.grad(found.sum(), inputs, retain_graph=True) for found in (mine, theirs))
+    for a, b in zip(*wanted, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+# ------ losses
+
+
+def test_dpo_is_the_papers_formula_in_fp64_with_its_gradients():
+    chosen, rejected, ref_chosen, ref_rejected = random_log_probs(6, 6, 6, 6)
+    found = preference.dpo(chosen, rejected, ref_chosen.detach(), ref_rejected.detach(), beta=0.3)
+    chosen_ratio = torch.exp(chosen) / torch.exp(ref_chosen.detach())
+    rejected_ratio = torch.exp(rejected) / torch.exp(ref_rejected.detach())
+    preferred = 1 / (1 + (rejected_ratio / chosen_ratio) ** 0.3)
+    assert_equal_with_gradients(found.loss_P, -torch.log(preferred), (chosen, rejected))
+    metrics = found.metrics()
+    assert metrics["rewards/chosen"] == pytest.approx(0.3 * chosen_ratio.log().sum().item())
+    assert metrics["rewards/accuracies"] == (chosen_ratio > rejected_ratio).sum().item()
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+
+
+def test_orpo_is_the_papers_formula_in_fp64_with_its_gradients():
+    chosen, rejected = random_log_probs(6, 6)
+    lengths = torch.tensor([1, 2, 3, 9, 20, 400]), torch.tensor([5, 1, 2, 400, 1, 7])
+    found = preference.orpo(chosen, rejected, *lengths, beta=0.3)
+    p, q = (torch.exp(total) ** (1 / n.double()) for total, n in zip((chosen, rejected), lengths, strict=True))
+    ratio = (p / (1 - p)) / (q / (1 - q))
+    assert_equal_with_gradients(found.loss_P, 0.3 * torch.log(1 + 1 / ratio), (chosen, rejected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orpo_is_finite_for_answers_that_are_certain_or_impossible(dtype):
+    chosen = torch.tensor([0.0, 0.0, -1e-9, -1e6, -0.6931472], dtype=dtype, requires_grad=True)
+    rejected = torch.tensor([0.0, -1e6, -1e6, 0.0, -1e-3], dtype=dtype, requires_grad=True)
+    found = preference.orpo(chosen, rejected, 1, 1, beta=0.1)
+    grads = torch.autograd.grad(found.loss_P.sum(), (chosen, rejected))
+    assert found.loss_P.isfinite().all() and all(grad.isfinite().all() for grad in grads)
+
+
+def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
+    log_probs, ref = random_log_probs(6, 6)
+    ref = ref.detach()
+    desirable = torch.tensor([True, False, False, True, True, False])
+    for mismatched in (log_probs.flip(0), ref - 1):  # the reference point is not negative
+        point = preference.kl_reference_point(mismatched, ref)
+        mean = sum(a - b for a, b in zip(mismatched.tolist(), ref.tolist(), strict=True)) / 6
+        assert point.item() == pytest.approx(max(0.0, mean), abs=1e-12) and not point.requires_grad
+        found = preference.kto(log_probs, ref, desirable, point, 0.3, 1.5, 0.5)
+        good = 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (log_probs - ref - point))))
+        bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
+        assert_equal_with_gradients(found.loss_D, torch.where(desirable, good, bad), (log_probs,))
+
+
+# ------ log-probabilities through the chunked head
+
+
+@pytest.mark.parametrize("learning", ["hidden states", "the head", "an adapter of the head"])
+@pytest.mark.parametrize("scale, softcap", [(1.0, None), (0.25, 1.5)])
+def test_a_dpo_loss_through_the_chunked_head_is_the_full_logits_one_in_fp64(learning, scale, softcap, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_CHUNK_BYTES", 0)  # 128 rows at a time: chunks end inside documents
+    torch.manual_seed(0)
+    hidden = torch.randn(sum(LENGTHS), 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 50, (len(hidden),))
+    linear, adapter = torch.nn.Linear(16, 50).double(), None
+    linear.requires_grad_(learning == "the head")
+    wanted = [hidden, *linear.parameters()] if learning == "the head" else [hidden]
+    if learning == "an adapter of the head":
+        adapter = LoRALinear(linear, 4, 8, 0.0, False, False).double()
+        for parameter in (adapter.lora_A, adapter.lora_B):
+            torch.nn.init.normal_(parameter, std=0.3)
+        wanted += [adapter.lora_A, adapter.lora_B]
+    head = loss.Head(linear, scale, softcap, adapter)
+    full = torch.log_softmax(head.logits(hidden), -1).gather(1, labels[:, None]).squeeze(1)
+    mine = head.log_probs(hidden, labels)
+    torch.testing.assert_close(mine, full, **EXACT)
+
+    def dpo(log_probs):
+        one, two, three, four = torch.stack([part.sum() for part in log_probs.split(LENGTHS)])
+        refs = torch.tensor([-200.0, -400.0], dtype=torch.float64), torch.tensor([-3.0, -300.0], dtype=torch.float64)
+        return preference.dpo(torch.stack([one, three]), torch.stack([two, four]), *refs, beta=0.02).loss_P.sum()
+
+    for a, b in zip(torch.autograd.grad(dpo(mine), wanted), torch.autograd.grad(dpo(full), wanted), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_no_more_logits_exist_at_a_time_than_a_chunk_of_them(monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_CHUNK_BYTES", 0)
+    linear = torch.nn.Linear(16, 500)
+    hidden, labels, saved = torch.randn(700, 16, requires_grad=True), torch.randint(0, 500, (700,)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        for learns in (False, True):
+            linear.requires_grad_(learns)
+            loss.Head(linear, 1.0, None).log_probs(hidden, labels).sum().backward()
+    assert max(saved) == 700 * 16
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradients(train_type, layout):
+    built = engine(train_type=train_type, layout=layout)
+    (batch,) = batches(layout)
+    weights = torch.linspace(-1, 2, len(batch.rows))
+    found = built.forward.document_log_probs(batch)
+    (weights * found).sum().backward()
+    mine = {n: p.grad.clone() for n, p in trainable_params(built).items()}
+    optimizer(built).zero_grad()
+    alone = [batches(layout, rows=[row])[0] for row in batch.rows]
+    for weight, total, one in zip(weights, found, alone, strict=True):
+        nll = built.forward.nll(one)  # of one document
+        assert total.item() == pytest.approx(-nll.item(), rel=1e-5)  # fp32: another batch is another order of sums
+        (-weight * nll).backward()
+    assert_same(mine, {n: p.grad for n, p in trainable_params(built).items()}, 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
+def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision):
+    model = tiny.build().to(WEIGHT_DTYPES[precision])
+    built = engine(model=model)
+    built = torch_engine(built.model, replace(built.settings, precision=precision), CPU)
+    built.verify("auto")
+    (batch,) = batches()
+    found = built.forward.document_log_probs(batch)
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert -found.sum().item() == pytest.approx(built.forward.nll(batch).item(), rel=1e-4)
+
+
+# ------ steps
+
+
+PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
+METHODS = [preference.PairObjective("dpo", 0.3), preference.PairObjective("orpo", 0.3)]
+BY_NAME = dict(argvalues=METHODS, ids=lambda method: method.name)
+
+
+def trainer_of(method, train_type="lora", layout="auto", **changes):
+    built = engine(train_type=train_type, **changes)
+    built = torch_engine(built.model, built.settings, CPU, objective=method)
+    built.verify(layout)
+    return built
+
+
+def pair_batches(layout="padding_free", batch_size=8, tokens=10**6, rows=range(4)):
+    return microbatches(PAIRS, rows, layout, batch_size, tokens, pad_id=0)
+
+
+def trained(built, batches, steps=2):
+    results = [built.train_step(batches, 1e-2) for _ in range(steps)]
+    return results[-1], {name: torch.from_numpy(value.copy()) for name, value in built.trainable_state().items()}
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layout):
+    for batch_size, tokens in ((8, 10**6), (3, 60), (1, 1)):
+        parts = pair_batches(layout, batch_size, tokens)
+        assert sorted(row for part in parts for row in part.rows) == list(range(8))
+        for part in parts:
+            chosen, rejected = preference.pair_indices(part)
+            assert [part.rows[i] + 1 for i in chosen] == [part.rows[i] for i in rejected]
+            assert part.input_ids_BS.size <= tokens or len(part.rows) == 2
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize("method", **BY_NAME)
+def test_accumulated_pairs_train_as_one_batch_of_them(method, train_type, layout):
+    whole, wanted = trained(trainer_of(method, train_type, layout), pair_batches(layout))
+    for batch_size, tokens in ((1, 10**6), (3, 60)):
+        built = trainer_of(method, train_type, layout)
+        found, weights = trained(built, pair_batches(layout, batch_size, tokens))
+        assert found.num_targets == whole.num_targets == 4
+        assert found.nll == pytest.approx(whole.nll, rel=1e-5)  # fp32: sums in another order
+        assert found.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-5)
+        assert found.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+        loss, count = built.evaluate(pair_batches(layout))
+        assert count == 4 and loss < whole.nll
+        # Adam divides by the gradient's size, which magnifies rounding of small ones: 2 steps of 1e-2 each.
+        assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes):
+    built, (batch,) = trainer_of(METHODS[0], train_type, **changes), pair_batches()
+    second = trainer_of(METHODS[0], train_type, **changes)
+    for layer in layers(second.model).values():  # B is zero and magnitudes are those of the base
+        second.model.set_submodule(next(n for n, m in second.model.named_modules() if m is layer), layer.base)
+    second.model.eval()
+    trained(built, [batch], 1)
+    built.model.train()
+    with torch.no_grad():
+        wanted = second.forward.document_log_probs(batch)
+        with adapters_off(built.model):
+            assert torch.equal(built.forward.document_log_probs(batch), wanted)
+        assert built.model.training and not torch.equal(built.forward.document_log_probs(batch), wanted)
+
+
+@pytest.mark.parametrize("method", **BY_NAME)
+def test_a_resumed_run_on_pairs_is_bitwise_the_uninterrupted_one(method):
+    first = trainer_of(method, lora_dropout=0.2)
+    first.train_step(pair_batches(), 1e-2)
+    state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
+    wanted, weights = trained(first, pair_batches())
+    second = trainer_of(method, lora_dropout=0.2)
+    second.load_state(*state)
+    found, same = trained(second, pair_batches())
+    assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+# ------ TRL's trainers, in an environment that has trl
+
+
+PROMPTS = ("the cat", "a dog sat", "it", "the hat of")
+ANSWERS = ("sat on the mat", "ran", "is a long story of a cat and a dog", "no")
+
+
+@pytest.fixture
+def trl_arguments(plain_tokenizer, tmp_path):
+    """(model, reference, tokenizer, settings) for trainers of 4 rows."""
+    pytest.importorskip("trl")
+    size = len(plain_tokenizer)
+    settings = dict(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        beta=0.3,
+    )
+    return tiny.build(vocab_size=size), tiny.build(vocab_size=size, seed=7), plain_tokenizer, settings
+
+
+def documents_of(ids_BS, mask_BS):
+    """(token ids, is_target) per row of a batch of TRL's, without its padding at the end."""
+    found = []
+    for ids, mask in zip(ids_BS.numpy(), mask_BS.numpy().astype(bool), strict=True):
+        end = mask.nonzero()[0].max() + 1
+        found.append((ids[:end], mask[:end]))
+    return found
+
+
+def log_probs_of(built, documents):
+    dataset = TokenizedDataset(**joined_parts(documents), sources=("",) * len(documents), counts={})
+    (batch,) = microbatches(dataset, range(len(documents)), built.layout, len(documents), 10**6, pad_id=0)
+    found = built.forward.document_log_probs(batch)
+    return found[torch.tensor(batch.rows).argsort()], torch.tensor([int(mask.sum()) for _, mask in documents])
+
+
+def assert_trains_like(trainer, batch, built, mine):
+    """Losses and gradients are equal to 1e-5 in fp32. Both models hold equal weights."""
+    trainer.model.eval()
+    theirs = trainer.compute_loss(trainer.model, batch)
+    assert mine.item() == pytest.approx(theirs.item(), rel=1e-5)
+    mine.backward(), theirs.backward()
+    wanted = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    assert_same({n: p.grad for n, p in trainable_params(built).items()}, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_dpo_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
+    import datasets
+    import trl
+
+    model, ref, tokenizer, settings = trl_arguments
+    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, chosen=ANSWERS, rejected=ANSWERS[::-1]))
+    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
+    trainer = trl.DPOTrainer(model, ref, args=trl.DPOConfig(**settings), train_dataset=rows, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    documents = documents_of(batch["input_ids"], batch["completion_mask"])
+    policy, _ = log_probs_of(built, documents)
+    with torch.no_grad():
+        reference, _ = log_probs_of(engine(model=copy.deepcopy(ref), train_type="full", layout=layout), documents)
+    found = preference.dpo(*policy.chunk(2), *reference.chunk(2), beta=0.3)
+    assert_trains_like(trainer, batch, built, found.loss_P.sum() / len(PROMPTS))
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_kto_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
+    import datasets
+    import trl
+
+    model, ref, tokenizer, settings = trl_arguments
+    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, completion=ANSWERS, label=[True, False, True, True]))
+    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
+    args = trl.KTOConfig(**settings, desirable_weight=1.5, undesirable_weight=0.5)
+    trainer = trl.KTOTrainer(model, ref, args=args, train_dataset=rows, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    frozen = engine(model=copy.deepcopy(ref), train_type="full", layout=layout)
+    documents = documents_of(batch["input_ids"], batch["completion_mask"])
+    mismatched = documents_of(batch["KL_input_ids"], batch["KL_completion_mask"])
+    policy, _ = log_probs_of(built, documents)
+    with torch.no_grad():
+        reference, _ = log_probs_of(frozen, documents)
+        point = preference.kl_reference_point(log_probs_of(built, mismatched)[0], log_probs_of(frozen, mismatched)[0])
+    found = preference.kto(policy, reference, batch["label"].bool(), point, 0.3, 1.5, 0.5)
+    assert_trains_like(trainer, batch, built, found.loss_D.sum() / len(PROMPTS))
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_orpo_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
+    pytest.importorskip("trl")
+    import datasets
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    model, _, tokenizer, settings = trl_arguments
+    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, chosen=ANSWERS, rejected=ANSWERS[::-1]))
+    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
+    args = ORPOConfig(**settings, max_length=128, remove_unused_columns=False)
+    trainer = ORPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    chosen, rejected = (
+        documents_of(batch[f"{name}_input_ids"], batch[f"{name}_labels"] != -100) for name in ("chosen", "rejected")
+    )
+    policy, counts = log_probs_of(built, chosen + rejected)
+    found = preference.orpo(*policy.chunk(2), *counts.chunk(2), beta=0.3)
+    # TRL's nll is of prompts too, as with --train_on_prompt, but for the first token, which nothing predicts.
+    full = [(ids, np.arange(len(ids)) > 0) for ids, _ in chosen]
+    log_probs, num_targets = log_probs_of(built, full)
+    mine = found.loss_P.sum() / len(PROMPTS) - log_probs.sum() / num_targets.sum()
+    assert_trains_like(trainer, batch, built, mine)
