@@ -72,6 +72,10 @@ PAIRS = (
     "{where}: columns chosen and rejected are preference pairs, and preference training (--preference dpo|orpo|kto) is "
     "not in this version. Add --columns completion=chosen to learn the chosen answers alone, or use TRL's DPOTrainer."
 )
+NO_PAIRS = (
+    "{where}: is of format {fmt}, and preference training needs columns chosen and rejected. Name them so, or train "
+    "without --preference."
+)
 LABELLED = (
     "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say, and "
     "preference training (--preference dpo|orpo|kto) is not in this version. Remove the rows whose label is false and "
@@ -81,11 +85,15 @@ LABELLED = (
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out."""
+    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out.
+
+    `pairs`: chosen and rejected answers are both read, each as a document.
+    """
 
     format: str = "auto"
     columns: dict = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    pairs: bool = False
 
     @classmethod
     def of(cls, given) -> "RowOptions":
@@ -230,7 +238,9 @@ class RowReader:
         fmt = fmt or (self.main and self.main.format)
         if fmt is None:
             raise PlanError(no_format(self.dataset, names, self.options))
-        if fmt in PREFERENCES:
+        if self.options.pairs and fmt != "preference":
+            raise PlanError(NO_PAIRS.format(where=where, fmt=fmt))
+        if fmt in PREFERENCES and not self.options.pairs:
             raise PlanError((PAIRS if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
         used = {c for cs in columns.values() for c in cs}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.data.chat_template import TemplateRenderer, special_texts
-from finetune.data.columns import RowReader
-from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
+from finetune.data.columns import Row, RowReader
+from finetune.data.formats import Conversation, Document, pair_of, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.data.overlong import Cut, cut_document
 from finetune.errors import PlanError
@@ -48,8 +48,22 @@ class RowEncoder:
         self.stack.close()
 
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
-        """The documents of each row, or what is wrong with it."""
-        found = self._rendered(rows, sources)
+        """The documents of each row, or what is wrong with it. Of a pair: the chosen and the rejected one."""
+        read = [self._read(row, source) for row, source in zip(rows, sources, strict=True)]
+        if not self.reader.options.pairs:
+            return self._encoded(read)
+        halves = [half for row in read for half in (pair_or_error(row))]
+        encoded = self._encoded(halves)
+        return [_joined_pair(*both) for both in zip(encoded[::2], encoded[1::2], strict=True)]
+
+    def _read(self, row: dict, source: str) -> Row | PlanError:
+        try:
+            return self.reader.read(row, source)
+        except PlanError as error:
+            return error
+
+    def _encoded(self, read: list[Row | PlanError]) -> list[list[Encoded] | PlanError]:
+        found = self._rendered(read)
         for from_template in (False, True):
             flat = [
                 (i, k)
@@ -58,7 +72,8 @@ class RowEncoder:
                 for k, item in enumerate(documents)
                 if isinstance(item, tuple) and item[0].from_template is from_template
             ]
-            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, sources[0] if sources else "")
+            first = next((row.source for row in read if isinstance(row, Row)), "")
+            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, first)
             for (i, k), document in zip(flat, encoded, strict=True):
                 found[i][k] = document
         return found
@@ -106,12 +121,14 @@ class RowEncoder:
             self.renderer = self.stack.enter_context(TemplateRenderer(self.tokenizer))
         return self.renderer
 
-    def _rendered(self, rows: list[dict], sources: list[str]) -> list:
+    def _rendered(self, rows: list[Row | PlanError]) -> list:
         """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
         found, asked, requests = [], [], []
-        for row, source in zip(rows, sources, strict=True):
+        for read in rows:
+            if isinstance(read, PlanError):
+                found.append(read)
+                continue
             try:
-                read = self.reader.read(row, source)
                 if read.format == "tokens":
                     ids, is_target = token_document(read)
                     found.append([Encoded(ids, is_target, lambda token, ids=ids: self._decoded(ids[token:]))])
@@ -126,7 +143,7 @@ class RowEncoder:
                 found.append(error)
         if not asked:
             return found
-        rendered = self._running().render(requests, [sources[i] for i, _ in asked])
+        rendered = self._running().render(requests, [rows[i].source for i, _ in asked])
         for (i, conversation), texts in zip(asked, rendered, strict=True):
             try:
                 failed = isinstance(texts, PlanError)
@@ -150,6 +167,20 @@ class RowEncoder:
             Encoded(*_with_targets(document, text, encoding, self.tokenizer.eos_token_id), conversation)
             for (document, conversation), text, encoding in zip(documents, texts, encodings, strict=True)
         ]
+
+
+def pair_or_error(row: Row | PlanError) -> tuple:
+    """The halves of a row, or twice what is wrong with it."""
+    try:
+        return (row, row) if isinstance(row, PlanError) else pair_of(row)
+    except PlanError as error:
+        return error, error
+
+
+def _joined_pair(chosen, rejected) -> list[Encoded] | PlanError:
+    """The two documents of a pair: the last of each half, if its template has one per answer."""
+    wrong = next((half for half in (chosen, rejected) if isinstance(half, PlanError)), None)
+    return wrong or [chosen[-1], rejected[-1]]
 
 
 def _end(document: Encoded) -> int:

@@ -86,6 +86,7 @@ def describe_format(fmt: str, tokenizer) -> str:
         "prompt_completion": "prompt_completion: concatenated",
         "text": "text: unchanged",
         "tokens": "tokens: as given",
+        "preference": "preference pairs: each half as prompt and completion",
     }[fmt]
 
 
@@ -258,6 +259,47 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
     system = row.text("system", required=False)
     whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
     return whole, [True] * (len(whole) - len(messages)) + learned
+
+
+def pair_of(row: Row) -> tuple[Row, Row]:
+    """The chosen and the rejected half of a row, each as prompt and completion. Raises PlanError.
+
+    What both begin with is the prompt, if they are conversations that contain it or there is no column of it: messages,
+    or text up to the last space before they differ.
+    """
+    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, str | list):
+            fact = "missing" if value is None else f"{type(value).__name__}"
+            column = row.columns[name]
+            raise PlanError(f"{row.source}: field {column!r} is {fact}, must be a string or a list of messages.")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise PlanError(
+            f"{row.source}: one of chosen and rejected is text, the other a list of messages. Write both alike."
+        )
+    shared = _common_length(chosen, rejected)
+    if isinstance(chosen, str) and prompt is None:
+        shared = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared)) + 1
+    if prompt is None or (isinstance(chosen, list) and shared):
+        if prompt is not None:
+            row.note(f"column {row.columns['prompt']!r} is not used: the answers contain it")
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    columns = {"prompt": row.columns.get("prompt", "chosen")}
+    return tuple(
+        replace(
+            row,
+            format="prompt_completion",
+            values={"prompt": prompt, "completion": completion},
+            columns={**columns, "completion": row.columns[name]},
+        )
+        for name, completion in (("chosen", chosen), ("rejected", rejected))
+    )
+
+
+def _common_length(one, other) -> int:
+    """How many characters or messages both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _prompted(row: Row) -> tuple[list[dict], list[bool]]:

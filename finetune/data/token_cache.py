@@ -26,7 +26,7 @@ from finetune.safetensors_io import digest_of
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
 MOST_BYTES = 20 * 2**30  # of all entries; the least recently used go first
 ARRAYS = ("tokens", "is_target", "offsets", "full_lengths")
-FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted")
+FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted", "documents_per_row")
 META = "dataset.json"
 META_SCHEMA = {"facts": {str: object}, "digests": {str: str}, "example": object}
 

@@ -61,7 +61,7 @@ class TokenizedDataset:
     def order(self) -> int | Mix:
         """What the sampler draws from: the number of rows, or a mixture by weights."""
         if not self.parts or self.parts[0].weight is None:
-            return len(self)
+            return len(self) // self.documents_per_row
         return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts))
 
     def part_numbers(self) -> np.ndarray:
@@ -78,11 +78,14 @@ class TokenizedDataset:
         return self.tokens[part], self.is_target[part]
 
     def select(self, indices) -> "TokenizedDataset":
-        """Dataset of the documents at `indices`, in that order."""
+        """Dataset of the rows at `indices`, in that order."""
+        each = self.documents_per_row
+        indices = [row * each + k for row in indices for k in range(each)]
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
+        counts["rows"] //= each
         sources = tuple(self.sources[i] for i in indices)
-        numbers = np.bincount(self.part_numbers()[list(indices)], minlength=len(self.parts)) if self.parts else ()
+        numbers = np.bincount(self.part_numbers()[indices], minlength=len(self.parts)) if self.parts else ()
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
         return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept)
 
@@ -229,6 +232,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits:
             is_target = np.ones_like(is_target) if limits.train_on_prompt and not splits else is_target.copy()
             is_target[0] = False
             found.parts.append((ids, is_target))
+    if encoder.reader.options.pairs and len(found.parts) != 2:  # one half alone says nothing
+        return replace(found, parts=[], empty=1)
     return found
 
 
@@ -275,7 +280,8 @@ class Builder:
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
         lengths = [length for batch in self.batches for length in batch.lengths]
-        sizes = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()))
+        each = 2 if reader.options.pairs else 1
+        sizes = dict(rows=len(lengths) // each, tokens=len(tokens), targets=int(is_target.sum()))
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
@@ -292,6 +298,7 @@ class Builder:
             full_lengths=np.array(self.full, np.int32),
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
+            documents_per_row=each,
         )
 
 
@@ -316,6 +323,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         first={key: place for d in reversed(datasets) for key, place in d.first.items()},
         noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
         parts=found,
+        documents_per_row=datasets[0].documents_per_row,
     )
 
 
