@@ -131,13 +131,14 @@ class PairObjective:
         by its tokens.
         """
         chosen, rejected = (torch.from_numpy(i).to(forward.device) for i in pair_indices(batch))
-        log_probs_D = forward.document_log_probs(batch)
         if self.name == "orpo":
+            log_probs_D = forward.document_log_probs(batch)
             counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
             pairs = orpo(log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta)
             return pairs.loss_P.sum() - nll_weight * log_probs_D[chosen].sum(), pairs.metrics()
         with torch.no_grad(), adapters_off(forward.model):
-            ref_D = forward.document_log_probs(batch)
+            ref_D = forward.document_log_probs(batch)  # first, so that nothing is kept for backward meanwhile
+        log_probs_D = forward.document_log_probs(batch)
         pairs = dpo(log_probs_D[chosen], log_probs_D[rejected], ref_D[chosen], ref_D[rejected], self.beta)
         return pairs.loss_P.sum(), pairs.metrics()
 

@@ -1,6 +1,7 @@
 """Preference losses and the log-probabilities under them: against fp64 references, the model's own logits, and TRL."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -8,14 +9,17 @@ import pytest
 import torch
 
 from finetune.data.collate import microbatches
+from finetune.data.sampler import rank_rows
 from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.distributed.env import RankEnv
 from finetune.torch_engine import loss, preference
 from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import LoRALinear, layers
-from tests.support import tiny
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from tests.support import cases, ranks, tiny
 from tests.support.build import torch_engine
-from tests.support.engine_access import optimizer, trainable_params
+from tests.support.engine_access import optimizer, process_groups, trainable_params
 from tests.support.engines import CPU, ROWS, assert_same, batches, engine
 
 # fp64 has 16 digits; what is left are sums over a few hundred numbers in another order.
@@ -237,6 +241,32 @@ def test_a_resumed_run_on_pairs_is_bitwise_the_uninterrupted_one(method):
     second.load_state(*state)
     found, same = trained(second, pair_batches())
     assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+def pairs_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
+    """Losses, norms and metrics of 3 steps on each layout, kind and method, and those of one process on rank 0."""
+
+    def steps(built, method):
+        built.objective, groups = method, process_groups(built)
+        rows = rank_rows(np.arange(3), groups.data_rank, groups.dims.data_ranks)  # a rank has fewer microbatches
+        found = [built.train_step(pair_batches(built.layout, 1, rows=rows), 1e-3) for _ in range(3)]
+        return [[r.nll / r.num_targets, r.num_targets, r.grad_norm, *r.metrics.values()] for r in found]
+
+    figures = []
+    for layout, kind, name in wanted:
+        groups = ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE)
+        method = preference.PairObjective(name, 0.3)
+        found = {"many": steps(cases.build(cases.CASES[kind], groups), method)}
+        figures.append(found | ({"one": steps(cases.build(cases.CASES[kind]), method)} if rank == 0 else {}))
+    return figures
+
+
+@pytest.mark.slow
+def test_pairs_on_two_ranks_train_as_on_one(tmp_path):
+    wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), ("dpo", "orpo")))
+    for case, found in zip(wanted, ranks.run(2, pairs_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
+        # fp32: sums over ranks in another order, through 2 steps of Adam.
+        np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
 
 
 # ------ TRL's trainers, in an environment that has trl
