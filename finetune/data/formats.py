@@ -277,10 +277,12 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         raise PlanError(
             f"{row.source}: one of chosen and rejected is text, the other a list of messages. Write both alike."
         )
+    if chosen == rejected:
+        raise PlanError(f"{row.source}: chosen and rejected are equal, so neither is preferred. Remove the row.")
     shared = _common_length(chosen, rejected)
     if isinstance(chosen, str) and prompt is None:
         shared = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared)) + 1
-    if prompt is None or (isinstance(chosen, list) and shared):
+    if prompt is None or (isinstance(chosen, list) and _contains(chosen[:shared], prompt)):
         if prompt is not None:
             row.note(f"column {row.columns['prompt']!r} is not used: the answers contain it")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -294,6 +296,13 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         )
         for name, completion in (("chosen", chosen), ("rejected", rejected))
     )
+
+
+def _contains(messages: list, prompt) -> bool:
+    """True if messages begin with those of the prompt, or one of them has its text."""
+    if isinstance(prompt, list):
+        return bool(prompt) and messages[: len(prompt)] == prompt
+    return any(prompt in message.values() for message in messages if isinstance(message, dict))
 
 
 def _common_length(one, other) -> int:

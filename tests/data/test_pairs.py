@@ -62,6 +62,13 @@ def test_earlier_answers_of_a_shared_conversation_are_not_learned(tmp_path, chat
     assert first.count("⟦") == second.count("⟦") == 1 and first.endswith("⟦Hi.<|im_end|>⟧")
 
 
+@pytest.mark.parametrize("prompt", ["Hello", [HELLO]])
+def test_a_prompt_that_answers_of_several_turns_do_not_contain_is_kept(prompt, tmp_path, chat_tokenizer):
+    row = {"prompt": prompt, "chosen": [HI, MORE, HI], "rejected": [HI, MORE, NO]}
+    for text in shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer):
+        assert text.startswith(TURN.format("Hello") + "⟦Hi.<|im_end|>⟧") and text.count("⟦") == 2
+
+
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_path, plain_tokenizer):
     rows = [EXPLICIT, EXPLICIT | {"rejected": ""}, EXPLICIT | {"chosen": "yes " * 90}]
@@ -77,6 +84,7 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
         "no rejected answer": ({"chosen": "a", "rejected": None}, "field 'rejected' is missing"),
         "a number": ({"chosen": "a", "rejected": 3.5}, "field 'rejected' is float"),
         "text and messages": ({"prompt": "a", "chosen": "a", "rejected": [NO]}, "one of chosen and rejected is text"),
+        "equal halves": ({"chosen": [HELLO, HI], "rejected": [HELLO, HI]}, "chosen and rejected are equal"),
         "another format": ({"prompt": "a", "completion": "b"}, "needs columns chosen and rejected"),
     }.values(),
 )
