@@ -266,7 +266,7 @@ def rows_that_fit(model_size_b: float, context_length: int, memory_bytes: int, d
         hidden += 64
     layers, size = max(2, hidden // 128), 4 if device == "cpu" else 2
     base = 0.5625 * num_weights + vocab_size * hidden * size + 4864 * hidden * layers + 8 * hidden**2 // 3 * size
-    per_row = context_length * hidden * size * (layers + (94 if device == "cpu" else 26))
+    per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 26))
     free = 0.92 * memory_bytes - base - 2**27 - (2**29 if device == "cpu" else 0)
     return int(min(max(0, free // per_row), 4096))
 
@@ -814,24 +814,29 @@ def _matmul_speeds(device: str) -> dict:
     elif device == "cpu":
         facts["onednn_error"] = "this torch was built without oneDNN"
     times, failed, threads = {}, {}, torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    for _ in range(9):
-        for name, (dtype, allowed) in ways.items():
-            if name not in failed:
-                try:
-                    seconds, off = _timed_matmul(x.to(dtype), w.to(dtype), allowed, check=name not in times)
-                    times.setdefault(name, []).append(seconds)
-                    limit = ONEDNN_ERROR if name == "onednn" else 0.02
-                    failed |= {name: f"matmuls are wrong on {device}: error {off:.1e}"} if not off <= limit else {}
-                except (RuntimeError, TypeError) as error:
-                    failed[name] = first_line(error)
-    torch.set_num_threads(threads)
+    try:
+        if device == "cpu":
+            torch.set_num_threads(1)
+        for _ in range(9):
+            for name, (dtype, allowed) in ways.items():
+                if name not in failed:
+                    try:
+                        seconds, off = _timed_matmul(x.to(dtype), w.to(dtype), allowed, check=name not in times)
+                        times.setdefault(name, []).append(seconds)
+                        limit = ONEDNN_ERROR if name == "onednn" else 0.02
+                        failed |= {name: f"error {off:.1e} on {device}"} if not off <= limit else {}
+                    except (RuntimeError, TypeError) as error:
+                        failed[name] = first_line(error)
+    finally:
+        torch.set_num_threads(threads)
     best = {name: min(found[1:]) for name, found in times.items() if name not in failed}
     if "onednn" in ways:
-        facts["onednn_error"] = failed.get("onednn") and f"not exact in fp32 on this processor: {failed['onednn']}"
-        facts["onednn_speed"] = round(best["fp32"] / best["onednn"], 3) if "onednn" in best else None
-    facts["bfloat16_error"] = failed.get("fp32") or failed.get("bf16")
+        facts["onednn_error"] = failed.get("onednn") and f"oneDNN's fp32 products fail here: {failed['onednn']}"
+        both = "onednn" in best and "fp32" in best
+        facts["onednn_speed"] = round(best["fp32"] / best["onednn"], 3) if both else None
+        facts["onednn_error"] = facts["onednn_error"] or (None if both else f"fp32 matmuls: {failed.get('fp32')}")
+    wrong = failed.get("fp32") or failed.get("bf16")
+    facts["bfloat16_error"] = wrong and f"matmuls fail: {wrong}"
     if not facts["bfloat16_error"]:
         facts["bfloat16_speed"] = round(min(best["fp32"], best.get("onednn", best["fp32"])) / best["bf16"], 3)
     return facts

@@ -1,4 +1,4 @@
-"""Generates text from a base model, an adapter or a merged model, on any backend; one prompt, or --interactive.
+"""Generates text from a base model, an adapter, a merged or a recursive model; one prompt, or --interactive.
 
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
 """
@@ -13,6 +13,8 @@ from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
 from finetune.terminal import say
+
+GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
 def build_parser() -> Parser:
@@ -36,6 +38,12 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--top_p", type=float, default=0.9, metavar="X", help="nucleus sampling: cumulative probability (default: 0.9)"
     )
+    parser.add_argument(
+        "--tokenizer", default=None, metavar="DIR", help="tokenizer folder, of pretrain.py's checkpoints"
+    )
+    parser.add_argument(
+        "--raw_weights", action="store_true", help="the weights, not their EMA, of a checkpoint of pretrain.py"
+    )
     parser.add_argument("--seed", type=int, default=42, metavar="N", help="sampling seed (default: 42)")
     return parser
 
@@ -56,9 +64,8 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
-def answer(engine, tokenizer, ends: set[int], prompt: str, args) -> str:
-    """Generates one answer; streams tokens if stdout is a terminal."""
-    ids = prompt_ids(tokenizer, prompt, args.system, args.raw)
+def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
+    """Generates one answer to prompt tokens; streams tokens if stdout is a terminal."""
     live, shown = sys.stdout.isatty(), [0]
 
     def on_token(new):
@@ -94,6 +101,8 @@ def check(args) -> None:
     ):
         if not low <= getattr(args, name) <= high:
             raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+    if args.temperature < GREEDY_BELOW:
+        args.temperature = 0.0
 
 
 def main(argv=None) -> int:
@@ -102,17 +111,31 @@ def main(argv=None) -> int:
     check(args)
     from finetune import inference
 
-    engine, tokenizer, ends = inference.open_engine(args)
+    recursive = inference.is_recursive(args.checkpoint)
+    for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
+        if given and not recursive:
+            raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
+    engine, tokenizer, ends = (inference.open_recursive if recursive else inference.open_engine)(args)
     engine.seed(args.seed)
+    turns = [("system", args.system)] if args.system else []
+
+    def reply(prompt: str) -> None:
+        if not recursive:
+            answer(engine, tokenizer, ends, prompt_ids(tokenizer, prompt, args.system, args.raw), args)
+            return
+        turns.append(("user", prompt))  # --interactive remembers what was said
+        ids = tokenizer.encode(prompt) if args.raw else tokenizer.prompt(turns)
+        turns.append(("assistant", answer(engine, tokenizer, ends, ids, args)))
+
     if args.prompt is not None:
-        answer(engine, tokenizer, ends, args.prompt, args)
+        reply(args.prompt)
     if args.interactive:
         prompting = "> " if sys.stdin.isatty() else ""
         say(prompting, end="")
         for line in sys.stdin:
             if not line.strip():
                 break
-            answer(engine, tokenizer, ends, line.rstrip("\n"), args)
+            reply(line.rstrip("\n"))
             say(prompting, end="")
     return 0
 

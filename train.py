@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
-from finetune import doctor, evaluation, parity, report
+from finetune import doctor, parity, report
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
@@ -45,10 +45,11 @@ from finetune.data.prepare import eva_batches, load_data, named_sources, needs_c
 from finetune.data.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
-from finetune.errors import NonFiniteError, PlanError
+from finetune.errors import PlanError
 from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.model_shape import planned_shape
 from finetune.estimate.remedies import report_lines
+from finetune.loop import run_steps
 from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
@@ -191,54 +192,6 @@ def open_mlx(plan: RunPlan) -> Opened:
     return Opened(load, build)
 
 
-def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
-    """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
-    schedule, traces = plan.schedule(state.total_steps), []
-    if state.eval_pending:
-        evaluate(engine, data, plan, state, log, output_dir, stop)
-    with engine.profiler(traces) as profile_step:
-        while state.step < state.total_steps and not stop.requested():
-            began = time.perf_counter()
-            microbatches, rows, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
-            lr = schedule.lr_at(state.step + 1)
-            try:
-                result = engine.train_step(microbatches, lr)
-            except NonFiniteError as error:
-                sources = data.sources_of(rows)
-                line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.settings.lr)
-                raise NonFiniteError(line) from None
-            stop.sync(engine.all_reduce_max)
-            state.advance(result, cursor)
-            profile_step()
-            log.step(result, lr, time.perf_counter() - began, engine.memory())
-            if plan.eval_due(state):
-                evaluate(engine, data, plan, state, log, output_dir, stop)
-            if plan.save_due(state, stop.requested()):
-                log.saved(output_dir.save_step(engine, state, log.offset()))
-    log.end_live()
-    if traces:
-        log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
-
-
-def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
-    """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
-    if data.validation is None:
-        return
-    s, summary = plan.settings, log.summary
-    with log.phase("scoring"):
-        found = evaluation.evaluate(engine, data, plan, state.step, stop.requested)
-        state.eval_pending = found is None
-        if found is None:
-            return
-        log.evaluation(found.values)
-        summary.scored_answer = found.first_answer
-        if state.step and (state.best_loss is None or found.loss < state.best_loss):
-            state.best_loss, state.best_step = found.loss, state.step
-            if s.save_model and (s.validation_dataset or s.validation_split):
-                output_dir.publish(engine, output_dir.root / "best")
-    summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())
-
-
 def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  # noqa: B008  frozen
     """One rank's life, from an idle device to a saved adapter. The TrainState says how it ended.
 
@@ -280,35 +233,6 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
     return state
-
-
-def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
-    """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before."""
-    summary = log.summary
-
-    def sample(scored: str | None) -> str | None:
-        if not data.score_examples:
-            return None
-        return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
-
-    stop.sync(engine.all_reduce_max)
-    if state.step == 0 and not stop.requested():
-        evaluate(engine, data, plan, state, log, output_dir, stop)
-        stop.sync(engine.all_reduce_max)
-        if not stop.requested():
-            summary.sample_before = sample(summary.scored_answer)
-            summary.scored_answer = None
-    train(engine, data, plan, state, log, output_dir, stop)
-    if not stop.requested():
-        if plan.settings.save_model:
-            output_dir.publish(engine)
-        evaluate(engine, data, plan, state, log, output_dir, stop)
-    if not stop.requested():
-        summary.sample_after = sample(summary.scored_answer)
-    state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
-    state.scores = {"before": summary.before, "after": summary.after}
-    if state.status == "finished":
-        output_dir.finish(state)
 
 
 def join_groups(plan: RunPlan, env: RankEnv):

@@ -127,12 +127,12 @@ def gemm_seconds(model, args, ids, targets) -> float:
     """
     import torch
 
+    from finetune.torch_engine.lora.layers import LoRALinear
+
     steps = [range(s * args.batch, (s + 1) * args.batch) for s in range(1, args.steps)]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
     rows = round(sum(len(ids[i]) for step in steps for i in step) / len(steps))
     head_rows = round(sum(int(sum(targets[i])) for step in steps for i in step) / len(steps))
-    from finetune.torch_engine.lora.layers import LoRALinear
-
     shapes = {}
     for module in model.modules():
         if isinstance(module, LoRALinear):

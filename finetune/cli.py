@@ -39,9 +39,9 @@ class Parser(argparse.ArgumentParser):
 
     def _check_known(self, flag: str) -> None:
         if not flag.startswith("-"):
-            raise PlanError(f"{_shown(flag)}: not a flag, and this command takes no positional arguments. See --help.")
+            raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. See --help.")
         if flag not in self._option_string_actions:
-            raise PlanError(f"{_shown(flag)}: unknown flag.{_nearest(flag, self._option_string_actions)} See --help.")
+            raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
 
     def error(self, message):
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")
@@ -54,12 +54,12 @@ def _underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def _nearest(word, known) -> str:
+def nearest(word, known) -> str:
     """What to write instead of an unknown name: its equivalent if other programs have it, else the nearest one."""
     elsewhere = answer(str(word))
     if elsewhere and FIELDS.keys() <= {str(k).lstrip("-") for k in known}:
         return elsewhere
-    near = difflib.get_close_matches(_shown(word), [str(k) for k in known], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Nearest: {near[0]}." if near else ""
 
 
@@ -81,7 +81,7 @@ def parse_value(name: str, value, where: str | None = None):
         word = str(value).lower()
         value = "true" if word in TRUE else "false" if word in FALSE else word
         if field.type is bool and value not in ("true", "false"):
-            raise PlanError(f"{where} {_shown(word)}: not a boolean. Use true or false.")
+            raise PlanError(f"{where} {shown(word)}: not a boolean. Use true or false.")
         if field.type is bool:
             return value == "true"
     if meta["auto"] and str(value).lower() == "auto":
@@ -89,7 +89,7 @@ def parse_value(name: str, value, where: str | None = None):
     if field.type in (int, float):
         return _parse_number(field, value, where)
     if not isinstance(value, str):
-        raise PlanError(f"{where}: is {type(value).__name__} {_shown(value)}, must be a string.")
+        raise PlanError(f"{where}: is {type(value).__name__} {shown(value)}, must be a string.")
     if meta["choices"]:
         return _parse_choice(meta, value, where)
     _check_text(meta, value, where)
@@ -110,21 +110,21 @@ def _parse_number(field, value, where: str):
         number = _whole(value) if kind is int and isinstance(value, float) else kind(value)
     except (TypeError, ValueError, OverflowError):
         what = "an integer" if kind is int else "a number"
-        raise PlanError(f"{where} {_shown(value)}: not {what}. Give one, such as {example}.") from None
+        raise PlanError(f"{where} {shown(value)}: not {what}. Give one, such as {example}.") from None
     low, above = meta["minimum"], meta["above"]
     if number != number or (low is not None and number < low) or (above is not None and number <= above):
         raise PlanError(
-            f"{where} {_shown(value)}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
+            f"{where} {shown(value)}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
         )
     if meta["maximum"] is not None and number > meta["maximum"]:
-        raise PlanError(f"{where} {_shown(value)}: must be <= {meta['maximum']}.")
+        raise PlanError(f"{where} {shown(value)}: must be <= {meta['maximum']}.")
     if meta["nonzero"] and number == 0:
         no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
         raise PlanError(f"{where} 0: leaves no {no}.")
     if number == float("inf"):
-        raise PlanError(f"{where} {_shown(value)}: not finite. Give a number, such as {example}.")
+        raise PlanError(f"{where} {shown(value)}: not finite. Give a number, such as {example}.")
     if kind is int and number >= 2**63:
-        raise PlanError(f"{where} {_shown(value)}: must be below 2**63 ({2**63}).")
+        raise PlanError(f"{where} {shown(value)}: must be below 2**63 ({2**63}).")
     return number
 
 
@@ -132,8 +132,8 @@ def _parse_choice(meta, value: str, where: str) -> str:
     word = value if value in meta["choices"] else value.lower()
     word = meta["value_aliases"].get(word, word)
     if word not in meta["choices"]:
-        near = _nearest(word, meta["choices"])
-        raise PlanError(f"{where} {_shown(value)}: not one of {', '.join(meta['choices'])}.{near}")
+        near = nearest(word, meta["choices"])
+        raise PlanError(f"{where} {shown(value)}: not one of {', '.join(meta['choices'])}.{near}")
     return word
 
 
@@ -153,13 +153,13 @@ def _check_text(meta, value: str, where: str) -> None:
             raise PlanError(f"{where} {value!r}: is not UTF-8. Give a path that is.") from None
         if len(os.fsencode(value)) > MAX_PATH_BYTES:
             raise PlanError(
-                f"{where} {_shown(value)}: has {len(os.fsencode(value))} bytes, the maximum is {MAX_PATH_BYTES}. "
+                f"{where} {shown(value)}: has {len(os.fsencode(value))} bytes, the maximum is {MAX_PATH_BYTES}. "
                 "Shorten it."
             )
         longest = max(len(os.fsencode(part)) for part in value.split("/"))
         if longest > MAX_NAME_BYTES:
             raise PlanError(
-                f"{where} {_shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
+                f"{where} {shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
                 "Shorten it."
             )
 
@@ -172,7 +172,7 @@ def _expanded(folder: str, where: str) -> str:
     return found
 
 
-def _shown(value) -> str:
+def shown(value) -> str:
     """A value as messages show it: in one line, truncated to 80 characters."""
     text = str(value).replace("\n", "\\n")
     return text if len(text) <= 80 else text[:80] + "..."
@@ -261,7 +261,7 @@ def read_config(path: str) -> dict:
         if isinstance(content, dict) and "requested" in content:
             content = content["requested"]
     else:
-        content = _read_yaml(path, text)
+        content = read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
     return parse_config(content, path)
@@ -276,7 +276,7 @@ def parse_config(content: dict, path: str) -> dict:
     for key, value in content.items():
         name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
-            raise PlanError(f"{path}: unknown key '{_shown(key)}'.{_nearest(key, NAMES)}")
+            raise PlanError(f"{path}: unknown key '{shown(key)}'.{nearest(key, NAMES)}")
         if name == "config":
             raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
         new = parse_value(name, value, f"{path}: {key}")
@@ -286,7 +286,7 @@ def parse_config(content: dict, path: str) -> dict:
     return {name: value for name, value in overrides.items() if value is not None}
 
 
-def _read_yaml(path: str, text: str):
+def read_yaml(path: str, text: str):
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -302,7 +302,7 @@ def _read_yaml(path: str, text: str):
                 key = str(self.construct_object(key_node, deep=True))
                 if key in seen:
                     line = key_node.start_mark.line + 1
-                    raise PlanError(f"{path}:{line}: key '{_shown(key)}' is given twice. Give it once.")
+                    raise PlanError(f"{path}:{line}: key '{shown(key)}' is given twice. Give it once.")
                 seen.add(key)
             return super().construct_mapping(node, deep)
 

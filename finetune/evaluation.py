@@ -92,3 +92,48 @@ def sample_answer(engine, data: Data, plan, scored: str | None, stopping) -> str
         new = engine.generate([prompt], max_new_tokens, data.stop_ids, lambda row, ids: stopping())
         answer = tokenizer.decode(new[0], skip_special_tokens=True)
     return " ".join(answer.split())[:300]
+
+
+# ---- of arrays, for pretrain.py
+
+ROWS_AT_A_TIME = 32
+
+
+@dataclass(frozen=True)
+class ArraysEvaluation:
+    """What an evaluation of arrays found: of all test rows together, and of each data path if there are several."""
+
+    values: dict
+    first_answer: None = None
+
+    @property
+    def loss(self) -> float:
+        return self.values["loss"]
+
+
+def evaluate_arrays(engine, data, plan, step: int, stopping) -> ArraysEvaluation | None:
+    """Loss, perplexity, right targets and exact rows on the test rows of each path. None if stopped. Collective."""
+    found = {p: engine.score(data.test_batches(rows, ROWS_AT_A_TIME), stopping) for p, rows in data.tests.items()}
+    if stopping():
+        return None
+    total = [sum(numbers) for numbers in zip(*found.values(), strict=True)]
+    if not math.isfinite(total[0]):
+        raise NonFiniteError(f"step {step}: the evaluation's loss is {total[0]}. Lower lr={plan.settings.lr}.")
+    values = _scores(total, sum(map(len, data.tests.values())))
+    if len(found) > 1:
+        for path, numbers in found.items():
+            each = _scores(numbers, len(data.tests[path]))
+            values |= {f"{path} {name}": value for name, value in each.items() if name != "num_targets"}
+    return ArraysEvaluation(values)
+
+
+def _scores(numbers, num_rows: int) -> dict:
+    nll, num_targets, targets_right, rows_right = numbers
+    loss = nll / num_targets
+    return {
+        "loss": loss,
+        "num_targets": num_targets,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "targets_right": targets_right / num_targets,
+        "rows_right": rows_right / num_rows,
+    }

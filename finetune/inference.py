@@ -59,6 +59,60 @@ def base_of(checkpoint: str) -> ModelFiles:
     return files
 
 
+def is_recursive(checkpoint: str) -> bool:
+    """True for what pretrain.py wrote: a step_N or a run's folder, or a file that TinyRecursiveModels wrote."""
+    path = Path(checkpoint)
+    if path.is_file():
+        return path.name.startswith("step_")
+    config = path / "config.json"
+    return config.is_file() and '"tiny_recursive"' in config.read_text(encoding="utf-8", errors="replace")[:200]
+
+
+def open_recursive(args):
+    """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
+    from finetune.data.chat_tokens import ChatTokenizer
+    from finetune.plan.pretrain import select_device
+    from finetune.torch_engine.device import device_of
+    from finetune.torch_engine.recursive_generate import RecursiveGenerator
+    from finetune.torch_engine.recursive_weights import open_model
+
+    manager = select_device(args.device or "auto")
+    say(f"Using device: {manager.backend}")
+    if args.precision == "fp16":
+        raise PlanError("--precision fp16: a recursive model computes in fp32 or bf16. Use one of them.")
+    bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
+    if args.precision == "bf16" and not bf16:
+        say(f"--precision bf16: fp32 is used: {manager.capabilities.reasons.get('bf16', 'no bf16 here')}")
+    prepare_torch(manager)
+    checkpoint = Path(args.checkpoint)
+    dtype = "bfloat16" if bf16 else "float32"
+    model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
+    if not model.arch.causal:
+        raise PlanError(f"--checkpoint {checkpoint}: was trained on puzzles (arch.causal=false). Give a chat model.")
+    tokenizer = ChatTokenizer.load(Path(args.tokenizer) if args.tokenizer else _tokenizer_beside(checkpoint))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise PlanError(
+            f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give its data set's."
+        )
+    return RecursiveGenerator(model, tokenizer.pad_id), tokenizer, tokenizer.stop_ids
+
+
+def _tokenizer_beside(checkpoint: Path) -> Path:
+    for folder in (checkpoint, checkpoint.resolve().parent):
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
+
+
+def prepare_torch(manager: BackendManager) -> None:
+    """This process's compute threads, and the library for fp32 products that a run with --cpu_matmul auto takes."""
+    from finetune.torch_engine.device import set_cpu_matmul, set_num_threads
+
+    set_num_threads()
+    if manager.backend is Backend.CPU:
+        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+
+
 def open_engine(args):
     """(engine for evaluation and generation, tokenizer, stop token ids)."""
     files = base_of(args.checkpoint)
@@ -71,10 +125,8 @@ def open_engine(args):
         precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
-    if manager.backend is Backend.CPU:
-        from finetune.torch_engine.device import set_cpu_matmul
-
-        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+    if manager.backend is not Backend.MLX:
+        prepare_torch(manager)
     engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
     engine.verify("auto")
     return engine, tokenizer, end_ids(tokenizer, files.folder)
@@ -89,14 +141,13 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, p
 
 
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
-    from finetune.torch_engine.device import device_of, set_num_threads
+    from finetune.torch_engine.device import device_of
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
-    set_num_threads()
     device = device_of(device)
     model = load_trained(checkpoint, files, device, WEIGHT_DTYPES[precision])
     keep_heap(low_memory=False)

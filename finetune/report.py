@@ -118,6 +118,14 @@ def engine_lines(engine) -> list[str]:
     return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
 
 
+def time_line(state, summary: Summary) -> str:
+    """The seconds of each phase, and the tokens of this run."""
+    tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
+    rate = tokens / training_s if training_s else 0
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
+
+
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
     peak = summary.peak["total"] if summary.peak else 0
@@ -148,14 +156,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
         before = "(resumed)" if r.sample_before is None else r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
-    tokens, training_s = state.num_tokens - r.tokens_before, r.seconds.get("training")
-    rate = tokens / training_s if training_s else 0
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in r.seconds.items())
-    lines += [
-        f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second",
-        *dataset_lines(data.tokens_by_dataset(plan, state)),
-        *memory_lines(r, s.verbose),
-    ]
+    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *memory_lines(r, s.verbose)]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
@@ -166,3 +167,51 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     if not s.save_model:
         return lines
     return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example)}"]
+
+
+# ---- of pretrain.py
+
+
+def pretrain_plan_lines(plan, data) -> list[str]:
+    """Lines that print the settled plan of pretrain.py and its rows."""
+    s = plan.settings
+    kind = "plain" if s.arch.plain else "recursive"
+    tests = ", ".join(f"{len(rows)} of {path}" for path, rows in data.tests.items()) or "none"
+    return [
+        f"{kind} model on {plan.backend} in {s.arch.forward_dtype}, hidden_size {s.arch.hidden_size}, {s.optimizer}",
+        *([f"ranks: {plan.dims.world_size}, replicas"] if plan.dims.world_size > 1 else []),
+        f"data: {len(data.train)} rows of {data.train.seq_len} positions, vocabulary {data.train.vocab_size}; "
+        f"test rows: {tests}",
+        f"rows per step: {plan.rows_per_step} (global_batch_size {s.global_batch_size} x accumulation "
+        f"{s.gradient_accumulation_steps}); {data.total_steps(plan)} steps",
+        *(f"  {adjustment}" for adjustment in plan.adjustments),
+        *(f"  note: {notice}" for notice in plan.notices),
+        f"output: {s.checkpoint_path}",
+    ]
+
+
+def memory_line(predicted: dict) -> str:
+    """Predicted memory in one line, largest items first."""
+    items = sorted(predicted["items"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in items if size >= 2**19)
+    return f"predicted memory above imports: {predicted['total'] / 2**20:,.0f} MiB ({shown})"
+
+
+def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
+    """The closing report of pretrain.py."""
+    s, r, lines = plan.settings, summary, [""]
+    if r.after and not state.exit_code:
+        names = ("loss", "perplexity", "targets_right", "rows_right")
+        lines += [
+            table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),
+            "",
+        ]
+    lines += [time_line(state, r), *memory_lines(r, verbose=False)]
+    if state.exit_code:
+        return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
+    lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
+    question = data.example
+    if question:
+        command = ["python", "generate.py", "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
+        lines.append(f"try it: {shlex.join([*command, '--prompt', question[0]])}")
+    return lines

@@ -104,6 +104,7 @@ def test_impossible_numbers_of_blocks_are_refused(flags, message, tmp_path):
         expand_model(tiny.build(), tmp_path, *flags)
 
 
+@pytest.mark.slow
 def test_from_the_shell_a_model_is_expanded_trained_asked_and_scored(tiny_model, rows_file, tmp_path, capsys):
     grown, out = tmp_path / "blk_exp-2-3", tmp_path / "out"
     argv = command("--expansion_rate 0.5", script="expand.py", model_name=tiny_model, output_dir=grown)

@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.commands import ROOT
 
-SCRIPTS = ("train", "generate", "score", "export", "expand")
+SCRIPTS = (
+    *("train", "pretrain", "generate", "score", "export", "expand"),
+    *("dataset.build_chat_dataset", "dataset.build_puzzle_dataset"),
+)
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
 FOLDERS = (
     "torch_engine",
@@ -51,14 +54,18 @@ INSIDE_FUNCTIONS = {
 UPWARDS_INSIDE_FUNCTIONS = {
     "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"}
 }
-READS_STATE_DICTS = {"finetune.torch_engine.older_state", "finetune.torch_engine.parallel.full_state"}
+READS_STATE_DICTS = {
+    "finetune.torch_engine.older_state",
+    "finetune.torch_engine.parallel.full_state",
+    "finetune.torch_engine.recursive_weights",
+}
 # Everything goes through terminal.say, which cleans it; backend_manager imports nothing of ours.
 MAY_PRINT = {"finetune.terminal", "backend_manager"}
 
 
 def shipped() -> dict[str, Path]:
     """{module name: file} of everything except tests, benchmarks, examples and pages."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]
+    files = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py"), *(ROOT / "dataset").rglob("*.py")]
     names = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in files}
     return {name: p for p, name in names.items()}
 
@@ -201,9 +208,9 @@ def test_only_the_terminal_module_prints():
 
 
 def test_only_metrics_says_something_while_a_run_lasts():
-    loop = ("train", "evaluate", "run", "run_steps")
-    found = [n for n in TREES["train"].body if isinstance(n, ast.FunctionDef) and n.name in loop]
-    assert len(found) == len(loop) and not any(calls(f, "say") or calls(f, "print") for f in found)
+    loop = {"finetune.loop": ("train", "evaluate", "run_steps"), "train": ("run",), "pretrain": ("run",)}
+    found = [n for m in loop for n in TREES[m].body if isinstance(n, ast.FunctionDef) and n.name in loop[m]]
+    assert len(found) == 5 and not any(calls(f, "say") or calls(f, "print") for f in found)
 
 
 def test_no_pickle_is_read_and_no_code_of_a_model_is_run():

@@ -178,7 +178,7 @@ print("grad", model[0].weight.grad.full_tensor().shape)
 """
 
 
-@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, tmp_path):
     """On the CPU, with the staged group as its only one."""
     argv = [sys.executable, "-c", SCRIPT, "debug" if debug else "plain"]

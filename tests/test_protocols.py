@@ -62,3 +62,7 @@ def test_four_ranks_are_one_process(tmp_path):
     sharded = ["HSDP 2x2", "FSDP2 2 x TP 2", "FSDP2 2 x CP 2", "PP 2 x FSDP2 2"]
     check(ranks.run(4, conformance.parallelism, tmp_path / "1", layouts=sharded, **arguments), "FSDP2")
     check(ranks.run(4, conformance.parallelism, tmp_path / "2", layouts=["PP 4", "DDP 2 x TP 2"], **arguments), "Local")
+
+
+def test_the_recursive_engine_is_an_engine():
+    conformance.check_recursive_engine()

@@ -36,3 +36,16 @@ def test_memory_is_one_line_unless_asked_or_far_off():
 
     assert len(lines(105)) == 1 and "+5.0%" in lines(105)[0]
     assert "workspace" in "".join(lines(89)) and "workspace" in "".join(lines(105, verbose=True))
+
+
+def test_a_scored_answer_ends_after_as_many_tokens_as_allowed(plain_run, capsys, rows_file, tmp_path):
+    answers = []
+    for number in (1, 8):
+        plain_run(
+            max_steps=1,
+            score_dataset=str(rows_file),
+            score_max_new_tokens=number,
+            output_dir=str(tmp_path / f"{number}"),
+        )
+        answers.append(capsys.readouterr().out.partition("\nafter:  ")[2].partition("\n")[0])
+    assert answers[1].startswith(answers[0]) and len(answers[1]) > len(answers[0])

@@ -33,6 +33,7 @@ from finetune.checkpoint.store import (
     replace_tensors,
     replace_text,
     save_checkpoint,
+    steps_folder,
     storage,
     verify_checkpoint,
     write_parts,
@@ -133,10 +134,7 @@ class OutputDir:
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
-                raise PlanError(
-                    f"--max_steps {plan.settings.max_steps}: {folder} is already at step {state.step}. Use a larger "
-                    "one."
-                )
+                raise PlanError(f"{plan.asked_length}: {folder} is already at step {state.step}. Use a larger one.")
             state.total_steps, state.status = total_steps, "running"
         for old, new in self.begin(state.step):
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
@@ -268,7 +266,7 @@ class OutputDir:
         name, failed = engine.broadcast_object([beside and beside.name, failed])
         written = {}
         if failed is None:
-            beside = self.root / "checkpoints" / name
+            beside = steps_folder(self.root)[0] / name
             try:
                 weights, moments = engine.state_shards()
                 written = write_parts(beside, engine.rank, {self.weights_file: weights, MOMENTS: moments})
@@ -405,7 +403,8 @@ class NonMasterOutputDir(OutputDir):
             engine.optimizer_values()
         else:
             engine.optimizer_state(), engine.trainable_state()
-        return self.root / "checkpoints" / f"step-{state.step}"
+        folder, prefix = steps_folder(self.root)
+        return folder / f"{prefix}{state.step}"
 
     def publish(self, engine, folder: Path | None = None) -> None:
         if self.plan.has_adapter:

@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITING = ".writing-"  # name prefix of an incomplete file
 ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
+PRETRAINED = "all_config.yaml"  # the settings of pretrain.py, in the folder of each of its runs
 MANIFEST_SCHEMA = {"format_version": int, "step": int, "run_id": str, "files": {str: {"size": int, "sha256": str}}}
 
 
@@ -130,8 +131,19 @@ def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, kee
     return commit_checkpoint(output_dir, step, beside, written, texts, keep_last, run_id)
 
 
+def steps_folder(output_dir: Path) -> tuple[Path, str]:
+    """(where a run's checkpoints are, how their names begin): checkpoints/step-N.
+
+    Runs of pretrain.py are in a folder `checkpoints` themselves, so theirs are step_N beside their settings.
+    """
+    if (output_dir / PRETRAINED).is_file():
+        return output_dir, "step_"
+    return output_dir / "checkpoints", "step-"
+
+
 def _target(output_dir: Path, step: int) -> Path:
-    return output_dir / "checkpoints" / f"step-{step}"
+    folder, prefix = steps_folder(output_dir)
+    return folder / f"{prefix}{step}"
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
@@ -246,7 +258,7 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
         raise CheckpointDamagedError(
             f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
         )
-    if folder.name.startswith("step-") and folder.name != f"step-{step}":
+    if folder.name.startswith(("step-", "step_")) and folder.name[5:] != str(step):
         raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
     ours = (p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.name != MANIFEST)
     for name in (*required, *ours):
@@ -300,9 +312,9 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
 
 
 def steps_of(output_dir: Path) -> list[Path]:
-    """step-N folders, newest first, valid or not."""
-    root = output_dir / "checkpoints"
-    found = [p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    """step-N folders (step_N of a pretraining run), newest first, valid or not."""
+    root, prefix = steps_folder(output_dir)
+    found = [p for p in root.glob(f"{prefix}*") if p.is_dir() and p.name[5:].isdigit()]
     return sorted(found, key=lambda p: -int(p.name[5:]))
 
 
@@ -352,7 +364,7 @@ def rotate(output_dir: Path, keep_last: int, committed: Path) -> None:
             _to_trash(folder)
         elif _complete(folder):
             kept += 1
-    for trash in (output_dir / "checkpoints").glob(".trash-*"):
+    for trash in steps_folder(output_dir)[0].glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -406,11 +418,21 @@ def clear_run(output_dir: Path) -> None:
     if not holds_a_run(output_dir):
         return
     with storage(output_dir):
-        _clear_folder(output_dir / "checkpoints", ("step-*", f"{ASIDE}*", ".tmp-*", ".trash-*", "latest"))
+        _clear_steps(output_dir)
         _clear_folder(output_dir / "best", OURS)
         for pattern in OURS:
             for file in output_dir.glob(pattern):
                 file.unlink()
+
+
+def _clear_steps(output_dir: Path) -> None:
+    folder, _ = steps_folder(output_dir)
+    patterns = ("step-*", f"{ASIDE}*", ".tmp-*", ".trash-*", "latest")
+    if folder != output_dir:
+        _clear_folder(folder, patterns)
+        return
+    for found in (f for pattern in ("step_*", *patterns) for f in folder.glob(pattern)):
+        shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink()
 
 
 def _clear_folder(path: Path, patterns: tuple) -> None:

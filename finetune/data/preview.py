@@ -37,7 +37,7 @@ WORDS = {
     "duplicates": "rows that occur before, token for token",
     "in validation": "training rows that are validation rows too",
     "in score": "training rows that are scored too",
-    "no end": "rows whose last target is no end token",
+    "no end": "rows whose last target is not an end token",
     "double BOS": "rows that begin with two BOS tokens",
 }
 

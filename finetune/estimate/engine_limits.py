@@ -16,3 +16,8 @@ DENSE_ATTENTION_UP_TO = {4: 512, 2: 1024}
 def dense_attention_up_to(width: int, cpu_matmul: str) -> int:
     """Positions of a document up to which a CPU computes dense attention in a dtype of `width` bytes."""
     return 0 if width == 4 and cpu_matmul != "onednn" else DENSE_ATTENTION_UP_TO[width]
+
+
+def logits_rows(vocab_size: int) -> int:
+    """Positions whose logits exist at a time."""
+    return max(128, LOGITS_CHUNK_BYTES // (4 * vocab_size))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
 from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
-from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
 from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
@@ -28,7 +28,8 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM p
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved
 # activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
-HEAP_PART, HEAP_PART_RECOMPUTED, HEAP_PART_LOW_MEMORY = 0.28, 3.2, 0.25
+HEAP_PART, HEAP_PART_LOW_MEMORY = 0.28, 0.25
+HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 
 
 # ---- weights and optimizer state
@@ -124,7 +125,7 @@ def frozen_extras(m: ModelCost) -> int:
 def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
     vocab, h, b = m.shape.vocab_size, m.shape.hidden_size, m.compute
-    rows = min(max(128, LOGITS_CHUNK_BYTES // (4 * vocab)), max(1, microbatch.num_targets))
+    rows = min(logits_rows(vocab), max(1, microbatch.num_targets))
     blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
     total += vocab * h * b if m.autocast else 0
@@ -183,7 +184,7 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     if m.device != "cpu":
         return 0
     recomputed = m.settings.use_gradient_checkpointing == "true"
-    grown = HEAP_PART_RECOMPUTED * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
+    grown = HEAP_PART_RECOMPUTED[m.weight] * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
     return int(grown * (HEAP_PART_LOW_MEMORY if m.settings.low_memory else 1))
 
 

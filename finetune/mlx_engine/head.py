@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from finetune.estimate.engine_limits import LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import logits_rows
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Head:
     def _chunks(self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool) -> tuple:
         """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
         total, hidden_grads, weight_grad = mx.zeros(()), [], mx.zeros(()) if of_weight else None
-        size, previous = max(128, LOGITS_CHUNK_BYTES // (4 * weight_VH.shape[0])), None
+        size, previous = logits_rows(weight_VH.shape[0]), None
         for start in range(0, len(labels_T), size):
             part = hidden_TH[start : start + size]
             if previous is not None:  # one chunk after another

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, auto_cpu_matmul, auto_precision, package_version
+from backend_manager import Backend, auto_precision, package_version
 from finetune.config import (
     DEFAULTS,
     DEPRECATED_OPTIMIZERS,
@@ -20,6 +20,7 @@ from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import resolve_memory
@@ -236,17 +237,15 @@ def _auto_precision(draft: Draft, why: str) -> tuple[str, str]:
 
 def cpu_matmul(draft: Draft) -> None:
     """oneDNN or torch's BLAS for fp32 products on this CPU, by the probe."""
-    word, speed = draft.values["cpu_matmul"], draft.capabilities.onednn_speed
-    why = draft.capabilities.reasons.get("cpu_matmul", "not probed")
+    word = draft.values["cpu_matmul"]
     if not draft.on_cpu:
-        draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {draft.backend}")
-    elif word == "auto":
-        measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
-        draft.adjust("cpu_matmul", auto_cpu_matmul(speed), measured or f"oneDNN: {why}")
-    elif word == "onednn" and speed is None:
-        if draft.given("cpu_matmul"):
-            raise PlanError(f"--cpu_matmul onednn: {why}. Use auto or blas.")
-        draft.adjust("cpu_matmul", "blas", why)  # inherited from another processor
+        where = "an assumed accelerator" if draft.assumes_accelerator else draft.backend
+        draft.adjust("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {where}")
+        return
+    used, why = choose_cpu_matmul(word, draft.capabilities)
+    if word == "onednn" != used and draft.given("cpu_matmul"):
+        raise PlanError(f"--cpu_matmul onednn: {why}. Use auto or blas.")
+    draft.adjust("cpu_matmul", used, why)
 
 
 def quantization(draft: Draft) -> None:

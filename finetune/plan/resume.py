@@ -60,7 +60,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
         if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one
             portable.add("quantization_backend")
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
-    before = {"cpu_matmul": "blas"}  # what runs saved before this setting existed computed with
+    before = {"cpu_matmul": "blas"} if backend == "cpu" else {}  # of runs saved before this setting existed
     settled = before | saved["settled"]
     return rows | {name: settled[name] for name in INHERITED if name in settled}
 

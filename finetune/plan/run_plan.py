@@ -10,7 +10,7 @@ from finetune.data.sampler import Cursor
 from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
-from finetune.model_files.files import ModelFiles
+from finetune.model_files.files import ModelFiles, find_model_of
 from finetune.schedule import Schedule, warmup_steps
 
 
@@ -42,7 +42,8 @@ class SavedRun:
     @property
     def is_outside(self) -> bool:
         """True for a checkpoint that is not one of the output_dir's."""
-        return self.step_folder is not None and self.step_folder.parent != self.output_dir.resolve() / "checkpoints"
+        root = self.output_dir.resolve()
+        return self.step_folder is not None and self.step_folder.parent not in (root, root / "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ class RunPlan:
     def reshard_after_forward(self) -> bool:
         """True if a layer's gathered weights are freed between its forward and its backward."""
         return self.settings.sharding_strategy not in KEEPS_GATHERED
+
+    @property
+    def asked_length(self) -> str:
+        """What sets the number of steps, as it was written."""
+        s = self.settings
+        return f"--max_steps {s.max_steps}" if s.max_steps > 0 else f"--num_epochs {s.num_epochs}"
 
     @property
     def rows_per_step(self) -> int:
@@ -139,6 +146,10 @@ class RunPlan:
                 Path(saved["output_dir"]), saved["saved_plan"], step_folder, tuple(saved["notices"])
             )
         return cls(**content)
+
+    def on_this_host(self) -> "RunPlan":
+        """The plan with the model's files as this host has them."""
+        return replace(self, files=find_model_of(asdict(self.settings)))
 
     def digest(self) -> str:
         """sha256 of everything settled except the output_dir."""

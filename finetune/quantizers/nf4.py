@@ -33,6 +33,7 @@ LEVELS = (
     1.0,
 )
 SCALES_GROUP = 256
+LIBRARY_BELOW = 2048  # from here on bitsandbytes runs compiled torch operations, not its kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = packing.CPU_BLOCK  # weights quantized at a time
 
@@ -100,7 +101,7 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
         levels = torch.tensor(LEVELS, device=packed_OP.device)
         return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
     absmax_OK = _absmax(tensors)
-    if packed_OP.device.type == "cpu" and _library_kernel_is_equal():
+    if packed_OP.device.type == "cpu" and fmt.group_size < LIBRARY_BELOW and _library_kernel_is_equal():
         padded = (len(packed_OP), 2 * packed_OP.shape[1])
         weight_OP = bnb.dequantize_blocks(packed_OP, absmax_OK, padded, fmt.group_size, "nf4", dtype)
         return weight_OP[:, : shape[1]]

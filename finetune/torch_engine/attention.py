@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
-from finetune.torch_engine.dense_attention import DenseAttention, Index, index_of
+from finetune.torch_engine.dense_attention import DenseAttention, Index, causal_bias, causal_mask, index_of
 from finetune.torch_engine.device import cpu_matmul
 
 NAME = "documents"
@@ -98,7 +98,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and not drops:
-        mask = _causal(length, window, q_NHLD.device) if windowed else None
+        mask = causal_mask(length, window, q_NHLD.device) if windowed else None
         out = F.scaled_dot_product_attention(
             q_NHLD,
             k_NKLD,
@@ -114,9 +114,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
     q = q_NHLD.reshape(n * kv, per * length, size)
     k, v = (t.reshape(n * kv, length, size) for t in (k_NKLD, v_NKLD))
-    allowed = _causal(length, window if windowed else None, q.device)
-    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device).masked_fill_(~allowed, float("-inf"))
-    bias = bias.repeat(per, 1)
+    bias = causal_bias(length, window, per, q.dtype, q.device)
     if softcap is None:
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
     else:
@@ -128,12 +126,6 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
         probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
     out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
     return out.view(n, heads, length, size).transpose(1, 2)
-
-
-def _causal(length, window, device) -> torch.Tensor:
-    """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
-    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return allowed if window is None else allowed.triu(1 - window)
 
 
 def document_attention(

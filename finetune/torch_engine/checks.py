@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.errors import PlanError
+from finetune.errors import PlanError, is_out_of_memory
 from finetune.torch_engine import attention, loss
 from finetune.torch_engine.forward import ModelForward, base_model, no_autocast
-from finetune.torch_engine.load import out_of_memory, weights_dtype
+from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 
@@ -129,7 +129,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
 
 def _reraise_if_not_the_models(error: Exception) -> None:
     """Lets exhausted memory and lost ranks through: they say nothing about the model."""
-    if out_of_memory(error) or is_peer_failure(error):
+    if is_out_of_memory(error) or is_peer_failure(error):
         raise error
 
 

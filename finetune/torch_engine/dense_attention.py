@@ -3,7 +3,8 @@
 Probabilities are computed again there: a product and a softmax cost less than the memory of L x L numbers per head.
 
 T tokens of the flat row, N documents of a group, L its padded length, H query heads, K key/value heads, P queries that
-share a key (H / K), D head size. A batch of products is one key/value head of one document: its queries are P * L rows.
+share a key (H / K), D head size; that of values may differ. A batch of products is one key/value head of one document:
+its queries are P * L rows.
 """
 
 from dataclasses import dataclass
@@ -55,10 +56,7 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
         keys = (tokens_NL.unsqueeze(0) * kv_heads + torch.arange(kv_heads).view(-1, 1, 1)).flatten()
         real_queries = real_NL.view(1, n, 1, length).expand(kv_heads, n, per, length).flatten()
         real_keys = real_NL.unsqueeze(0).expand(kv_heads, n, length).flatten()
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
-        if window is not None and window < length:
-            allowed = allowed.triu(1 - window)
-        bias_QL = torch.zeros(length, length, dtype=dtype).masked_fill_(~allowed, float("-inf")).repeat(per, 1)
+        bias_QL = causal_bias(length, window, per, dtype)
         padding = (~real_queries).nonzero().flatten()
         found.append(GroupIndex(kv_heads * n, queries, keys, padding, bias_QL))
         orders[heads].append((queries, real_queries))
@@ -67,6 +65,18 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
     back_q, held_q = _inverse(orders[heads], num_tokens * heads)
     back_k, held_k = _inverse(orders[kv_heads], num_tokens * kv_heads)
     return Index(tuple(found), back_q, back_k, held_q, held_k)
+
+
+def causal_mask(length: int, window: int | None, device=None) -> torch.Tensor:
+    """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
+    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return allowed if window is None else allowed.triu(1 - window)
+
+
+def causal_bias(length: int, window: int | None, per: int, dtype, device=None) -> torch.Tensor:
+    """[P * L, L]: 0 where a query sees a key, else -inf; P queries share a key."""
+    seen = causal_mask(length, window, device)
+    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~seen, float("-inf")).repeat(per, 1)
 
 
 def _inverse(orders, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -92,13 +102,13 @@ class DenseAttention(torch.autograd.Function):
         parts = []
         for group in index.groups:
             q_BQD, k_BLD, v_BLD = _gather(group, q, k, v)
-            out_BQD = torch.empty_like(q_BQD)
-            for some in _in_cache(group):
+            out_BQD = q_BQD.new_empty(*q_BQD.shape[:2], v.shape[-1])
+            for some in _cached_slices(group):
                 probs_BQL = _probabilities(group, q_BQD[some], k_BLD[some], scaling)
                 torch.bmm(probs_BQL, v_BLD[some], out=out_BQD[some])
             parts.append(out_BQD.flatten(0, 1))
         out = _scatter(parts, index.back_to_queries, index.held_queries, len(q))
-        return out.view(1, query.shape[2], query.shape[1], query.shape[3])
+        return out.view(1, query.shape[2], query.shape[1], value.shape[3])
 
     @staticmethod
     def backward(ctx, grad):
@@ -109,9 +119,10 @@ class DenseAttention(torch.autograd.Function):
         parts_q, parts_k, parts_v = [], [], []
         for group in index.groups:
             q_BQD, k_BLD, v_BLD = _gather(group, q, k, v)
-            out_BQD = grad.index_select(0, group.queries).index_fill_(0, group.padding, 0.0).view(q_BQD.shape)
+            out_BQD = grad.index_select(0, group.queries).index_fill_(0, group.padding, 0.0)
+            out_BQD = out_BQD.view(group.batches, -1, v.shape[-1])
             grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
-            for some in _in_cache(group):
+            for some in _cached_slices(group):
                 probs_BQL = _probabilities(group, q_BQD[some], k_BLD[some], scaling)
                 torch.bmm(probs_BQL.transpose(1, 2), out_BQD[some], out=grad_v[some])
                 grad_BQL = torch.bmm(out_BQD[some], v_BLD[some].transpose(1, 2))
@@ -130,7 +141,7 @@ class DenseAttention(torch.autograd.Function):
         )
 
 
-def _in_cache(group: GroupIndex):
+def _cached_slices(group: GroupIndex):
     """Slices of the group's products whose probabilities fit in a core's cache."""
     step = max(1, CACHED_BYTES // (group.bias_QL.numel() * group.bias_QL.itemsize))
     for start in range(0, group.batches, step):
@@ -148,10 +159,8 @@ def _heads_first(rows, like_1HTD) -> torch.Tensor:
 
 
 def _gather(group: GroupIndex, q, k, v):
-    size, batches = q.shape[-1], group.batches
-    q_BQD = q.index_select(0, group.queries).view(batches, -1, size)
-    k_BLD, v_BLD = (x.index_select(0, group.keys).view(batches, -1, size) for x in (k, v))
-    return q_BQD, k_BLD, v_BLD
+    ordered = (q.index_select(0, group.queries), k.index_select(0, group.keys), v.index_select(0, group.keys))
+    return (x.view(group.batches, -1, x.shape[-1]) for x in ordered)
 
 
 def _probabilities(group: GroupIndex, q_BQD, k_BLD, scaling: float) -> torch.Tensor:

@@ -41,6 +41,7 @@ def set_cpu_matmul(word: str) -> None:
     """Which library multiplies fp32 matrices on a CPU, for this process: `onednn`, or `blas`: torch's BLAS.
 
     "bf16" only permits oneDNN to round inputs; BackendManager's probe has shown that it does not on this processor.
+    torch.get_float32_matmul_precision() raises once this is set: torch does not mix its two interfaces.
     """
     if torch.backends.mkldnn.is_available():
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if word == "onednn" else "none"

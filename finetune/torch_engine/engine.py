@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError
+from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
 from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, experts, generate, memory_stats, optim, preference, profiling
 from finetune.torch_engine.device import fp64_device
-from finetune.torch_engine.load import out_of_memory
+from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights import config_dtype
 
 
-class TorchEngine:
+class TorchEngine(EngineBase):
     """A model, however it is distributed, its optimizer and its random state.
 
     `verify` must run once before the first step.
@@ -211,7 +211,7 @@ class TorchEngine:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
@@ -220,35 +220,6 @@ class TorchEngine:
                 f"turn on --use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory "
                 f"(now {s.low_memory})."
             ) from error
-
-    # ---- collectives
-
-    @property
-    def rank(self) -> int:
-        return self.groups.rank
-
-    @property
-    def data_rank(self) -> int:
-        return self.groups.data_rank
-
-    def all_reduce_max(self, number: int) -> int:
-        return int(self.groups.all_reduce_max(number))
-
-    def all_reduce_sum(self, number: float) -> float:
-        """The sum over ranks; those of one tensor-parallel group count once."""
-        mine = number if self.groups.coordinate("tp") == 0 else 0.0
-        return float(self.groups.all_gather_scalars([mine]).sum())
-
-    def all_gather_object(self, value) -> list:
-        return self.groups.all_gather_object(value)
-
-    def broadcast_object(self, value):
-        return self.groups.broadcast_object(value)
-
-    def shard_list(self, items: list) -> list:
-        """This rank's share of the items; the ranks of one tensor-parallel group get the same."""
-        groups, dims = self.groups, self.groups.dims
-        return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
 
     # ---- state: see torch_engine/state.py
 
@@ -262,21 +233,6 @@ class TorchEngine:
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         return self.state.state_shards()
-
-    def trainable_state(self) -> dict[str, np.ndarray]:
-        return self.state.trainable_state()
-
-    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        return self.state.optimizer_state()
-
-    def optimizer_values(self) -> dict:
-        return self.state.optimizer_values()
-
-    def rng_state(self) -> dict[str, np.ndarray]:
-        return self.state.rng_state()
-
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
-        self.state.load_state(trainable, optimizer, values, rng)
 
     def load_trainable(self, trainable: dict) -> None:
         self.state.load_trainable(trainable)
@@ -329,9 +285,6 @@ class TorchEngine:
 
     def memory(self) -> MemoryStats:
         return self.counter.stats(self.optimizer)
-
-    def reset_memory(self) -> int:
-        return self.counter.peak()
 
 
 class _StepContexts:

@@ -11,7 +11,7 @@ import torch
 
 import quantization_wrapper
 from finetune.config import RESIDUAL_INITS, TrainConfig
-from finetune.errors import OutOfMemoryError
+from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts, llama_pro, memory_stats
@@ -60,19 +60,13 @@ def memory_advice(folder, settings: TrainConfig):
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora "
             f"(now {settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller "
             "model."
         ) from error
-
-
-def out_of_memory(error) -> bool:
-    """True for any out-of-memory error: torch's, Python's, or the CPU allocator's RuntimeError."""
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def build_on_meta(folder, settings: TrainConfig):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from finetune.estimate.engine_limits import CACHED_LOGITS, LOGITS_CHUNK_BYTES
+from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.torch_engine.lora.layers import LoRALinear
 
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
@@ -216,11 +216,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs_T, [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 
-def logits_rows(vocab_size: int) -> int:
-    """Positions whose logits exist at a time."""
-    return max(128, LOGITS_CHUNK_BYTES // (4 * vocab_size))
-
-
 def _logits_to_grad(
     logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V, log_probs_T=None, upstream_T=None
 ) -> torch.Tensor:
@@ -267,8 +262,9 @@ def _logits_to_grad(
 def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
     """(probabilities, in `out_TV`; log-probabilities of the labels [T, 1]), fp32."""
     if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on
-        log_probs_TV = torch.log_softmax(logits_TV, -1)
-        return torch.exp(log_probs_TV, out=out_TV), log_probs_TV.gather(1, labels_T1)
+        log_probs_TV = torch.log_softmax(logits_TV, -1, out=out_TV)
+        log_probs_T1 = log_probs_TV.gather(1, labels_T1)
+        return log_probs_TV.exp_(), log_probs_T1
     torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
     log_probs_T1 = out_TV.gather(1, labels_T1).log()
     # Below, log(p) would lose digits or be -inf: few rows, if any.

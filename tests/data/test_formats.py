@@ -1,9 +1,12 @@
 """Formats: which text a row becomes, and which of it is a target."""
 
+import json
+
 import pytest
 
 from finetune.data.columns import detect_format
 from finetune.errors import PlanError
+from finetune.metrics import read_events
 from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
 
 
@@ -175,3 +178,18 @@ def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(PlanError, match=r"^rows.jsonl:1: the chat template rejects this row \(roles must alternate\)"):
         rendered(row, "chat", tokenizer)
+
+
+def test_dataset_format_overrides_what_the_columns_say(plain_run, tmp_path):
+    """A row with columns of two formats, and one without those of the format that is asked for."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": f"All of {i} is learned.", "prompt": f"Say {i}: ", "completion": f"{i}."} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = dict(dataset=str(file), max_steps=1)
+    asked = {"prompt_completion": "text", "text": "prompt,completion"}
+    for fmt, others in asked.items():
+        plain_run(**run, dataset_format=fmt, ignore_columns=others, output_dir=str(tmp_path / fmt))
+    pairs, text = (read_events(tmp_path / fmt, "step")[0]["num_targets"] for fmt in asked)
+    assert 0 < pairs < text
+    with pytest.raises(PlanError, match="rows.jsonl"):
+        plain_run(**run, dataset_format="chat", output_dir=str(tmp_path / "chat"))

@@ -49,7 +49,7 @@ def test_a_file_of_exactly_this_name_is_meant(tmp_path, monkeypatch):
         ([{"name": "a", "weight": "x"}], "--dataset a: weight 'x' is not a number."),
         ([{"name": "a", "columns": {"nose": "b"}}], "--dataset a nose=b: 'nose' is not a field of any format."),
     ],
-)  # fmt: skip
+)
 def test_datasets_that_contradict_each_other_are_refused(given, line):
     with pytest.raises(PlanError) as error:
         sources_of(given)

@@ -1,14 +1,12 @@
 """What a dry run shows of the data: samples with targets, lengths, and what is odd, each with its place and remedy."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from finetune.data.preview import histogram
-from tests.support.commands import ROOT, command, finish, words
+from tests.support.commands import command, finish, without_frameworks, words
 from tests.support.rows import jsonl
 
 
@@ -102,12 +100,7 @@ def test_a_dataset_that_is_not_on_this_disk_is_not_read(flags):
 
 def test_the_preview_imports_no_framework(flags, odd):
     argv = words(flags | odd, "--dry_run", context_length="auto")
-    code = (
-        f"import sys; sys.argv = {['train.py', *argv]!r}; import runpy\n"
-        "code = runpy.run_path('train.py', run_name='train')['main']()\n"
-        "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules); sys.exit(code)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    out = without_frameworks(argv)
     assert out.returncode == 0, out.stderr
     assert "context_length: auto -> " in out.stdout and "check: " in out.stdout
 

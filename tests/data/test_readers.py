@@ -191,12 +191,12 @@ def test_a_long_line_can_be_skipped_and_the_longest_allowed_is_read(tmp_path, mo
 def test_a_repeated_key_is_found_in_one_pass(tmp_path):
     line = "{" + ", ".join(f'"k{i}": 0' for i in range(200_000)) + ', "k199999": 1}'
     header = ",".join(f"k{i}" for i in range(200_000)) + ",k199999"
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(PlanError, match="has duplicate key 'k199999'"):
         read_rows(write(tmp_path / "a.jsonl", line))
     with pytest.raises(PlanError, match="column 'k199999' appears twice"):
         read_rows(write(tmp_path / "a.csv", header + "\n"))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_row_at_the_parsers_limit_of_nesting_is_a_bad_row(tmp_path):
@@ -287,7 +287,7 @@ def test_a_small_file_of_gigabytes_is_refused_and_its_first_rows_are_read(tmp_pa
 def test_a_file_of_zeros_is_refused_before_it_is_read(tmp_path, name):
     with open(tmp_path / name, "wb") as file:
         file.truncate(2**32)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(PlanError, match=f"{name}: "):
         read_rows(str(tmp_path / name))
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2

@@ -51,12 +51,7 @@ LEARNED = {
         "alpaca: as one turn",
         {},
     ),
-    "ShareGPT": (
-        {"a.json": json.dumps([{"conversations": SHAREGPT}])},
-        [["Yo.", END]],
-        "chat",
-        {},
-    ),
+    "ShareGPT": ({"a.json": json.dumps([{"conversations": SHAREGPT}])}, [["Yo.", END]], "chat", {}),
     "ShareGPT with role and content": ({"a.jsonl": lines({"conversations": [ASK, SAY]})}, [["Yo.", END]], "chat", {}),
     "chat of many turns": ({"a.jsonl": lines({"messages": [ASK, SAY, ASK, SAY]})}, [["Yo.", END] * 2], "chat", {}),
     "conversation": ({"a.jsonl": lines({"conversation": [ASK, SAY]})}, [["Yo.", END]], "chat", {}),
@@ -263,7 +258,7 @@ LEARNED = {
         "prompt_completion",
         {"columns": "prompt=text,completion=label"},
     ),
-}  # fmt: skip
+}
 
 REFUSED = {  # name: (files, the line, flags)
     "OpenAI tools through a template without": (
@@ -332,11 +327,7 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: column 'rating' rates the answers, and format alpaca does not use it. Add --ignore_columns rating",
         {},
     ),
-    "a row's weight": (
-        {"a.jsonl": lines({**ALPACA, "weight": 0.1})},
-        "a.jsonl:1: column 'weight' weighs the rows",
-        {},
-    ),
+    "a row's weight": ({"a.jsonl": lines({**ALPACA, "weight": 0.1})}, "a.jsonl:1: column 'weight' weighs the rows", {}),
     "a label beside text": ({"a.jsonl": lines({"text": "Good.", "label": 1})}, "a.jsonl:1: column 'label' may", {}),
     "a system prompt for text that is joined": (
         {"a.jsonl": lines({"prompt": "Hi:", "completion": "Yo.", "system": "Be brief."})},
@@ -384,7 +375,7 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: field 'system' and the first message are two system prompts. Keep one.",
         {},
     ),
-}  # fmt: skip
+}
 
 
 def dataset_of(folder: Path, files: dict, tokenizer, flags: dict):

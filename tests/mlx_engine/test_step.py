@@ -137,6 +137,7 @@ def test_settings_of_mlx_are_checked(tmp_path, content, message):
         MLXOptions.read(str(file))
 
 
+@pytest.mark.slow
 def test_the_limit_of_open_files_is_kept():
     import subprocess
     import sys

@@ -1,5 +1,7 @@
 """The batch size tried on the real model."""
 
+import pytest
+
 from tests.support.commands import PYTHON, finish
 
 TRY_ROWS = """
@@ -31,6 +33,7 @@ print(plan.adjustments[0])
 """
 
 
+@pytest.mark.slow
 def test_rows_are_halved_if_memory_runs_out(tmp_path):
     """A limit on the process's address space is the failing allocation: 64 rows take some 190 MiB, 96 are left."""
     done = finish([*PYTHON, "-c", TRY_ROWS, tmp_path])

@@ -18,6 +18,7 @@ import generate
 import score
 import train
 from backend_manager import CAPABILITIES, Backend
+from dataset import build_chat_dataset, build_puzzle_dataset
 from finetune import errors
 from finetune.cli import read_config
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
@@ -27,15 +28,17 @@ from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import TrainState
+from finetune.recipe import of_flat, read_arguments, read_recipe
 from tests.support.commands import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "dev/LOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "runs").glob("*.sh"))
 SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "export.py": export, "expand.py": expand}
+BUILDERS = [build_chat_dataset.build_parser(), build_puzzle_dataset.build_parser()]
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
-KNOWN_FLAGS = {option for parser in PARSERS.values() for option in parser._option_string_actions}
-# Of other programs, which pages name in running text.
-FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes"}  # the last two are accelerate's
+KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
+# Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py.
+FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -88,6 +91,12 @@ def test_every_command_parses_and_its_plan_settles(where, words):
                 resolve_plan(given, Facts(backend, CAPABILITIES[backend]))
             if script == "generate.py":
                 generate.check(PARSERS[script].parse_args(rest))
+        case ["python", "pretrain.py", *rest]:
+            recipe_of(rest)
+        case ["python", "-m", module, *rest] if module.startswith("dataset."):
+            importlib.import_module(module).build_parser().parse_args(rest)
+        case ["torchrun", *options] if "pretrain.py" in options:
+            recipe_of(options[options.index("pretrain.py") + 1 :])
         case ["torchrun", *options]:
             at = options.index("train.py")
             number = dict(o.lstrip("-").split("=") for o in options[:at] if "=" in o)
@@ -99,6 +108,8 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             given = vars(PARSERS["train.py"].parse_args(rest[: rest.index("||")]))
             world = RankEnv(size=16, local_size=8, launcher="srun")
             resolve_plan(given, Facts(Backend.CPU, CAPABILITIES[Backend.CPU], env=world))
+        case ["examples/prepare_example_chat_dataset.sh" as script]:
+            assert os.access(ROOT / script, os.X_OK)
         case ["sbatch", script, *_] | [("tests/support/two_hosts.sh" | "tests/support/slurm.sh") as script, *_]:
             assert os.access(ROOT / script, os.X_OK)
         case ["accelerate", "launch", "--config_file", file, "train.py", *rest]:
@@ -120,6 +131,11 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             pass
         case _:
             raise AssertionError(f"{where}: a command nobody checks: {words}")
+
+
+def recipe_of(argv: list[str]) -> None:
+    name, overrides = read_arguments(argv)
+    of_flat(read_recipe(name or "cfg_chat") | overrides)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +313,7 @@ def test_defaults_on_the_migration_page_are_the_defaults():
 
 def test_every_module_has_its_place_on_the_architecture_page():
     page = (ROOT / "docs/architecture.md").read_text()
-    for file in [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py")]:
+    for file in [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py"), *(ROOT / "dataset").rglob("*.py")]:
         if file.name != "__init__.py":
             assert f"`{named(file)}`" in page or f"`{file.name}`" in page, named(file)
 

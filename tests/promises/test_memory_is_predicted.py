@@ -45,6 +45,7 @@ def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(tiny_m
         max_steps=2,
         log_to="stdout",
         precision="fp32",
+        verbose=True,
     )
     start, *_, end = read_events(tmp_path / "out")
     predicted, measured = start["predicted_memory_bytes"], end["peak_memory_bytes"]

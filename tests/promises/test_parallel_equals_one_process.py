@@ -39,3 +39,11 @@ def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tm
     assert code == 0 and f"ranks: 2 ({flag} 2)" in out, err
     assert "Warning" not in err
     assert_same_run(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+def test_the_gpipe_schedule_gives_the_run_of_one_process(base, alone, tmp_path):
+    argv = command(base, "--batch_size 4 --world_size 2 --pp_degree 2 --pp_schedule gpipe", output_dir=tmp_path / "out")
+    code, _, err = finish(argv)
+    assert code == 0, err
+    assert_same_run(tmp_path / "out", alone)

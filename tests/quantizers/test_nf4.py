@@ -69,3 +69,15 @@ def test_double_quantization_costs_little_more_error_and_fewer_bytes():
     error = [(nf4.dequantize(q, torch.float32, weight.shape, nf4_format()) - weight).norm() for q in (single, double)]
     assert error[1] < 1.02 * error[0]
     assert sum(t.nbytes for t in double.values()) < 0.95 * sum(t.nbytes for t in single.values())
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize(("columns", "block"), [(192, 64), (100, 32), (300, 64), (4096, 2048)])
+@pytest.mark.parametrize("dtype", nf4.DTYPES, ids=str)
+def test_the_librarys_kernel_gives_the_bits_of_plain_torch(dtype, columns, block, double_quant):
+    weight, fmt = torch.randn(20, columns), nf4_format(block, double_quant)
+    tensors = nf4.quantize(weight, fmt)
+    plain = nf4.in_plain_torch(tensors["packed"], nf4._absmax(tensors), block)[:, :columns].to(dtype)
+    assert torch.equal(nf4.dequantize(tensors, dtype, weight.shape, fmt), plain)
+    rows = {name: tensor[3:9] for name, tensor in tensors.items()}
+    assert torch.equal(nf4.dequantize(rows, dtype, weight.shape, fmt), plain[3:9])

@@ -1,7 +1,8 @@
 """Which tests show each promise of the source guides: `pytest -k BM_07` runs those of BM-07.
 
 BM BackendManager, CLI flags, ENV launch and environment, MSG messages, TAB tables, Q quantization, FT parallelism, CK
-checkpoints, FS mps_fsdp_wrapper. An entry is a file and a test in it, with its parameters or without.
+checkpoints, FS mps_fsdp_wrapper, TR tiny recursive models. An entry is a file and a test in it, with its parameters or
+without.
 """
 
 CHECKLIST = "promises/test_checklist.py::"
@@ -215,6 +216,50 @@ SHOWN_BY = {
         "mlx_engine/test_runs.py::test_a_run_that_moves_twice_is_the_run_that_stays",
         "promises/test_docs_are_true.py::test_every_command_parses_and_its_plan_settles",
     ],
+    "TR_01": [
+        "test_pretrain.py::test_a_run_trains_saves_and_publishes",
+        "torch_engine/test_recursive_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
+    ],
+    "TR_02": [
+        "test_pretrain.py::test_bad_input_is_one_line_and_exit_code_2",
+        "test_pretrain.py::test_a_refusal_ends_the_process_with_code_2",
+        "promises/test_recursive_guide.py::test_every_training_command_reads_as_a_recipe",
+    ],
+    "TR_03": [
+        "test_pretrain.py::test_a_run_trains_saves_and_publishes",
+        "test_recipe.py::test_each_key_changes_the_settings_and_is_saved",
+        "test_recipe.py::test_the_defaults_of_cfg_chat_are_the_documented_ones",
+    ],
+    "TR_04": ["test_pretrain.py::test_rows_are_cut_to_seq_len_and_a_longer_one_is_accepted"],
+    "TR_05": ["test_pretrain.py::test_heads_that_do_not_divide_the_hidden_size_are_fewer_with_a_reason"],
+    "TR_06": ["test_pretrain.py::test_bfloat16_is_used_where_the_machine_computes_in_it"],
+    "TR_07": ["test_pretrain.py::test_compilation_is_never_used_on_mps_or_if_disabled"],
+    "TR_08": ["test_pretrain.py::test_several_ranks_are_refused_on_mps_before_anything_is_read"],
+    "TR_09": [
+        "promises/test_recursive_guide.py::test_the_guides_example_trains_and_answers",
+        "torch_engine/test_recursive_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
+    ],
+    "TR_10": [
+        "data/test_chat_tokens.py::test_every_format_is_built_and_read_back",
+        "data/test_chat_tokens.py::test_a_long_row_loses_its_front_or_the_tail_of_its_answer",
+        "data/test_chat_tokens.py::test_a_hub_tokenizer_that_is_not_reachable_is_replaced_with_a_reason",
+    ],
+    "TR_11": ["promises/test_recursive_guide.py::test_the_guides_example_script_works_offline"],
+    "TR_12": [
+        "test_pretrain.py::test_a_run_trains_saves_and_publishes",
+        "torch_engine/test_recursive_weights.py::test_a_step_holds_raw_and_averaged_weights_and_the_run_the_averaged",
+    ],
+    "TR_13": ["test_pretrain.py::test_no_memory_ends_with_a_code_and_advice"],
+    "TR_14": [
+        "test_pretrain.py::test_no_memory_ends_with_a_code_and_advice",
+        "test_pretrain.py::test_bad_input_is_one_line_and_exit_code_2",
+    ],
+    "TR_15": ["test_pretrain.py::test_no_worker_process_and_no_pinned_memory_is_used"],
+    "TR_16": [
+        "test_pretrain.py::test_the_true_number_of_parameters_is_printed",
+        "torch_engine/test_recursive.py::test_the_parameters_are_those_that_the_plan_counts",
+    ],
+    "TR_17": ["test_backend_manager.py::test_an_unavailable_backend_says_so_with_what_is_available"],
 }
 
 

@@ -131,3 +131,13 @@ def read_or_nothing(file: Path) -> bytes:
     with contextlib.suppress(OSError):
         return file.read_bytes()
     return b""
+
+
+def without_frameworks(argv: list[str]) -> subprocess.CompletedProcess:
+    """train.py in a process of its own, which fails if a framework was imported."""
+    code = (
+        f"import sys; sys.argv = {['train.py', *argv]!r}; import runpy\n"
+        "code = runpy.run_path('train.py', run_name='train')['main']()\n"
+        "assert not {'torch', 'mlx', 'transformers'} & set(sys.modules); sys.exit(code)"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -5,15 +5,25 @@ import inspect
 import numpy as np
 import pytest
 
+from finetune.data.arrays import Rows
+from finetune.data.carry import Carry
 from finetune.data.collate import microbatches
+from finetune.data.pretrain import batch_of
 from finetune.distributed.env import RankEnv
 from finetune.engine import Engine
 from finetune.errors import NonFiniteError
+from finetune.pretrain_config import ArchConfig, PretrainConfig
 from finetune.torch_engine.parallel.parallelism import Parallelism
-from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from finetune.torch_engine.recursive_engine import build as build_recursive
 from tests.support import cases
 
 LR = 1e-2
+RECURSIVE = ArchConfig(
+    hidden_size=16, num_heads=2, L_layers=1, expansion=2, L_cycles=2, halt_max_steps=2, forward_dtype="float32"
+)
+IDS = np.random.default_rng(0).integers(1, 20, (8, 12)).astype(np.int32)
+ROWS = Rows(IDS, np.roll(IDS, -1, 1).astype(np.int64), np.zeros(8, np.int32), 0, 20, 1, None, {"rows": 0})
 
 
 def members(protocol) -> set[str]:
@@ -185,3 +195,35 @@ def check_parallelism(build, alone) -> dict:
     parallel.drop_gradients()
     report["gradients left"] = any(p is not None and p.grad is not None for p in parallel.local_params.values())
     return report
+
+
+def recursive_engine():
+    settings = PretrainConfig(arch=RECURSIVE, grad_clip_norm=1.0)
+    return build_recursive(settings, ROWS, SINGLE_PROCESS, Carry(4, 2, halting=False))
+
+
+def check_recursive_engine() -> None:
+    """The third engine, whose microbatches are slots: the same checks of steps, state, failures and generation."""
+    build = recursive_engine
+    engine, batches = build(), [batch_of(ROWS, np.arange(4), trim=True), batch_of(ROWS, np.arange(4, 8), trim=True)]
+    missing = {name for name in members(Engine) if not hasattr(engine, name)}
+    assert not missing, missing
+    engine.verify("auto")
+    engine.begin_memory(0)
+    for _ in range(3):
+        result = engine.train_step(batches[:1], LR)
+    assert result.grad_norm > 0 and engine.memory().total > 0 and engine.reset_memory() >= 0
+    one, many = (build().train_step(b, LR) for b in ([batch_of(ROWS, np.arange(4), True)], _halves()))
+    assert one.nll == pytest.approx(many.nll, rel=1e-5) and one.grad_norm == pytest.approx(many.grad_norm, rel=1e-4)
+    assert engine.evaluate(batches)[1] == sum(b.num_targets for b in batches)
+    _check_state(engine, build, batches[:1])
+    _check_not_finite(engine, batches[:1])
+    _check_generation(engine)
+    _check_single_rank_collectives(engine)
+    assert all(isinstance(content, dict) for content in engine.describe_weights("", "").values())
+    with engine.profiler([]) as after_step:
+        after_step()
+
+
+def _halves() -> list:
+    return [batch_of(ROWS, np.arange(i, i + 2), True, slots=np.arange(i, i + 2)) for i in (0, 2)]

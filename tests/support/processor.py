@@ -3,7 +3,9 @@
 torch computes bf16 on any processor, only slowly where it has no instructions for it.
 """
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -35,6 +37,7 @@ def believe_in(kind: str) -> None:
     if kind == "other":
         kind = "fp32" if (facts["bfloat16_speed"] or 0) >= 1.1 else "bf16"
     other = Path(tempfile.mkdtemp(prefix="processor-"))
+    atexit.register(shutil.rmtree, other, ignore_errors=True)
     (other / "finetune").mkdir()
     for folder, kept in ((own, "finetune"), (own / "finetune", "probes")):
         for entry in folder.iterdir() if folder.is_dir() else ():

@@ -61,3 +61,18 @@ def test_attention_by_products_keeps_queries_keys_and_values_and_no_probabilitie
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         attention.document_attention(None, q, k, v, None, documents=documents)
     assert sum(kept) == 3 * 4 * 300 * 8
+
+
+def test_values_of_another_head_size_are_attended_to():
+    """As in DeepSeek's latent attention."""
+    set_cpu_matmul("onednn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 30, size, requires_grad=True) for size in (12, 12, 8))
+    documents = attention.documents_of(torch.cat([torch.arange(19), torch.arange(11)]), CPU)
+    out, _ = attention.document_attention(None, q, k, v, None, documents=documents)
+    number = torch.repeat_interleave(torch.arange(2), torch.tensor([19, 11]))
+    seen = (number[:, None] == number) & torch.ones(30, 30, dtype=torch.bool).tril()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

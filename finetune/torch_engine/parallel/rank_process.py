@@ -4,7 +4,7 @@ others.
 
 import contextlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from finetune import process
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, write_failure, write_result
 from finetune.errors import EXPECTED, RankLostError, first_line
-from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
@@ -25,16 +24,16 @@ from finetune.torch_engine.parallel.process_groups import (
 )
 
 
-def run_launched(run, announced_plan, env: RankEnv) -> TrainState:
+def run_launched(run, announced_plan, env: RankEnv, plan_type=RunPlan) -> TrainState:
     """A rank that a launcher started. Rank 0 makes the plan and broadcasts it through the store.
 
-    `announced_plan()`: (plan, its end if there is nothing to train).
+    `announced_plan()`: (plan, its end if there is nothing to train). `plan_type`: what the other ranks read it as.
     """
     process.mute_nonzero_ranks(env.rank)
     store = create_store(env)
     if env.rank:
         message = json.loads(_from_rank0(env, store))
-        return received_end(message) or run_rank(run, env, store, RunPlan.deserialize(message["plan"]))
+        return received_end(message) or run_rank(run, env, store, plan_type.deserialize(message["plan"]))
 
     def send(message: dict) -> None:
         store.set("plan", json.dumps(message))
@@ -68,8 +67,7 @@ def run_spawned(run, env: RankEnv) -> int:
 
 def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
-    s = plan.settings
-    plan = replace(plan, files=find_model_of(asdict(s)))
+    s, plan = plan.settings, plan.on_this_host()
     address = network_address(env, store, s.rank_timeout)
     try:
         watchdog = start_watchdog(env, store, address, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)

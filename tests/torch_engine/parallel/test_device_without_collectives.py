@@ -28,8 +28,10 @@ def test_strategies_train_as_one_process_does_and_as_gloo_does_on_the_cpu(tmp_pa
     check(staged)
     plain = ranks.run(2, cases.strategies, tmp_path / "plain", wanted=FAST[:1])
     mine, other = staged[0][0], plain[0][0]
-    # The same kernels and sums in fp32: to the bit, until AdamW, which is fused on a CPU only.
-    assert mine["losses"][0] == other["losses"][0] and mine["norms of steps"][0] == other["norms of steps"][0]
+    # The same products and sums in fp32, until AdamW, which is fused on a CPU only. A CPU takes the loss from
+    # probabilities and another device from their logarithms: one rounding apart.
+    for name in ("losses", "norms of steps"):
+        assert mine[name][0] == pytest.approx(other[name][0], rel=3e-7)
 
 
 @pytest.mark.slow

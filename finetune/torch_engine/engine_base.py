@@ -1,0 +1,67 @@
+"""What both torch engines pass on to others: collectives to the process groups, their state to what keeps it."""
+
+import numpy as np
+
+from finetune.torch_engine.memory_stats import MemoryCounter
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+
+
+class EngineBase:
+    """The part of finetune.engine.Engine that every torch engine answers alike, from these three.
+
+    `state`: has trainable_state, optimizer_state, optimizer_values, rng_state and load_state.
+    """
+
+    groups: ProcessGroups
+    counter: MemoryCounter
+
+    # ---- collectives
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def data_rank(self) -> int:
+        return self.groups.data_rank
+
+    def all_reduce_max(self, number: int) -> int:
+        return int(self.groups.all_reduce_max(number))
+
+    def all_reduce_sum(self, number: float) -> float:
+        """The sum over ranks; those of one tensor-parallel group count once."""
+        mine = number if self.groups.coordinate("tp") == 0 else 0.0
+        return float(self.groups.all_gather_scalars([mine]).sum())
+
+    def all_gather_object(self, value) -> list:
+        return self.groups.all_gather_object(value)
+
+    def broadcast_object(self, value):
+        return self.groups.broadcast_object(value)
+
+    def shard_list(self, items: list) -> list:
+        """This rank's share of the items; the ranks of one tensor-parallel group get the same."""
+        groups, dims = self.groups, self.groups.dims
+        return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
+
+    # ---- state
+
+    def trainable_state(self) -> dict[str, np.ndarray]:
+        return self.state.trainable_state()
+
+    def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
+        return self.state.optimizer_state()
+
+    def optimizer_values(self) -> dict:
+        return self.state.optimizer_values()
+
+    def rng_state(self) -> dict[str, np.ndarray]:
+        return self.state.rng_state()
+
+    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+        self.state.load_state(trainable, optimizer, values, rng)
+
+    # ---- memory
+
+    def reset_memory(self) -> int:
+        return self.counter.peak()

@@ -1,0 +1,142 @@
+"""Trains a tiny recursive model from nothing: recipe -> plan -> data -> model -> the loop of train.py -> step_N.
+
+python pretrain.py --config-name cfg_chat data_paths=[data/my-chat-dataset]
+python pretrain.py --config-name cfg_chat_recursive arch.plain=true       its twin without recursion
+python pretrain.py --config-name cfg_puzzle data_paths=[data/sudoku-4]
+"""
+
+import sys
+from pathlib import Path
+
+if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import os
+import time
+
+from finetune import process, recipe
+from finetune.checkpoint.output_dir import open_output_dir
+from finetune.checkpoint.store import PRETRAINED, replace_text, storage
+from finetune.data.pretrain import PretrainData, load_pretrain_data
+from finetune.distributed.env import RankEnv, rank_env
+from finetune.estimate import recursive as estimate
+from finetune.evaluation import evaluate_arrays
+from finetune.loop import run_steps
+from finetune.metrics import Metrics
+from finetune.plan.pretrain import (
+    PretrainPlan,
+    finalize,
+    finished,
+    resolve,
+    select_device,
+    with_folder,
+    with_recipe_notice,
+)
+from finetune.plan.run_plan import TrainState
+from finetune.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
+from finetune.terminal import say
+
+
+def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
+    """The settled plan, but for what depends on the data. Prints the device first. Raises PlanError."""
+    name, overrides = recipe.read_arguments(argv)
+    values = recipe.read_recipe(name or "cfg_chat")
+    manager = select_device(overrides.get("device", values.get("device", "auto")))
+    say(f"Using device: {manager.backend}")
+    plan = resolve(values, overrides, manager, env)
+    return with_folder(with_recipe_notice(plan, name, {k: v for k, v in values.items() if k not in overrides}))
+
+
+def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
+    """(the engine on this rank's device, process memory after imports). Collective."""
+    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
+    from finetune.torch_engine.memory_stats import current_resident_bytes
+    from finetune.torch_engine.parallel.process_groups import ProcessGroups
+    from finetune.torch_engine.recursive_engine import build
+
+    set_num_threads(env.local_size)
+    set_cpu_matmul(plan.settings.cpu_matmul)
+    baseline = current_resident_bytes()
+    groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
+    return build(plan.settings, data.train, groups, data.carry), baseline
+
+
+def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  # noqa: B008  frozen
+    """One rank's life, from data on disk to published weights. The TrainState says how it ended."""
+    began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
+    data = load_pretrain_data(plan.settings, plan.rows_per_step)
+    plan = finalize(plan, data)
+    with stop.installed(), open_output_dir(plan, env.rank) as output_dir, Metrics(plan, env.rank > 0, watchdog) as log:
+        log.say("\n".join(pretrain_plan_lines(plan, data)))
+        engine, baseline = build_engine(plan, data, env)
+        engine.verify("padded")
+        log.say("\n".join(f"  {notice}" for notice in engine.notices()))
+        output_dir.configs = engine.describe_weights("", "")
+        output_dir.identity = {"vocab_size": data.train.vocab_size, "dataset": data.train.digest()}
+        if env.rank == 0:
+            replace_text(output_dir.root / PRETRAINED, recipe.as_yaml(plan.settings))
+        log.summary.loading_bytes = engine.begin_memory(baseline)
+        log.summary.seconds["loading"] = time.perf_counter() - began
+        if plan.settings.load_checkpoint and not plan.resume_from:
+            engine.load_weights(engine.read_weights(Path(plan.settings.load_checkpoint)), "load_checkpoint")
+        with storage(output_dir.root):
+            state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
+        log.open(output_dir.root, state, offset)
+        if resumed_from:
+            log.saved(resumed_from)
+        log.start(data, predicted_memory(plan, data))
+        run_steps(engine, data, plan, state, log, output_dir, stop, evaluate_arrays)
+    state.output_dir = str(output_dir.root)
+    log.summary.seconds["whole run"] = time.perf_counter() - began
+    log.say("\n".join(pretrain_closing_lines(plan, data, state, log.summary)))
+    return state
+
+
+def predicted_memory(plan: PretrainPlan, data: PretrainData) -> dict:
+    """Predicted bytes of this rank's training phase."""
+    s, size = plan.settings, plan.settings.global_batch_size // plan.data_ranks
+    shape = data.largest_microbatch(min(size, len(data.train)))
+    slots = -(-plan.rows_per_step // plan.data_ranks)
+    return estimate.predicted(s, data.train.vocab_size, shape, slots, data.train.seq_len)
+
+
+def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, TrainState | None]:
+    """(the plan; the run's end if there is nothing to train)."""
+    plan = make_plan(argv, env)
+    if not plan.settings.dry_run and not plan.resume_from:
+        return plan, None
+    data = load_pretrain_data(plan.settings, plan.rows_per_step)
+    plan_with_data = finalize(plan, data)
+    if plan.settings.dry_run:
+        say("\n".join(pretrain_plan_lines(plan_with_data, data)))
+        say(memory_line(predicted_memory(plan_with_data, data)))
+        return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path)
+    total = data.total_steps(plan_with_data)
+    if finished(plan, total):
+        say(f"already complete: {plan.settings.checkpoint_path} holds all {total} steps")
+        return plan, TrainState(status="finished", step=total, total_steps=total)
+    return plan, None
+
+
+def pretrain(*argv: str) -> TrainState:
+    """Trains as the command line does, from Python: pretrain("--config-name", "cfg_chat", "epochs=3")."""
+    process.prepare_environment()
+    env = rank_env(os.environ)
+    if env and env.size > 1:
+        from finetune.torch_engine.parallel.rank_process import run_launched
+
+        return run_launched(run, lambda: announced_plan(list(argv), env), env, PretrainPlan)
+    plan, done = announced_plan(list(argv), env)
+    return done or run(plan)
+
+
+def main(argv=None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        say(f"{__doc__}\n{recipe.usage()}")
+        return 0
+    return pretrain(*argv).exit_code
+
+
+if __name__ == "__main__":
+    process.exit_with(main)
