@@ -12,6 +12,7 @@ from finetune.data.collate import microbatches
 from finetune.data.sampler import rank_rows
 from finetune.data.tokenize import TokenizedDataset, joined_parts
 from finetune.distributed.env import RankEnv
+from finetune.estimate import engine_limits
 from finetune.torch_engine import loss, preference
 from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
@@ -93,7 +94,7 @@ def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
 @pytest.mark.parametrize("learning", ["hidden states", "the head", "an adapter of the head"])
 @pytest.mark.parametrize("scale, softcap", [(1.0, None), (0.25, 1.5)])
 def test_a_dpo_loss_through_the_chunked_head_is_the_full_logits_one_in_fp64(learning, scale, softcap, monkeypatch):
-    monkeypatch.setattr(loss, "LOGITS_CHUNK_BYTES", 0)  # 128 rows at a time: chunks end inside documents
+    monkeypatch.setattr(engine_limits, "LOGITS_CHUNK_BYTES", 0)  # 128 rows at a time: chunks end inside documents
     torch.manual_seed(0)
     hidden = torch.randn(sum(LENGTHS), 16, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 50, (len(hidden),))
@@ -120,7 +121,7 @@ def test_a_dpo_loss_through_the_chunked_head_is_the_full_logits_one_in_fp64(lear
 
 
 def test_no_more_logits_exist_at_a_time_than_a_chunk_of_them(monkeypatch):
-    monkeypatch.setattr(loss, "LOGITS_CHUNK_BYTES", 0)
+    monkeypatch.setattr(engine_limits, "LOGITS_CHUNK_BYTES", 0)
     linear = torch.nn.Linear(16, 500)
     hidden, labels, saved = torch.randn(700, 16, requires_grad=True), torch.randint(0, 500, (700,)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
