@@ -2,15 +2,16 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from finetune.data.chat_template import TemplateRenderer, special_texts
 from finetune.data.columns import Row, RowReader
-from finetune.data.formats import Conversation, Document, pair_of, render_text, token_document, uses_template
+from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.data.overlong import Cut, cut_document
+from finetune.data.pairs import labelled_of, pair_of
 from finetune.errors import PlanError
 from finetune.untrusted import untrusted
 
@@ -19,13 +20,14 @@ from finetune.untrusted import untrusted
 class Encoded:
     """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
 
-    `conversation`: what the template renders, if the document can be cut at its messages.
+    `conversation`: what the template renders, if the document can be cut at its messages. `desirable`: KTO's label.
     """
 
     ids: np.ndarray
     is_target: np.ndarray
     answer_text: Callable[[int], str]
     conversation: Conversation | None = None
+    desirable: bool = True
 
 
 class RowEncoder:
@@ -50,15 +52,20 @@ class RowEncoder:
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
         """The documents of each row, or what is wrong with it. Of a pair: the chosen and the rejected one."""
         read = [self._read(row, source) for row, source in zip(rows, sources, strict=True)]
-        if not self.reader.options.pairs:
+        if not (self.reader.options.pairs or self.reader.options.labels):
             return self._encoded(read)
-        halves = [half for row in read for half in (pair_or_error(row))]
-        encoded = self._encoded(halves)
-        return [_joined_pair(*both) for both in zip(encoded[::2], encoded[1::2], strict=True)]
+        answers = [[(row, True)] if isinstance(row, PlanError) else row for row in read]
+        encoded = iter(self._encoded([answer for row in answers for answer, _ in row]))
+        return [_last_of_each([(next(encoded), desirable) for _, desirable in row]) for row in answers]
 
-    def _read(self, row: dict, source: str) -> Row | PlanError:
+    def _read(self, row: dict, source: str) -> "Row | PlanError | list[tuple[Row, bool]]":
+        """The row; of preference rows, its answers and whether each is desirable."""
+        options = self.reader.options
         try:
-            return self.reader.read(row, source)
+            read = self.reader.read(row, source)
+            if options.labels:
+                return labelled_of(read)
+            return list(zip(pair_of(read), (True, False), strict=True)) if options.pairs else read
         except PlanError as error:
             return error
 
@@ -169,18 +176,10 @@ class RowEncoder:
         ]
 
 
-def pair_or_error(row: Row | PlanError) -> tuple:
-    """The halves of a row, or twice what is wrong with it."""
-    try:
-        return (row, row) if isinstance(row, PlanError) else pair_of(row)
-    except PlanError as error:
-        return error, error
-
-
-def _joined_pair(chosen, rejected) -> list[Encoded] | PlanError:
-    """The two documents of a pair: the last of each half, if its template has one per answer."""
-    wrong = next((half for half in (chosen, rejected) if isinstance(half, PlanError)), None)
-    return wrong or [chosen[-1], rejected[-1]]
+def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
+    """A document per answer: the last one, if its template has several."""
+    wrong = next((documents for documents, _ in answers if isinstance(documents, PlanError)), None)
+    return wrong or [replace(documents[-1], desirable=desirable) for documents, desirable in answers]
 
 
 def _end(document: Encoded) -> int:

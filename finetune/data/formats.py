@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from finetune.data.chat_template import request_of, split_end_of_turn
-from finetune.data.columns import Row
+from finetune.data.columns import PREFERENCES, Row
 from finetune.data.messages import (
     REASONING,
     TemplateWords,
@@ -72,6 +72,8 @@ def needs_template(row: Row) -> bool:
         return isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list)
     if row.format in ("alpaca", "qna"):
         return bool(row.get("system") or row.get("history"))
+    if row.format in PREFERENCES:
+        return bool(row.get("system")) or any(isinstance(value, list) for value in row.values.values())
     return row.format == "chat"
 
 
@@ -87,6 +89,7 @@ def describe_format(fmt: str, tokenizer) -> str:
         "text": "text: unchanged",
         "tokens": "tokens: as given",
         "preference": "preference pairs: each half as prompt and completion",
+        "kto": "kto: prompt and completion with a label",
     }[fmt]
 
 
@@ -259,56 +262,6 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
     system = row.text("system", required=False)
     whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
     return whole, [True] * (len(whole) - len(messages)) + learned
-
-
-def pair_of(row: Row) -> tuple[Row, Row]:
-    """The chosen and the rejected half of a row, each as prompt and completion. Raises PlanError.
-
-    What both begin with is the prompt, if they are conversations that contain it or there is no column of it: messages,
-    or text up to the last space before they differ.
-    """
-    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
-    for name, value in (("chosen", chosen), ("rejected", rejected)):
-        if not isinstance(value, str | list):
-            fact = "missing" if value is None else f"{type(value).__name__}"
-            column = row.columns[name]
-            raise PlanError(f"{row.source}: field {column!r} is {fact}, must be a string or a list of messages.")
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise PlanError(
-            f"{row.source}: one of chosen and rejected is text, the other a list of messages. Write both alike."
-        )
-    if chosen == rejected:
-        raise PlanError(f"{row.source}: chosen and rejected are equal, so neither is preferred. Remove the row.")
-    shared = _common_length(chosen, rejected)
-    if isinstance(chosen, str) and prompt is None:
-        shared = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared)) + 1
-    if prompt is None or (isinstance(chosen, list) and _contains(chosen[:shared], prompt)):
-        if prompt is not None:
-            row.note(f"column {row.columns['prompt']!r} is not used: the answers contain it")
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    columns = {"prompt": row.columns.get("prompt", "chosen")}
-    return tuple(
-        replace(
-            row,
-            format="prompt_completion",
-            values={"prompt": prompt, "completion": completion},
-            columns={**columns, "completion": row.columns[name]},
-        )
-        for name, completion in (("chosen", chosen), ("rejected", rejected))
-    )
-
-
-def _contains(messages: list, prompt) -> bool:
-    """True if messages begin with those of the prompt, or one of them has its text."""
-    if isinstance(prompt, list):
-        return bool(prompt) and messages[: len(prompt)] == prompt
-    return any(prompt in message.values() for message in messages if isinstance(message, dict))
-
-
-def _common_length(one, other) -> int:
-    """How many characters or messages both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _prompted(row: Row) -> tuple[list[dict], list[bool]]:

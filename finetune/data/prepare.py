@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.config import TrainConfig
 from finetune.data.chat_template import shared_renderer
-from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.collate import largest_microbatch, microbatches, preference_microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.encode import RowEncoder
 from finetune.data.formats import needs_template
@@ -65,12 +65,12 @@ class Data:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""
         s = plan.settings
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, s.seed, state.cursor)
-        mine = rank_rows(rows, data_rank, plan.data_ranks)
-        return microbatches(self.train, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id), rows, cursor
+        mine = slice(data_rank, None, plan.data_ranks)  # sampler.rank_rows
+        return preference_microbatches(self.train, rows, mine, s, pad_id, s.batch_size), rows, cursor
 
     def sources_of(self, rows) -> list[str]:
         """Where these rows of a step are from."""
-        return [self.train.sources[row] for row in rows]
+        return [self.train.row_source(row) for row in rows]
 
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""
@@ -84,7 +84,7 @@ class Data:
         train, found = self.train, np.zeros(len(self.train.parts), np.int64)
         if not train.parts:
             return {}
-        numbers, lengths = train.part_numbers(), train.lengths
+        numbers, lengths = train.part_numbers(), train.row_lengths
         for rows in rows_so_far(train.order, plan.settings.seed, state.cursor):
             found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
         return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
@@ -219,7 +219,7 @@ def read_source(source: Source, settings: TrainConfig, samples: int, split: str,
     """One dataset, its rows read unless its tokens are cached. Raises PlanError."""
     if source.split and Path(source.name).is_file() and not source.name.endswith(".json"):
         raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
-    split, options = source.split or split, options_of(source, settings)
+    split, options = source.split or split, options_of(source, settings, flag)
     said = f"{flag} {source}" if isinstance(settings.dataset, list) else flag
 
     def read() -> RawDataset:
@@ -247,10 +247,14 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
     return TokenCache(files, reading, options)
 
 
-def options_of(source: Source, settings: TrainConfig) -> RowOptions:
+def options_of(source: Source, settings: TrainConfig, flag: str = "--dataset") -> RowOptions:
     """How a dataset's columns are read: as it says itself, else as the settings do. Raises PlanError."""
     columns = source.columns or parse_columns(settings.columns)
-    return RowOptions(source.format or settings.dataset_format, columns, parse_names(settings.ignore_columns))
+    word = "none" if flag == "--score_dataset" else settings.preference  # what is scored is an answer
+    ignored = parse_names(settings.ignore_columns)
+    return RowOptions(
+        source.format or settings.dataset_format, columns, ignored, word in ("dpo", "orpo"), word == "kto"
+    )
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
@@ -291,12 +295,13 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
         if "validation" in raw_datasets:
             validation = tokenized("validation", renderer)
         elif settings.validation_split:
-            rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
+            rows, held_out = split_validation(train.num_rows, settings.validation_split, settings.seed)
             train, validation = train.select(rows), train.select(held_out)
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
-            validation = validation or tokenized("score", renderer)
+            if settings.preference == "none":
+                validation = validation or tokenized("score", renderer)
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
@@ -370,6 +375,5 @@ def cut_of(settings: TrainConfig) -> Cut:
 
 def eva_batches(data: Data, settings: TrainConfig) -> list[Batch]:
     """Padded batches of the first rows of the run, which --init_lora_weights eva reads activations of."""
-    num_rows = len(data.train)
-    rows, _ = step_rows(data.train.order, min(num_rows, EVA_ROWS), settings.seed, Cursor())
+    rows, _ = step_rows(data.train.order, min(data.train.num_rows, EVA_ROWS), settings.seed, Cursor())
     return microbatches(data.train, rows, "padded", 16, settings.microbatch_tokens, pad_id(data.tokenizer))

@@ -184,7 +184,7 @@ class TrainState:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
         self.num_tokens += result.num_tokens
-        self.loss = result.nll / result.num_targets
+        self.loss = result.loss
 
 
 def format_value(value) -> str:

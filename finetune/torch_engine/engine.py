@@ -30,17 +30,11 @@ class TorchEngine(EngineBase):
     `verify` must run once before the first step.
 
     Every method that touches weights is collective; state and files come from rank 0. `base_config`: the model's
-    config.json. `objective`: what a step minimizes, by default the nll of targets.
+    config.json. `objective`: what a step minimizes.
     """
 
-    def __init__(
-        self,
-        parallel: Parallelism,
-        settings,
-        base_config: dict | None = None,
-        objective: preference.PairObjective | None = None,
-    ):
-        self.objective = objective or preference.NextToken()
+    def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
+        self.objective = preference.objective_of(settings)
         self.parallel, self.forward, self.settings = parallel, parallel.forward, settings
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
@@ -89,7 +83,7 @@ class TorchEngine(EngineBase):
                     self.optimizer.zero_grad(set_to_none=True)
                 self.model.train()
                 with self._offload():
-                    loss = self._loss(batch, 1.0)
+                    loss, _ = self.objective.loss(self.forward, batch, 1.0)
                 (loss / max(1, self.objective.count(batch))).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -100,30 +94,32 @@ class TorchEngine(EngineBase):
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets together.
+        """One optimizer step over the microbatches' targets, or preference rows, together.
 
         NonFiniteError leaves weights and moments unchanged.
         """
+        ahead, microbatches = self.objective.split(microbatches)
+        ahead = self._ahead(ahead)
         self.model.train()
         # Ranks that share their rows count them once.
-        counted = microbatches if self.groups.is_data_leader else []
-        counts = [[self.objective.count(b), b.num_tokens, self.objective.count_nll_targets(b)] for b in counted]
-        counts = [*(sum(column) for column in zip(*counts or [[0] * 3], strict=True)), len(microbatches)]
-        by_rank = self.groups.all_gather_scalars(counts)
-        num_targets, num_tokens, num_nll_targets = (int(n) for n in by_rank[:, :3].sum(0))
-        assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
+        counts = preference.counts_of(self.objective, microbatches if self.groups.is_data_leader else [])
+        has_reference = any(b.reference_D is not None for b in microbatches)
+        by_rank = self.groups.all_gather_scalars([*counts, len(microbatches), has_reference])
+        count, num_targets, num_tokens, nll_targets = (int(n) for n in by_rank[:, :4].sum(0))
+        assert count > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
-        missing = int(by_rank[:, 3].max() - len(microbatches))
-        microbatches = microbatches + [self.forward.empty_batch()] * missing
-        nll_weight = num_targets / max(1, num_nll_targets)
-        total, metrics = self._accumulate(microbatches, self.scaler.factor / num_targets, nll_weight)
+        most, has_reference = by_rank[:, 4:].max(0)
+        microbatches = self.forward.filled(microbatches, int(most), bool(has_reference))
+        known = self.objective.known(count, nll_targets, ahead)
+        total, metrics = self._accumulate(microbatches, self.scaler.factor / count, known)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
         nll, *sums = self.groups.all_gather_scalars([total.item(), *metrics.values()]).sum(0).tolist()
-        means = {name: total / num_targets for name, total in zip(metrics, sums, strict=True)}
-        result = StepResult(nll, num_targets, num_tokens, norm, metrics=means)
+        means = self.objective.means(dict(zip(metrics, sums, strict=True)), count, known)
+        num_rows = count if self.objective.per_row else None
+        result = StepResult(nll, num_targets, num_tokens, norm, num_rows=num_rows, metrics=means)
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
@@ -140,15 +136,44 @@ class TorchEngine(EngineBase):
         self.scaler.step()
         return result
 
-    def _accumulate(self, microbatches: list[Batch], scale: float, nll_weight: float) -> tuple[torch.Tensor, dict]:
+    @torch.no_grad()
+    def _ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
+        """The objective's two sums over all ranks' microbatches, without dropout."""
+        if not self.objective.looks_ahead:
+            return [0.0, 0.0]
+        self.model.eval()
+        total = np.zeros(2)
+        for batch in self.forward.filled(microbatches, int(self.groups.all_reduce_max(len(microbatches)))):
+            if stop and stop():
+                break
+            with self._memory_advice(batch):
+                total += self.parallel.call(self.objective.ahead, self.forward, batch)
+        self.parallel.reshard()
+        return self.groups.all_gather_scalars(total.tolist()).sum(0).tolist()
+
+    @torch.no_grad()
+    def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the model before training}; every rank computes its share."""
+        self.model.eval()
+        found = []
+        for batch in self.forward.share(microbatches):
+            if stop and stop():
+                break
+            with self._memory_advice(batch):
+                log_probs_D = self.parallel.call(preference.reference_log_probs, self.forward, batch)
+            found += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
+        self.parallel.reshard()
+        return {row: value for part in self.groups.all_gather_object(found) for row, value in part}
+
+    def _accumulate(self, microbatches: list[Batch], scale: float, known: float) -> tuple[torch.Tensor, dict]:
         """Forward and backward of all; this rank's part of the summed loss, fp64, and of each metric."""
-        metrics = dict.fromkeys(self.objective.metrics, 0.0)
+        metrics = dict.fromkeys(self.objective.sums, 0.0)
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
 
         def forward(batch):
             nonlocal total
-            loss, found = self.objective.loss(self.forward, batch, nll_weight)
+            loss, found = self.objective.loss(self.forward, batch, known)
             total += loss.detach().to(total.device).double() * fraction
             for name in found:
                 metrics[name] += found[name]
@@ -159,31 +184,41 @@ class TorchEngine(EngineBase):
         self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
         return total, metrics
 
-    @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed loss, targets or pairs) over all ranks, each of which takes its share of the microbatches."""
+        """(summed loss, targets or preference rows), see `measure`."""
+        found = self.measure(microbatches, stop)
+        return found.nll, found.num_targets if found.num_rows is None else found.num_rows
+
+    @torch.no_grad()
+    def measure(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """Loss and metrics without a step, over all ranks, each of which takes its share of the microbatches."""
         self.model.eval()
-        count, count_nll_targets = self.objective.count, self.objective.count_nll_targets
-        nll_weight = sum(map(count, microbatches)) / max(1, sum(map(count_nll_targets, microbatches)))
-        data_ranks, total, counted = self.groups.dims.data_ranks, 0.0, 0
-        mine = microbatches[self.groups.data_rank :: data_ranks]
-        mine += [self.forward.empty_batch()] * (-(-len(microbatches) // data_ranks) - len(mine))
-        for batch in mine:
+        ahead, microbatches = self.objective.split(microbatches)
+        count, _, _, nll_targets = preference.counts_of(self.objective, microbatches)
+        known = self.objective.known(count, nll_targets, self._ahead(self.forward.share(ahead), stop))
+        total, counts, metrics = 0.0, np.zeros(4), dict.fromkeys(self.objective.sums, 0.0)
+        for batch in self.forward.share(microbatches):
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                shape = self.forward.shape(batch)
-                loss = self.forward.pipeline.forward_only(
-                    self.parallel.call, partial(self._loss, batch, nll_weight), shape
-                )
+                shape, work = self.forward.shape(batch), partial(self._measured, batch, known, metrics)
+                loss = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
             total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()
-            counted += count(batch) if self.groups.is_data_leader else 0
+            counts += preference.counts_of(self.objective, [batch]) if self.groups.is_data_leader else 0
         self.parallel.reshard()
-        total, counted = self.groups.all_gather_scalars([total, counted]).sum(0)
-        return float(total), int(counted)
+        total, *found = self.groups.all_gather_scalars([total, *counts, *metrics.values()]).sum(0).tolist()
+        count, num_targets, num_tokens, _ = map(int, found[:4])
+        means = self.objective.means(dict(zip(metrics, found[4:], strict=True)), max(1, count), known)
+        return StepResult(
+            total, num_targets, num_tokens, 0.0, num_rows=count if self.objective.per_row else None, metrics=means
+        )
 
-    def _loss(self, batch: Batch, nll_weight: float) -> torch.Tensor:
-        return self.objective.loss(self.forward, batch, nll_weight)[0]
+    def _measured(self, batch: Batch, known: float, metrics: dict) -> torch.Tensor:
+        """The microbatch's loss; adds to the metrics."""
+        loss, found = self.objective.loss(self.forward, batch, known)
+        for name in found:
+            metrics[name] += found[name]
+        return loss
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:

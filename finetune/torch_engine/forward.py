@@ -1,6 +1,7 @@
 """Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -58,6 +59,20 @@ class ModelForward:
         """Two tokens and no target: adds nothing to loss and gradients."""
         ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
         return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
+
+    def filled(self, microbatches: list[Batch], number: int, has_reference: bool = False) -> list[Batch]:
+        """With empty ones up to this number. `has_reference`: of batches that need not compute it."""
+        empty = self.empty_batch()
+        if has_reference:
+            empty = replace(empty, reference_D=np.zeros(1))
+        return microbatches + [empty] * (number - len(microbatches))
+
+    def share(self, microbatches: list[Batch]) -> list[Batch]:
+        """This data rank's share of microbatches that every rank has: as many as each other rank's."""
+        data_ranks = self.groups.dims.data_ranks
+        has_reference = any(b.reference_D is not None for b in microbatches)
+        mine = microbatches[self.groups.data_rank :: data_ranks]
+        return self.filled(mine, -(-len(microbatches) // data_ranks), has_reference)
 
     def shape(self, batch: Batch) -> tuple[int, int]:
         """(rows, positions) of the batch as this rank computes it."""

@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
     chosen_rewards_P: torch.Tensor
     rejected_rewards_P: torch.Tensor
 
-    def metrics(self) -> dict[str, float]:
+    def sums(self) -> dict[str, float]:
         """Sums over the pairs, named as TRL names the averages."""
         margins_P = self.chosen_rewards_P - self.rejected_rewards_P
         return {
@@ -63,40 +63,53 @@ def _log_of_complement(log_p):
     return torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
 
 
-def kl_reference_point(log_probs_D, ref_D) -> torch.Tensor:
-    """max(0, mean log-ratio), without gradient: Ethayarajh et al. 2024, section 4.1.
-
-    Of documents that pair each prompt of a step with another's answer.
-    """
-    return (log_probs_D - ref_D).detach().mean().clamp_min(0)
-
-
 class Labelled(NamedTuple):
     """A loss per document, differentiable, and its detached reward."""
 
     loss_D: torch.Tensor
     rewards_D: torch.Tensor
+    desirable_D: torch.Tensor
+
+    def sums(self) -> dict[str, float]:
+        """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
+        return {
+            "rewards/chosen": self.rewards_D[self.desirable_D].double().sum().item(),
+            "rewards/rejected": self.rewards_D[~self.desirable_D].double().sum().item(),
+            "chosen": float(self.desirable_D.sum().item()),
+            "rejected": float((~self.desirable_D).sum().item()),
+        }
 
 
 def kto(log_probs_D, ref_D, desirable_D, reference_point, beta, desirable_weight, undesirable_weight) -> Labelled:
     """weight * (1 - sigmoid(+-(beta * (log-ratio - reference point)))): Ethayarajh et al. 2024, section 4.2.
 
-    + for desirable documents, - for the others, each with its weight.
+    + for desirable documents, - for the others, each with its weight. `reference_point`: max(0, the mean log-ratio of
+    documents that pair each prompt of a step with another row's answer), section 4.1.
     """
     rewards_D = beta * (log_probs_D - ref_D)
     distance_D = rewards_D - beta * reference_point
     sign_D = torch.where(desirable_D, 1.0, -1.0).to(distance_D.dtype)
     weight_D = torch.where(desirable_D, desirable_weight, undesirable_weight).to(distance_D.dtype)
-    return Labelled(weight_D * torch.sigmoid(-sign_D * distance_D), rewards_D.detach())
+    return Labelled(weight_D * torch.sigmoid(-sign_D * distance_D), rewards_D.detach(), desirable_D)
 
 
 # ------ objectives of a step
 
 
 class NextToken:
-    """The nll of every target token."""
+    """The nll of every target token. Every objective of a step has these attributes and methods."""
 
-    metrics = ()
+    sums = ()  # what `loss` sums beside the loss
+    per_row = False  # the loss is divided by preference rows, not by target tokens
+    looks_ahead = False  # some microbatches are for `ahead`
+
+    def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+        """(microbatches that only `ahead` reads, those that are learned from)."""
+        return [], microbatches
+
+    def ahead(self, forward, batch: Batch) -> tuple[float, float]:
+        """Two numbers whose sums over the step are known before its first loss."""
+        return 0.0, 0.0
 
     def count(self, batch: Batch) -> int:
         """What a step's loss is divided by, summed over its microbatches and ranks."""
@@ -106,19 +119,28 @@ class NextToken:
         """Target tokens of a term that is divided by their number instead."""
         return 0
 
-    def loss(self, forward, batch: Batch, nll_weight: float) -> tuple[torch.Tensor, dict]:
-        """(summed loss of a microbatch, differentiable; sums of metrics)."""
+    def known(self, count: int, nll_targets: int, ahead) -> float:
+        """What a loss needs of the full step; `ahead`: the sums of `ahead`."""
+        return 0.0
+
+    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
+        """(summed loss of a microbatch, differentiable; {name in `sums`: sum})."""
         return forward.nll(batch), {}
+
+    def means(self, sums: dict, count: int, known: float) -> dict:
+        """The metrics of a step, from its sums."""
+        return {}
 
 
 @dataclass(frozen=True)
-class PairObjective:
+class PairObjective(NextToken):
     """DPO or ORPO on microbatches of pairs: document 2i of a dataset is pair i's chosen answer, 2i + 1 its rejected."""
 
     name: str  # dpo or orpo
     beta: float = 0.1
 
-    metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    per_row = True
 
     def count(self, batch: Batch) -> int:
         return len(batch.rows) // 2
@@ -126,21 +148,102 @@ class PairObjective:
     def count_nll_targets(self, batch: Batch) -> int:
         return int(document_targets(batch)[pair_indices(batch)[0]].sum()) if self.name == "orpo" else 0
 
-    def loss(self, forward, batch: Batch, nll_weight: float) -> tuple[torch.Tensor, dict]:
-        """`nll_weight`: pairs per target token of chosen answers in the step, so that dividing by pairs divides the nll
-        by its tokens.
-        """
+    def known(self, count: int, nll_targets: int, ahead) -> float:
+        """Pairs per target token of chosen answers, so that dividing by pairs divides ORPO's nll by its tokens."""
+        return count / max(1, nll_targets)
+
+    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
         chosen, rejected = (torch.from_numpy(i).to(forward.device) for i in pair_indices(batch))
         if self.name == "orpo":
             log_probs_D = forward.document_log_probs(batch)
             counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
             pairs = orpo(log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta)
-            return pairs.loss_P.sum() - nll_weight * log_probs_D[chosen].sum(), pairs.metrics()
-        with torch.no_grad(), adapters_off(forward.model):
-            ref_D = forward.document_log_probs(batch)  # first, so that nothing is kept for backward meanwhile
-        log_probs_D = forward.document_log_probs(batch)
+            return pairs.loss_P.sum() - known * log_probs_D[chosen].sum(), pairs.sums()
+        log_probs_D, ref_D = log_probs_and_reference(forward, batch)
         pairs = dpo(log_probs_D[chosen], log_probs_D[rejected], ref_D[chosen], ref_D[rejected], self.beta)
-        return pairs.loss_P.sum(), pairs.metrics()
+        return pairs.loss_P.sum(), pairs.sums()
+
+    def means(self, sums: dict, count: int, known: float) -> dict:
+        return {name: total / count for name, total in sums.items()}
+
+
+@dataclass(frozen=True)
+class LabelledObjective(NextToken):
+    """KTO on microbatches of documents with labels.
+
+    The reference point is of the full step, over accumulation and ranks: TRL's, who takes each microbatch's own, where
+    a step is one batch.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    sums = ("rewards/chosen", "rewards/rejected", "chosen", "rejected")
+    per_row = looks_ahead = True
+
+    def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+        return [b for b in microbatches if b.mismatched], [b for b in microbatches if not b.mismatched]
+
+    def ahead(self, forward, batch: Batch) -> tuple[float, float]:
+        """(summed log-ratios, documents) of a mismatched microbatch."""
+        log_probs_D, ref_D = log_probs_and_reference(forward, batch)
+        return (log_probs_D - ref_D)[: len(batch.rows)].double().sum().item(), len(batch.rows)
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.rows)
+
+    def known(self, count: int, nll_targets: int, ahead) -> float:
+        """The reference point."""
+        total, documents = ahead
+        return max(0.0, total / max(1.0, documents))
+
+    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
+        log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
+        labels = np.zeros(0, bool) if batch.desirable_D is None else np.array(batch.desirable_D)
+        desirable_D = torch.from_numpy(labels).to(forward.device)
+        found = kto(log_probs_D, ref_D, desirable_D, known, self.beta, self.desirable_weight, self.undesirable_weight)
+        return found.loss_D.sum(), found.sums()
+
+    def means(self, sums: dict, count: int, known: float) -> dict:
+        """As TRL's; of answers that the step has none of, nothing."""
+        found = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
+        if len(found) == 2:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found | {"kl": known}
+
+
+def counts_of(objective: NextToken, microbatches: list[Batch]) -> list[int]:
+    """What the loss is divided by, targets, tokens, and targets of the term that is divided by their number."""
+    count, nll_targets = objective.count, objective.count_nll_targets
+    found = [[count(b), b.num_targets, b.num_tokens, nll_targets(b)] for b in microbatches]
+    return [sum(column) for column in zip(*found or [[0] * 4], strict=True)]
+
+
+def objective_of(settings) -> NextToken:
+    """What a step of a run with these settings minimizes."""
+    method, beta = settings.preference, settings.preference_beta
+    if method == "none":
+        return NextToken()
+    if method == "kto":
+        return LabelledObjective(beta, settings.desirable_weight, settings.undesirable_weight)
+    return PairObjective(method, beta)
+
+
+def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each document's log-probability, differentiable, and the reference's: the batch's, or computed here."""
+    if batch.reference_D is not None:
+        log_probs_D = forward.document_log_probs(batch)
+        return log_probs_D, torch.from_numpy(np.array(batch.reference_D)).to(log_probs_D.dtype).to(log_probs_D.device)
+    ref_D = reference_log_probs(forward, batch)  # first, so that nothing is kept for backward meanwhile
+    return forward.document_log_probs(batch), ref_D
+
+
+@torch.no_grad()
+def reference_log_probs(forward, batch: Batch) -> torch.Tensor:
+    """Each document's log-probability under the base with its adapters off."""
+    with adapters_off(forward.model):
+        return forward.document_log_probs(batch)
 
 
 def pair_indices(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

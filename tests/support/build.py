@@ -17,7 +17,6 @@ def torch_engine(
     base_config: dict | None = None,
     ranks: ProcessGroups = SINGLE_PROCESS,
     share=None,
-    objective=None,
     **options,
 ) -> TorchEngine:
     """The engine of a loaded model, distributed over `ranks`; `share`: its local shards."""
@@ -31,7 +30,7 @@ def torch_engine(
         parallel = MPSFSDPWrapper(device_type=groups.device.type).distribute(model, plan, groups, share, pad_id)
     else:
         parallel = parallelize(model, settings, groups, share, pad_id=pad_id, **options)
-    return TorchEngine(parallel, settings, base_config, objective)
+    return TorchEngine(parallel, settings, base_config)
 
 
 def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None):

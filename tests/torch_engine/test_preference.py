@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.collate import microbatches
-from finetune.data.sampler import rank_rows
+from finetune.config import TrainConfig
+from finetune.data.collate import microbatches, mismatched_documents, preference_microbatches
 from finetune.data.tokenize import TokenizedDataset, joined_parts
 from finetune.distributed.env import RankEnv
 from finetune.estimate import engine_limits
@@ -50,7 +50,7 @@ def test_dpo_is_the_papers_formula_in_fp64_with_its_gradients():
     rejected_ratio = torch.exp(rejected) / torch.exp(ref_rejected.detach())
     preferred = 1 / (1 + (rejected_ratio / chosen_ratio) ** 0.3)
     assert_equal_with_gradients(found.loss_P, -torch.log(preferred), (chosen, rejected))
-    metrics = found.metrics()
+    metrics = found.sums()
     assert metrics["rewards/chosen"] == pytest.approx(0.3 * chosen_ratio.log().sum().item())
     assert metrics["rewards/accuracies"] == (chosen_ratio > rejected_ratio).sum().item()
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
@@ -79,9 +79,9 @@ def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
     ref = ref.detach()
     desirable = torch.tensor([True, False, False, True, True, False])
     for mismatched in (log_probs.flip(0), ref - 1):  # the reference point is not negative
-        point = preference.kl_reference_point(mismatched, ref)
-        mean = sum(a - b for a, b in zip(mismatched.tolist(), ref.tolist(), strict=True)) / 6
-        assert point.item() == pytest.approx(max(0.0, mean), abs=1e-12) and not point.requires_grad
+        total = (mismatched - ref).sum().item()
+        point = preference.LabelledObjective().known(6, 0, [total, 6])
+        assert point == pytest.approx(max(0.0, total / 6), abs=1e-12)
         found = preference.kto(log_probs, ref, desirable, point, 0.3, 1.5, 0.5)
         good = 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (log_probs - ref - point))))
         bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
@@ -166,19 +166,24 @@ def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision
 
 
 PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
-METHODS = [preference.PairObjective("dpo", 0.3), preference.PairObjective("orpo", 0.3)]
-BY_NAME = dict(argvalues=METHODS, ids=lambda method: method.name)
+LABELLED = replace(ROWS, desirable=np.array([1, 0, 0, 1, 1, 1, 0, 1], bool))
+METHODS = ("dpo", "orpo", "kto")
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 def trainer_of(method, train_type="lora", layout="auto", **changes):
     built = engine(train_type=train_type, **changes)
-    built = torch_engine(built.model, built.settings, CPU, objective=method)
+    settings = replace(built.settings, preference=method, preference_beta=0.3, undesirable_weight=0.5)
+    built = torch_engine(built.model, settings, CPU)
     built.verify(layout)
     return built
 
 
-def pair_batches(layout="padding_free", batch_size=8, tokens=10**6, rows=range(4)):
-    return microbatches(PAIRS, rows, layout, batch_size, tokens, pad_id=0)
+def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows=None, mine=slice(None)):  # noqa: B008
+    dataset = LABELLED if method == "kto" else PAIRS
+    settings = TrainConfig(preference=method, batch_layout=layout, microbatch_tokens=tokens)
+    rows = range(dataset.num_rows) if rows is None else rows
+    return preference_microbatches(dataset, rows, mine, settings, 0, batch_size)
 
 
 def trained(built, batches, steps=2):
@@ -189,7 +194,7 @@ def trained(built, batches, steps=2):
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layout):
     for batch_size, tokens in ((8, 10**6), (3, 60), (1, 1)):
-        parts = pair_batches(layout, batch_size, tokens)
+        parts = step_batches("dpo", layout, batch_size, tokens)
         assert sorted(row for part in parts for row in part.rows) == list(range(8))
         for part in parts:
             chosen, rejected = preference.pair_indices(part)
@@ -199,18 +204,20 @@ def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layou
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-@pytest.mark.parametrize("method", **BY_NAME)
-def test_accumulated_pairs_train_as_one_batch_of_them(method, train_type, layout):
-    whole, wanted = trained(trainer_of(method, train_type, layout), pair_batches(layout))
+@EVERY_METHOD
+def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout):
+    whole, wanted = trained(trainer_of(method, train_type, layout), step_batches(method, layout))
     for batch_size, tokens in ((1, 10**6), (3, 60)):
         built = trainer_of(method, train_type, layout)
-        found, weights = trained(built, pair_batches(layout, batch_size, tokens))
-        assert found.num_targets == whole.num_targets == 4
+        found, weights = trained(built, step_batches(method, layout, batch_size, tokens))
+        assert found.num_rows == whole.num_rows == (8 if method == "kto" else 4)
+        assert found.num_targets == whole.num_targets > 8
         assert found.nll == pytest.approx(whole.nll, rel=1e-5)  # fp32: sums in another order
         assert found.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-5)
         assert found.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
-        loss, count = built.evaluate(pair_batches(layout))
-        assert count == 4 and loss < whole.nll
+        scored = built.measure(step_batches(method, layout))
+        assert built.evaluate(step_batches(method, layout, 1)) == pytest.approx((scored.nll, whole.num_rows))
+        assert scored.nll < whole.nll and scored.metrics.keys() == whole.metrics.keys()
         # Adam divides by the gradient's size, which magnifies rounding of small ones: 2 steps of 1e-2 each.
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
 
@@ -218,8 +225,8 @@ def test_accumulated_pairs_train_as_one_batch_of_them(method, train_type, layout
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
 def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes):
-    built, (batch,) = trainer_of(METHODS[0], train_type, **changes), pair_batches()
-    second = trainer_of(METHODS[0], train_type, **changes)
+    built, (batch,) = trainer_of("dpo", train_type, **changes), step_batches("dpo")
+    second = trainer_of("dpo", train_type, **changes)
     for layer in layers(second.model).values():  # B is zero and magnitudes are those of the base
         second.model.set_submodule(next(n for n, m in second.model.named_modules() if m is layer), layer.base)
     second.model.eval()
@@ -232,40 +239,42 @@ def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes
         assert built.model.training and not torch.equal(built.forward.document_log_probs(batch), wanted)
 
 
-@pytest.mark.parametrize("method", **BY_NAME)
-def test_a_resumed_run_on_pairs_is_bitwise_the_uninterrupted_one(method):
+@EVERY_METHOD
+def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method):
     first = trainer_of(method, lora_dropout=0.2)
-    first.train_step(pair_batches(), 1e-2)
+    first.train_step(step_batches(method), 1e-2)
     state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
-    wanted, weights = trained(first, pair_batches())
+    wanted, weights = trained(first, step_batches(method))
     second = trainer_of(method, lora_dropout=0.2)
     second.load_state(*state)
-    found, same = trained(second, pair_batches())
+    found, same = trained(second, step_batches(method))
     assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
 
 
-def pairs_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
+def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
     """Losses, norms and metrics of 3 steps on each layout, kind and method, and those of one process on rank 0."""
 
     def steps(built, method):
-        built.objective, groups = method, process_groups(built)
-        rows = rank_rows(np.arange(3), groups.data_rank, groups.dims.data_ranks)  # a rank has fewer microbatches
-        found = [built.train_step(pair_batches(built.layout, 1, rows=rows), 1e-3) for _ in range(3)]
-        return [[r.nll / r.num_targets, r.num_targets, r.grad_norm, *r.metrics.values()] for r in found]
+        groups = process_groups(built)
+        built.objective = preference.objective_of(replace(built.settings, preference=method, preference_beta=0.3))
+        mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
+        batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
+        found = [built.train_step(batches, 1e-3) for _ in range(3)]
+        found.append(built.measure(step_batches(method, built.layout, 1)))
+        return [[r.loss, r.num_rows, r.grad_norm, *r.metrics.values()] for r in found]
 
     figures = []
-    for layout, kind, name in wanted:
+    for layout, kind, method in wanted:
         groups = ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE)
-        method = preference.PairObjective(name, 0.3)
         found = {"many": steps(cases.build(cases.CASES[kind], groups), method)}
         figures.append(found | ({"one": steps(cases.build(cases.CASES[kind]), method)} if rank == 0 else {}))
     return figures
 
 
 @pytest.mark.slow
-def test_pairs_on_two_ranks_train_as_on_one(tmp_path):
-    wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), ("dpo", "orpo")))
-    for case, found in zip(wanted, ranks.run(2, pairs_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
+def test_preferences_on_two_ranks_train_as_on_one(tmp_path):
+    wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), METHODS))
+    for case, found in zip(wanted, ranks.run(2, preferences_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
         # fp32: sums over ranks in another order, through 2 steps of Adam.
         np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
 
@@ -352,10 +361,15 @@ def test_kto_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout)
     frozen = engine(model=copy.deepcopy(ref), train_type="full", layout=layout)
     documents = documents_of(batch["input_ids"], batch["completion_mask"])
     mismatched = documents_of(batch["KL_input_ids"], batch["KL_completion_mask"])
+    rows = TokenizedDataset(**joined_parts(documents), sources=("",) * 4, counts={})
+    mine = mismatched_documents(rows, range(4), slice(None), 512)
+    for i, (ids, is_target) in enumerate(mismatched):
+        np.testing.assert_array_equal(mine.document(i), (ids, is_target))
     policy, _ = log_probs_of(built, documents)
     with torch.no_grad():
         reference, _ = log_probs_of(frozen, documents)
-        point = preference.kl_reference_point(log_probs_of(built, mismatched)[0], log_probs_of(frozen, mismatched)[0])
+        ratios = log_probs_of(built, mismatched)[0] - log_probs_of(frozen, mismatched)[0]
+        point = ratios.mean().clamp_min(0).item()
     found = preference.kto(policy, reference, batch["label"].bool(), point, 0.3, 1.5, 0.5)
     assert_trains_like(trainer, batch, built, found.loss_D.sum() / len(PROMPTS))
 
