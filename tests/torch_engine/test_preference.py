@@ -1,4 +1,4 @@
-"""Preference losses and the log-probabilities under them: against fp64 references, the model's own logits, and TRL."""
+"""Preference losses and the log-probabilities under them, against fp64 references and the model's own logits; steps."""
 
 import copy
 import itertools
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from finetune.config import TrainConfig
-from finetune.data.collate import microbatches, mismatched_documents, preference_microbatches
-from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.data.collate import preference_microbatches
 from finetune.distributed.env import RankEnv
 from finetune.estimate import engine_limits
 from finetune.torch_engine import loss, preference
@@ -202,8 +201,15 @@ def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layou
             assert part.input_ids_BS.size <= tokens or len(part.rows) == 2
 
 
-@pytest.mark.parametrize("layout", ["padding_free", "padded"])
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("train_type", "layout"),
+    [
+        ("lora", "padding_free"),
+        ("qlora", "padded"),
+        pytest.param("qlora", "padding_free", marks=pytest.mark.slow),
+        pytest.param("lora", "padded", marks=pytest.mark.slow),
+    ],
+)
 @EVERY_METHOD
 def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout):
     whole, wanted = trained(trainer_of(method, train_type, layout), step_batches(method, layout))
@@ -277,122 +283,3 @@ def test_preferences_on_two_ranks_train_as_on_one(tmp_path):
     for case, found in zip(wanted, ranks.run(2, preferences_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
         # fp32: sums over ranks in another order, through 2 steps of Adam.
         np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
-
-
-# ------ TRL's trainers, in an environment that has trl
-
-
-PROMPTS = ("the cat", "a dog sat", "it", "the hat of")
-ANSWERS = ("sat on the mat", "ran", "is a long story of a cat and a dog", "no")
-
-
-@pytest.fixture
-def trl_arguments(plain_tokenizer, tmp_path):
-    """(model, reference, tokenizer, settings) for trainers of 4 rows."""
-    pytest.importorskip("trl")
-    size = len(plain_tokenizer)
-    settings = dict(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        beta=0.3,
-    )
-    return tiny.build(vocab_size=size), tiny.build(vocab_size=size, seed=7), plain_tokenizer, settings
-
-
-def documents_of(ids_BS, mask_BS):
-    """(token ids, is_target) per row of a batch of TRL's, without its padding at the end."""
-    found = []
-    for ids, mask in zip(ids_BS.numpy(), mask_BS.numpy().astype(bool), strict=True):
-        end = mask.nonzero()[0].max() + 1
-        found.append((ids[:end], mask[:end]))
-    return found
-
-
-def log_probs_of(built, documents):
-    dataset = TokenizedDataset(**joined_parts(documents), sources=("",) * len(documents), counts={})
-    (batch,) = microbatches(dataset, range(len(documents)), built.layout, len(documents), 10**6, pad_id=0)
-    found = built.forward.document_log_probs(batch)
-    return found[torch.tensor(batch.rows).argsort()], torch.tensor([int(mask.sum()) for _, mask in documents])
-
-
-def assert_trains_like(trainer, batch, built, mine):
-    """Losses and gradients are equal to 1e-5 in fp32. Both models hold equal weights."""
-    trainer.model.eval()
-    theirs = trainer.compute_loss(trainer.model, batch)
-    assert mine.item() == pytest.approx(theirs.item(), rel=1e-5)
-    mine.backward(), theirs.backward()
-    wanted = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
-    assert_same({n: p.grad for n, p in trainable_params(built).items()}, wanted, 1e-5)
-
-
-@pytest.mark.parametrize("layout", ["padding_free", "padded"])
-def test_dpo_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
-    import datasets
-    import trl
-
-    model, ref, tokenizer, settings = trl_arguments
-    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, chosen=ANSWERS, rejected=ANSWERS[::-1]))
-    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
-    trainer = trl.DPOTrainer(model, ref, args=trl.DPOConfig(**settings), train_dataset=rows, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    documents = documents_of(batch["input_ids"], batch["completion_mask"])
-    policy, _ = log_probs_of(built, documents)
-    with torch.no_grad():
-        reference, _ = log_probs_of(engine(model=copy.deepcopy(ref), train_type="full", layout=layout), documents)
-    found = preference.dpo(*policy.chunk(2), *reference.chunk(2), beta=0.3)
-    assert_trains_like(trainer, batch, built, found.loss_P.sum() / len(PROMPTS))
-
-
-@pytest.mark.parametrize("layout", ["padding_free", "padded"])
-def test_kto_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
-    import datasets
-    import trl
-
-    model, ref, tokenizer, settings = trl_arguments
-    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, completion=ANSWERS, label=[True, False, True, True]))
-    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
-    args = trl.KTOConfig(**settings, desirable_weight=1.5, undesirable_weight=0.5)
-    trainer = trl.KTOTrainer(model, ref, args=args, train_dataset=rows, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    frozen = engine(model=copy.deepcopy(ref), train_type="full", layout=layout)
-    documents = documents_of(batch["input_ids"], batch["completion_mask"])
-    mismatched = documents_of(batch["KL_input_ids"], batch["KL_completion_mask"])
-    rows = TokenizedDataset(**joined_parts(documents), sources=("",) * 4, counts={})
-    mine = mismatched_documents(rows, range(4), slice(None), 512)
-    for i, (ids, is_target) in enumerate(mismatched):
-        np.testing.assert_array_equal(mine.document(i), (ids, is_target))
-    policy, _ = log_probs_of(built, documents)
-    with torch.no_grad():
-        reference, _ = log_probs_of(frozen, documents)
-        ratios = log_probs_of(built, mismatched)[0] - log_probs_of(frozen, mismatched)[0]
-        point = ratios.mean().clamp_min(0).item()
-    found = preference.kto(policy, reference, batch["label"].bool(), point, 0.3, 1.5, 0.5)
-    assert_trains_like(trainer, batch, built, found.loss_D.sum() / len(PROMPTS))
-
-
-@pytest.mark.parametrize("layout", ["padding_free", "padded"])
-def test_orpo_gives_the_loss_and_gradients_of_trls_trainer(trl_arguments, layout):
-    pytest.importorskip("trl")
-    import datasets
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    model, _, tokenizer, settings = trl_arguments
-    rows = datasets.Dataset.from_dict(dict(prompt=PROMPTS, chosen=ANSWERS, rejected=ANSWERS[::-1]))
-    built = engine(model=copy.deepcopy(model), train_type="full", layout=layout)
-    args = ORPOConfig(**settings, max_length=128, remove_unused_columns=False)
-    trainer = ORPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    chosen, rejected = (
-        documents_of(batch[f"{name}_input_ids"], batch[f"{name}_labels"] != -100) for name in ("chosen", "rejected")
-    )
-    policy, counts = log_probs_of(built, chosen + rejected)
-    found = preference.orpo(*policy.chunk(2), *counts.chunk(2), beta=0.3)
-    # TRL's nll is of prompts too, as with --train_on_prompt, but for the first token, which nothing predicts.
-    full = [(ids, np.arange(len(ids)) > 0) for ids, _ in chosen]
-    log_probs, num_targets = log_probs_of(built, full)
-    mine = found.loss_P.sum() / len(PROMPTS) - log_probs.sum() / num_targets.sum()
-    assert_trains_like(trainer, batch, built, mine)
