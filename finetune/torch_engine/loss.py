@@ -186,9 +186,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
         log_probs_T = torch.empty(len(labels_T), dtype=exact, device=hidden.device)
         rows = min(logits_rows(weight.shape[0]), max(1, len(labels_T)))
+        buffer = torch.empty(rows, weight.shape[0], dtype=ctx.dtype, device=hidden.device)
         for at in (slice(start, start + rows) for start in range(0, len(labels_T), rows)):
             part, upstream = hidden[at], None if upstream_T is None else upstream_T[at]
-            logits = part @ weight.t()
+            logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
             if bias is not None:
                 logits += bias
             low_R = None if a is None else part @ a.t()

@@ -88,6 +88,11 @@ def test_a_run_learns_what_is_preferred_and_logs_it(method, flags, tmp_path, cap
     assert f"{method} with lora of" in out and f"| {METRICS[method][0]} " in out
     assert ("pairs per step: 4" in out) == (method != "kto")
     assert ("chosen: " in out) == (method != "kto") and ("desirable: " in out) == (method == "kto")
+    start, *_, end = read_events(tmp_path / "out")
+    predicted, measured = (
+        e["items"]["activations"] for e in (start["predicted_memory_bytes"], end["peak_memory_bytes"])
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)  # of both documents of a pair
     if method == "dpo":
         assert first["loss"] == pytest.approx(np.log(2)) and last["rewards/accuracies"] > 0.9
     if method != "orpo":
