@@ -37,7 +37,12 @@ FORMATS = {
     ),
     "preference": Format(
         {"chosen": ("chosen",), "rejected": ("rejected",)},
-        {"prompt": ("prompt",), "question": ("question", "query", "instruction"), "system": SYSTEM},
+        {
+            "prompt": ("prompt", "conversations", "conversation"),
+            "question": ("question", "query", "instruction"),
+            "context": ("input", "context"),
+            "system": SYSTEM,
+        },
     ),
     "alpaca": Format(
         {"instruction": ("instruction",), "output": ("output", "response")},

@@ -64,7 +64,15 @@ def _message_list(value):
 
 
 def _question(row: Row, asked: str, name: str) -> Row:
-    return _half(row, "qna", {"question": row.get(asked), "answer": row.get(name)}, asked, name)
+    """A half as a question or an instruction with its answer."""
+    fmt, fields = "qna", ("question", "answer", "context")
+    if row.columns[asked].strip().casefold() == "instruction":
+        fmt, fields = "alpaca", ("instruction", "output", "input")
+    half = _half(row, fmt, dict(zip(fields, (row.get(asked), row.get(name)), strict=False)), asked, name)
+    if not row.get("context"):
+        return half
+    values, columns = half.values | {fields[2]: row.get("context")}, half.columns | {fields[2]: row.columns["context"]}
+    return replace(half, values=values, columns=columns)
 
 
 def _half(row: Row, fmt: str, values: dict, asked: str, name: str) -> Row:
