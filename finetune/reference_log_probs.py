@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from finetune.json_files import NUMBER, JsonFileError, read_json
 
 FILE = "reference_log_probs.json"
 SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
+PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
 # Settings that decide the model before training; the base and the rows have digests.
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
@@ -29,7 +31,7 @@ def with_reference(engine, data, plan, root: Path, say, stopping):
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
-        found = {use: _computed(engine, dataset, s, stopping) for use, dataset in datasets.items()}
+        found = {use: _computed(engine, dataset, s, stopping, say) for use, dataset in datasets.items()}
         if stopping():
             return data
         if engine.rank == 0 and s.save_model:
@@ -41,10 +43,17 @@ def with_reference(engine, data, plan, root: Path, say, stopping):
     return replace(data, **known)
 
 
-def _computed(engine, dataset, settings, stopping) -> list[float]:
-    s, rows = settings, dataset.num_rows
+def _computed(engine, dataset, settings, stopping, say) -> list[float]:
+    """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
+    s, rows, found = settings, dataset.num_rows, {}
     batches = microbatches(dataset, range(rows), s.batch_layout, rows, s.microbatch_tokens, engine.pad_id)
-    found = engine.reference_log_probs(batches, stopping)
+    began = said = time.monotonic()
+    for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):
+        found |= engine.reference_log_probs([batches[i] for i in part], stopping)
+        now, done = time.monotonic(), len(found)
+        if now - said > SAY_EVERY_S and done < len(dataset):
+            said, left = now, (now - began) * (len(dataset) / max(1, done) - 1)
+            say(f"  {done:,} of {len(dataset):,} answers, {left:,.0f} s left")
     return [found[i] for i in range(len(dataset))] if len(found) == len(dataset) else []
 
 

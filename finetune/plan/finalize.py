@@ -16,14 +16,16 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
     """
     changes = data_changes(plan, data.train.row_lengths)
-    changes |= reference_choice(plan, data)
     checked = engine.verify(plan.settings.batch_layout)
     plan = plan.changed(changes | checked)
     for setting, (used, reason) in (changes | checked).items():
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
-    return plan
+    choice = reference_choice(plan, data)
+    for setting, (used, reason) in choice.items():
+        say(f"{setting}: {used} ({reason})")
+    return plan.changed(choice)
 
 
 def data_changes(plan: RunPlan, lengths) -> dict:
