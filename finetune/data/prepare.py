@@ -360,7 +360,7 @@ def tokenized_once(read: Read, tokenizer, limits: Limits, renderer=None, say=lam
         found = read.cache.get(entry)
         if found:
             dataset, read.example = found
-            say(f"tokens of {read.source}: {len(dataset):,} rows from {entry}")
+            say(f"tokens of {read.source}: {dataset.num_rows:,} rows from {entry}")
             return dataset
         dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say)
         first = dataset.sources[0]

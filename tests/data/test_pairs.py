@@ -6,6 +6,7 @@ from finetune.data.collate import microbatches, mismatched_documents
 from finetune.data.columns import RowOptions
 from finetune.data.overlong import Cut
 from finetune.data.sources import read_rows
+from finetune.data.token_cache import TokenCache
 from finetune.data.tokenize import Limits, joined_datasets, render_sample, tokenize
 from finetune.data.workers import tokenize_on_cores
 from finetune.errors import PlanError
@@ -175,3 +176,14 @@ def test_a_part_of_a_mixture_counts_pairs(tmp_path, plain_tokenizer):
     assert mixed.num_rows == 5 and [part.num_rows for part in mixed.parts] == [3, 2]
     assert mixed.part_numbers().tolist() == [0, 0, 0, 1, 1] and sorted(mixed.order.sizes) == [2, 3]
     assert [part.num_rows for part in mixed.select([0, 3, 4]).parts] == [1, 2]
+
+
+@pytest.mark.parametrize("options", [PAIRS, LABELS], ids=["pairs", "labels"])
+def test_kept_on_disk_they_come_back_whole(options, tmp_path, plain_tokenizer, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = read(tmp_path, plain_tokenizer, [EXPLICIT] * 3, options)
+    cache = TokenCache([(tmp_path / "a.jsonl", "a.jsonl")], [], options)
+    entry = cache.entry(plain_tokenizer, Limits(Cut(512)))
+    cache.put(entry, made, None)
+    found, _ = cache.get(entry)
+    assert found.digest() == made.digest() and found.num_rows == made.num_rows == (3 if options.pairs else 6)
