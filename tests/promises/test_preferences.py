@@ -1,6 +1,7 @@
 """--preference trains pairs and labels from the command line: steps, evaluation, resume, ranks, accumulation."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -177,6 +178,17 @@ def test_orpo_trains_all_weights_as_it_compares_with_nothing(flags, tmp_path):
     options = flags["orpo"] | {"train_type": "full", "lr": 1e-3}
     state = fine_tune(**{k: v for k, v in options.items() if k != "lora_rank"}, output_dir=str(tmp_path / "out"))
     assert state.scores["after"]["loss"] < state.scores["before"]["loss"]
+
+
+def test_a_mixture_takes_a_pair_twice_in_a_step(flags, tmp_path, capsys):
+    few = jsonl(tmp_path / "few.jsonl", PAIRS[:2])
+    options = flags["dpo"] | {"dataset": [f"{flags['dpo']['dataset']}:1", f"{few}:3"], "num_epochs": 1}
+    state = fine_tune(**options, output_dir=str(tmp_path / "out"))
+    out = capsys.readouterr().out
+    assert state.step == 4 and "2 datasets mixed by weight" in out
+    total = sum(e["num_tokens"] for e in read_events(tmp_path / "out", "step"))
+    of_each = re.search(r"tokens by dataset: \S+ ([\d,]+) .*?, \S+ ([\d,]+) ", out).groups()
+    assert sum(int(n.replace(",", "")) for n in of_each) == total
 
 
 @pytest.mark.slow
