@@ -25,11 +25,13 @@ class Pairs(NamedTuple):
 
     def sums(self) -> dict[str, float]:
         """Sums over the pairs, named as TRL names the averages."""
-        margins_P = self.chosen_rewards_P - self.rejected_rewards_P
+        # One transfer, and fp64 where every device's host has it.
+        chosen_P, rejected_P = torch.stack([self.chosen_rewards_P, self.rejected_rewards_P]).cpu().double()
+        margins_P = chosen_P - rejected_P
         return {
-            "rewards/chosen": self.chosen_rewards_P.double().sum().item(),
-            "rewards/rejected": self.rejected_rewards_P.double().sum().item(),
-            "rewards/margins": margins_P.double().sum().item(),
+            "rewards/chosen": chosen_P.sum().item(),
+            "rewards/rejected": rejected_P.sum().item(),
+            "rewards/margins": margins_P.sum().item(),
             "rewards/accuracies": float((margins_P > 0).sum().item()),
         }
 
@@ -72,11 +74,12 @@ class Labelled(NamedTuple):
 
     def sums(self) -> dict[str, float]:
         """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
+        rewards_D, desirable_D = self.rewards_D.cpu().double(), self.desirable_D.cpu()
         return {
-            "rewards/chosen": self.rewards_D[self.desirable_D].double().sum().item(),
-            "rewards/rejected": self.rewards_D[~self.desirable_D].double().sum().item(),
-            "chosen": float(self.desirable_D.sum().item()),
-            "rejected": float((~self.desirable_D).sum().item()),
+            "rewards/chosen": rewards_D[desirable_D].sum().item(),
+            "rewards/rejected": rewards_D[~desirable_D].sum().item(),
+            "chosen": float(desirable_D.sum().item()),
+            "rejected": float((~desirable_D).sum().item()),
         }
 
 
@@ -188,7 +191,7 @@ class LabelledObjective(NextToken):
     def ahead(self, forward, batch: Batch) -> tuple[float, float]:
         """(summed log-ratios, documents) of a mismatched microbatch."""
         log_probs_D, ref_D = log_probs_and_reference(forward, batch)
-        return (log_probs_D - ref_D)[: len(batch.rows)].double().sum().item(), len(batch.rows)
+        return (log_probs_D - ref_D)[: len(batch.rows)].cpu().double().sum().item(), len(batch.rows)
 
     def count(self, batch: Batch) -> int:
         return len(batch.rows)
