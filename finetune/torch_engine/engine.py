@@ -81,6 +81,7 @@ class TorchEngine(EngineBase):
                 self.optimizer.step()
                 if not several:
                     self.optimizer.zero_grad(set_to_none=True)
+                (batch,) = self._compared([batch])
                 self.model.train()
                 with self._offload():
                     loss, _ = self.objective.loss(self.forward, batch, 1.0)
@@ -99,8 +100,7 @@ class TorchEngine(EngineBase):
         NonFiniteError leaves weights and moments unchanged.
         """
         ahead, microbatches = self.objective.split(microbatches)
-        ahead = self._ahead(ahead)
-        self.model.train()
+        ahead = self._sums_ahead(ahead)
         # Ranks that share their rows count them once.
         counts = preference.counts_of(self.objective, microbatches if self.groups.is_data_leader else [])
         has_reference = any(b.reference_D is not None for b in microbatches)
@@ -109,7 +109,8 @@ class TorchEngine(EngineBase):
         assert count > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
         most, has_reference = by_rank[:, 4:].max(0)
-        microbatches = self.forward.filled(microbatches, int(most), bool(has_reference))
+        microbatches = self._compared(self.forward.filled(microbatches, int(most), bool(has_reference)))
+        self.model.train()
         known = self.objective.known(count, nll_targets, ahead)
         total, metrics = self._accumulate(microbatches, self.scaler.factor / count, known)
         parameters = self.parallel.reduce_gradients()
@@ -136,20 +137,12 @@ class TorchEngine(EngineBase):
         self.scaler.step()
         return result
 
-    @torch.no_grad()
-    def _ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
-        """The objective's two sums over all ranks' microbatches, without dropout."""
-        if not self.objective.looks_ahead:
-            return [0.0, 0.0]
+    def _sums_ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
         self.model.eval()
-        total = np.zeros(2)
-        for batch in self.forward.filled(microbatches, int(self.groups.all_reduce_max(len(microbatches)))):
-            if stop and stop():
-                break
-            with self._memory_advice(batch):
-                total += self.parallel.call(self.objective.ahead, self.forward, batch)
-        self.parallel.reshard()
-        return self.groups.all_gather_scalars(total.tolist()).sum(0).tolist()
+        return preference.sums_ahead(self.objective, self.parallel, microbatches, self._memory_advice, stop)
+
+    def _compared(self, microbatches: list[Batch]) -> list[Batch]:
+        return preference.compared(self.objective, self.parallel, microbatches, self._memory_advice)
 
     @torch.no_grad()
     def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
@@ -159,10 +152,8 @@ class TorchEngine(EngineBase):
         for batch in self.forward.share(microbatches):
             if stop and stop():
                 break
-            with self._memory_advice(batch):
-                log_probs_D = self.parallel.call(preference.reference_log_probs, self.forward, batch)
-            found += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
-        self.parallel.reshard()
+            (batch,) = self._compared([batch])
+            found += zip(batch.rows, batch.reference_D.tolist(), strict=False)  # an empty batch is of no row
         return {row: value for part in self.groups.all_gather_object(found) for row, value in part}
 
     def _accumulate(self, microbatches: list[Batch], scale: float, known: float) -> tuple[torch.Tensor, dict]:
@@ -195,12 +186,13 @@ class TorchEngine(EngineBase):
         self.model.eval()
         ahead, microbatches = self.objective.split(microbatches)
         count, _, _, nll_targets = preference.counts_of(self.objective, microbatches)
-        known = self.objective.known(count, nll_targets, self._ahead(self.forward.share(ahead), stop))
+        known = self.objective.known(count, nll_targets, self._sums_ahead(self.forward.share(ahead), stop))
         total, counts, metrics = 0.0, np.zeros(4), dict.fromkeys(self.objective.sums, 0.0)
         for batch in self.forward.share(microbatches):
             if stop and stop():
                 break
             with self._memory_advice(batch):
+                (batch,) = self._compared([batch])
                 shape, work = self.forward.shape(batch), partial(self._measured, batch, known, metrics)
                 loss = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
             total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()

@@ -4,7 +4,7 @@ P pairs of a chosen and a rejected answer to one prompt, D documents with a labe
 divides each sum once, by its pairs or documents over all microbatches and ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +105,7 @@ class NextToken:
     sums = ()  # what `loss` sums beside the loss
     per_row = False  # the loss is divided by preference rows, not by target tokens
     looks_ahead = False  # some microbatches are for `ahead`
+    compares = False  # microbatches must hold their documents' `reference_D`
 
     def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
         """(microbatches that only `ahead` reads, those that are learned from)."""
@@ -145,6 +146,10 @@ class PairObjective(NextToken):
     sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     per_row = True
 
+    @property
+    def compares(self) -> bool:
+        return self.name == "dpo"
+
     def count(self, batch: Batch) -> int:
         return len(batch.rows) // 2
 
@@ -183,7 +188,7 @@ class LabelledObjective(NextToken):
     undesirable_weight: float = 1.0
 
     sums = ("rewards/chosen", "rewards/rejected", "chosen", "rejected")
-    per_row = looks_ahead = True
+    per_row = looks_ahead = compares = True
 
     def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
         return [b for b in microbatches if b.mismatched], [b for b in microbatches if not b.mismatched]
@@ -234,12 +239,9 @@ def objective_of(settings) -> NextToken:
 
 
 def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each document's log-probability, differentiable, and the reference's: the batch's, or computed here."""
-    if batch.reference_D is not None:
-        log_probs_D = forward.document_log_probs(batch)
-        return log_probs_D, torch.from_numpy(np.array(batch.reference_D)).to(log_probs_D.dtype).to(log_probs_D.device)
-    ref_D = reference_log_probs(forward, batch)  # first, so that nothing is kept for backward meanwhile
-    return forward.document_log_probs(batch), ref_D
+    """Each document's log-probability, differentiable, and the reference's, which the batch holds."""
+    log_probs_D = forward.document_log_probs(batch)
+    return log_probs_D, torch.from_numpy(np.array(batch.reference_D)).to(log_probs_D.dtype).to(log_probs_D.device)
 
 
 @torch.no_grad()
@@ -247,6 +249,41 @@ def reference_log_probs(forward, batch: Batch) -> torch.Tensor:
     """Each document's log-probability under the base with its adapters off."""
     with adapters_off(forward.model):
         return forward.document_log_probs(batch)
+
+
+@torch.no_grad()
+def compared(objective: NextToken, parallel, microbatches: list[Batch], advice) -> list[Batch]:
+    """Microbatches with the reference's log-probabilities, where the objective needs them and they are not there.
+
+    In forwards of their own, before a step's: nothing is kept for backward meanwhile. `advice(batch)`: a context around
+    each. Collective.
+    """
+    found = list(microbatches)
+    asked = [i for i, batch in enumerate(found) if objective.compares and batch.reference_D is None]
+    for i in asked:
+        with advice(found[i]):
+            log_probs_D = parallel.call(reference_log_probs, parallel.forward, found[i])
+        found[i] = replace(found[i], reference_D=log_probs_D.cpu().double().numpy())
+    if asked:
+        parallel.reshard()
+    return found
+
+
+@torch.no_grad()
+def sums_ahead(objective: NextToken, parallel, microbatches: list[Batch], advice, stop=None) -> list[float]:
+    """The sums of `objective.ahead` over all ranks' microbatches. Collective."""
+    if not objective.looks_ahead:
+        return [0.0, 0.0]
+    forward, total = parallel.forward, np.zeros(2)
+    groups = forward.groups
+    for batch in forward.filled(microbatches, int(groups.all_reduce_max(len(microbatches)))):
+        if stop and stop():
+            break
+        (batch,) = compared(objective, parallel, [batch], advice)
+        with advice(batch):
+            total += parallel.call(objective.ahead, forward, batch)
+    parallel.reshard()
+    return groups.all_gather_scalars(total.tolist()).sum(0).tolist()
 
 
 def pair_indices(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -169,7 +169,8 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     flags = TrainConfig(batch_layout=layout, microbatch_tokens=10**6, **own)
     objective = built.objective
     ahead, (one,) = objective.split(preference_microbatches(dataset, range(4), slice(None), flags, 0, 4))
-    known = objective.known(objective.count(one), objective.count_nll_targets(one), built._ahead(ahead))
+    (one,) = built._compared([one])
+    known = objective.known(objective.count(one), objective.count_nll_targets(one), built._sums_ahead(ahead))
     mine = objective.loss(built.forward, one, known)[0] / objective.count(one)
     assert objective.count(one) == 4 and (method != "kto" or known > 0)
     if method == "orpo":
