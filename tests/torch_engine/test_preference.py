@@ -17,7 +17,7 @@ from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import LoRALinear, layers
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from tests.support import cases, ranks, tiny
+from tests.support import cases, emulated_device, ranks, tiny
 from tests.support.build import torch_engine
 from tests.support.engine_access import optimizer, process_groups, trainable_params
 from tests.support.engines import CPU, ROWS, assert_same, batches, engine
@@ -257,6 +257,9 @@ def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method):
     assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
 
 
+NEEDS_DEVICE = pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
+
+
 def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
     """Losses, norms and metrics of 3 steps on each layout, kind and method, and those of one process on rank 0."""
 
@@ -265,7 +268,9 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
         built.objective = preference.objective_of(replace(built.settings, preference=method, preference_beta=0.3))
         mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
         batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
-        found = [built.train_step(batches, 1e-3) for _ in range(2)]
+        found = [built.train_step(batches, 1e-3)]
+        found.append(built.measure(step_batches(method, built.layout, 1)))
+        found.append(built.train_step(batches, 1e-3))
         known = [b if b.mismatched else replace(b, reference_D=-np.arange(3.0, 3.0 + len(b.rows))) for b in batches]
         found.append(built.train_step(known, 1e-3))
         found.append(built.measure(step_batches(method, built.layout, 1)))
@@ -280,8 +285,11 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_preferences_on_two_ranks_train_as_on_one(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param(emulated_device.NAME, marks=NEEDS_DEVICE)])
+def test_preferences_on_two_ranks_train_as_on_one(device, tmp_path):
     wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), METHODS))
-    for case, found in zip(wanted, ranks.run(2, preferences_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
+    wanted = wanted if device == "cpu" else [("FSDP2 2", "lora", method) for method in METHODS]
+    found_by_rank = ranks.run(2, preferences_on_ranks, tmp_path, device=device, wanted=wanted)
+    for case, found in zip(wanted, found_by_rank[0], strict=True):
         # fp32: sums over ranks in another order, through 2 steps of Adam.
         np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))

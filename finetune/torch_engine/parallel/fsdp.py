@@ -47,13 +47,9 @@ class FSDP2(Local):
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
-        if self.summon_depth:
-            return
-        if hasattr(self.root, "reset_iter_state"):  # torch 2.13
-            # Also forgets the order of these forwards, by which the next backward would prefetch the wrong layers.
-            self.root.reset_iter_state()
-        for module in fsdp_modules(self.root):
-            module.reshard()
+        if not self.summon_depth:
+            for module in fsdp_modules(self.root):
+                module.reshard()
 
     def _unsharded(self):
         return unsharded(self.root)
