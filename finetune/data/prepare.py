@@ -147,10 +147,11 @@ class StreamedData(Data):
         s, cursor, parts, began = plan.settings, state.cursor, [], state.cursor
         while not parts:
             rows, cursor = self._rows(cursor, plan.rows_per_step)
-            parts, sources = self._encoded(rows, s.skip_bad_rows)
+            parts, sources, numbers = self._encoded(rows, s.skip_bad_rows)
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last_sources[:] = sources
+        self._count(state, numbers, parts)
         dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
         mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
         batches = microbatches(dataset, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id)
@@ -166,8 +167,17 @@ class StreamedData(Data):
         at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
-    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str]]:
-        parts, sources = [], []
+    def _count(self, state, numbers: list[int], parts: list[tuple]) -> None:
+        """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning."""
+        if state.step == 0:
+            state.dataset_tokens = [0] * len(self.encoders)
+        if state.dataset_tokens is not None:
+            for number, (ids, _) in zip(numbers, parts, strict=True):
+                state.dataset_tokens[number] += len(ids)
+
+    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
+        """Documents, and of each its source and the number of its dataset."""
+        parts, sources, numbers = [], [], []
         for number, source, row in rows:
             bad = row
             if not isinstance(row, BadRow):
@@ -175,9 +185,10 @@ class StreamedData(Data):
                 bad = batch.bad and BadRow(source, batch.bad.removeprefix(f"{source}: "))
                 parts += batch.parts
                 sources += [source] * len(batch.parts)
+                numbers += [number] * len(batch.parts)
             if bad:
                 self.skipped.append(skip_or_raise(bad, len(self.skipped), skip_bad_rows))
-        return parts, sources
+        return parts, sources, numbers
 
     def sources_of(self, rows) -> list[str]:
         return [self.last_sources[row] for row in rows]
@@ -186,8 +197,9 @@ class StreamedData(Data):
         return plan.settings.max_steps
 
     def tokens_by_dataset(self, plan, state) -> dict[str, int]:
-        """Nothing: how many rows of each are read so far is not kept."""
-        return {}
+        """As Data's; empty if the run began with a version that did not count them."""
+        names = [part.name for part in self.train.parts]
+        return dict(zip(names, state.dataset_tokens or (), strict=False))
 
     def close(self) -> None:
         for encoder in self.encoders:

@@ -175,6 +175,7 @@ class TrainState:
     scores: dict | None = None
     exit_code: int = 0
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
+    dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
 
     @property
     def cursor(self) -> Cursor:
