@@ -129,6 +129,7 @@ def test_a_stream_that_has_grown_is_other_data(tmp_path, run):
         fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
 
 
+@pytest.mark.slow
 def test_tokens_of_each_streamed_dataset_are_counted_over_a_resume(tiny_model, tmp_path, capsys):
     """What is trained on without a stream of the same rows, all of them once."""
     files = [jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("one", ROWS[:20]), ("two", ROWS[20:32]))]

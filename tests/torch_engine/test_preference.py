@@ -205,7 +205,7 @@ def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layou
     ("train_type", "layout"),
     [
         ("lora", "padding_free"),
-        ("qlora", "padded"),
+        pytest.param("qlora", "padded", marks=pytest.mark.slow),
         pytest.param("qlora", "padding_free", marks=pytest.mark.slow),
         pytest.param("lora", "padded", marks=pytest.mark.slow),
     ],
