@@ -1,4 +1,4 @@
-"""Losses and gradients of preference training against TRL's trainers on the same rows, where trl is installed.
+"""Losses, gradients and metrics of preference training against TRL's trainers on the same rows, where trl is installed.
 
 TRL's log-probabilities of full models go to our losses; of adapters, our engine's own step is compared: with PEFT's on
 the same base, for qlora the one that our nf4 weights dequantize to, as TRL's quantizer is another.
@@ -171,10 +171,16 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     ahead, (one,) = objective.split(preference_microbatches(dataset, range(4), slice(None), flags, 0, 4))
     (one,) = built._compared([one])
     known = objective.known(objective.count(one), objective.count_nll_targets(one), built._sums_ahead(ahead))
-    mine = objective.loss(built.forward, one, known)[0] / objective.count(one)
+    mine, sums = objective.loss(built.forward, one, known)
+    mine = mine / objective.count(one)
     assert objective.count(one) == 4 and (method != "kto" or known > 0)
     if method == "orpo":
         chosen, num_targets = log_probs_of(built, documents[:4])
         mine = mine + chosen.sum() / num_targets.sum() + nll_of_all_tokens(built, documents[:4])
     names = {n: disk_name(n).replace(".weight", ".default.weight") for n in trainable_params(built)}
     assert_trains_like(trainer, batch, mine, {names[n]: p for n, p in trainable_params(built).items()})
+    logged = trainer._stored_metrics["train"] if method == "orpo" else trainer._metrics["eval"]
+    shown = {name: values[-1] for name, values in logged.items() if name.startswith("rewards/") or name == "kl"}
+    assert objective.means(sums, 4, known) == pytest.approx(
+        shown, rel=1e-4, abs=1e-5
+    )  # sums of log-probabilities of 60
