@@ -138,7 +138,6 @@ class TorchEngine(EngineBase):
         return result
 
     def _sums_ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
-        self.model.eval()
         return preference.sums_ahead(self.objective, self.parallel, microbatches, self._memory_advice, stop)
 
     def _compared(self, microbatches: list[Batch]) -> list[Batch]:

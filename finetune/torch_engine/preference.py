@@ -271,10 +271,11 @@ def compared(objective: NextToken, parallel, microbatches: list[Batch], advice) 
 
 @torch.no_grad()
 def sums_ahead(objective: NextToken, parallel, microbatches: list[Batch], advice, stop=None) -> list[float]:
-    """The sums of `objective.ahead` over all ranks' microbatches. Collective."""
+    """The sums of `objective.ahead` over all ranks' microbatches, without dropout. Collective."""
     if not objective.looks_ahead:
         return [0.0, 0.0]
     forward, total = parallel.forward, np.zeros(2)
+    forward.model.eval()
     groups = forward.groups
     for batch in forward.filled(microbatches, int(groups.all_reduce_max(len(microbatches)))):
         if stop and stop():
