@@ -12,7 +12,7 @@ import torch
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError, is_out_of_memory
 from finetune.torch_engine import attention, loss
-from finetune.torch_engine.forward import ModelForward, base_model, no_autocast
+from finetune.torch_engine.forward import PADDED_INPUTS, ModelForward, base_model, no_autocast, padded_logits
 from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
@@ -66,6 +66,8 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
     if batch_layout == "padding_free" and not padding_free.holds:
         raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
     forward.layout = "padding_free" if padding_free.holds else "padded"
+    if forward.layout == "padded":
+        forward.padded_inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
     name = attention.NAME if padding_free.holds else attention.own_implementation(model)
     model.set_attn_implementation(name)
     return padding_free, call(check_head, model, forward.layout, forward.autocast)
@@ -152,11 +154,12 @@ def check_causal(model, autocast) -> None:
 
     try:
         with autocast():
-            # Always three: a forward over shards is collective, and ranks need not agree on what is equal.
-            own, leaked, seen = (
+            # Always four: a forward over shards is collective, and ranks need not agree on what is equal.
+            own, leaked, seen, short = (
                 model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
-                for i in (ids, other_end, other_start)
+                for i in (ids, other_end, other_start, ids[:, : middle + 1])
             )
+            _run_in_training_mode(model, ids)
     except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
         _reraise_if_not_the_models(error)
         raise PlanError(
@@ -168,18 +171,40 @@ def check_causal(model, autocast) -> None:
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
             "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
         )
-    if torch.equal(own, leaked):
-        return
+    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
+    limit = 1e-4 if exact else 0.1
+    scale = max((own - seen)[middle].abs().max().item(), 1e-30)
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
     # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as
     # far.
-    moved = (own - leaked).abs().max().item() / max((own - seen)[middle].abs().max().item(), 1e-30)
-    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
-    if not moved <= (1e-4 if exact else 0.1):
+    moved = 0.0 if torch.equal(own, leaked) else (own - leaked).abs().max().item() / scale
+    if not moved <= limit:
         raise PlanError(
             f"--model_name: {name} lets a token see those after it (they move logits {moved:.1e} times as far as "
-            "those before it), so it is not a causal language model. Give another."
+            f"those before it), so it is not a causal language model. {_decoder_remedy(model)}"
         )
+    if not (own - short).abs().max().item() <= limit * scale:
+        raise PlanError(
+            f"--model_name: {name} gives a token other logits when other numbers of tokens follow it, so it is not a "
+            "causal language model. Give another."
+        )
+
+
+def _decoder_remedy(model) -> str:
+    if getattr(model.config, "is_decoder", None) is False:
+        return 'Set "is_decoder": true in its config.json, if it is to be one.'
+    return "Give another."
+
+
+def _run_in_training_mode(model, ids) -> None:
+    """Raises what the model raises only while it trains, as Reformer does of lengths; random numbers are not spent."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        model.train()
+        try:
+            model(input_ids=ids, use_cache=False)
+        finally:
+            model.eval()
 
 
 @torch.no_grad()
@@ -226,7 +251,7 @@ ROUNDING_FACTOR = 8
 
 
 def _logits(model, ids) -> torch.Tensor:
-    return model(input_ids=ids[None].to(model.device)).logits[0].float()
+    return model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
 
 
 def _largest_difference(logits_TV, expected_TV) -> float:
@@ -262,6 +287,43 @@ def _packed_logits(model, documents):
 
 
 @torch.no_grad()
+def choose_padded_inputs(model, autocast, pad_id: int) -> str:
+    """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
+
+    Raises PlanError if none of them does.
+    """
+    model.set_attn_implementation(attention.own_implementation(model))
+    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, max(4, vocab), (2, 17), generator=generator)
+    lengths, off = (17, 9), {}
+    positions = torch.arange(17).expand(2, -1)
+    real = positions < torch.tensor(lengths)[:, None]
+    ids = torch.where(real, ids, pad_id)
+    with autocast():
+        alone = [_logits(model, row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        longer = [_logits(model, torch.cat([row[:n], row[:7]]))[:n] for row, n in zip(ids, lengths, strict=True)]
+        rounding = max(map(_largest_difference, longer, alone))
+        dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
+        rounding = max(rounding, torch.finfo(dtype).eps)
+        for word in PADDED_INPUTS:
+            try:
+                given = {"ids": ids, "positions": positions, "real": real.long()}
+                rows = padded_logits(model, word, **{n: t.to(model.device) for n, t in given.items()})
+            except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+                _reraise_if_not_the_models(error)
+                off[word] = _first_line(error)
+                continue
+            off[word] = max(_largest_difference(r[:n].float(), a) for r, n, a in zip(rows, lengths, alone, strict=True))
+            if off[word] <= ROUNDING_FACTOR * rounding:
+                return word
+    raise PlanError(
+        f"--model_name: {type(model).__name__} gives a row of a padded batch other logits than the row alone ({off}, "
+        f"{rounding:.1e} is rounding). Use another model."
+    )
+
+
+@torch.no_grad()
 def check_head(model, layout, autocast) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
@@ -269,10 +331,16 @@ def check_head(model, layout, autocast) -> Check:
         return Check(False, "the head is not a plain linear after one decoder")
     inputs = packed_inputs([torch.arange(3, 12)], model.device)
     if layout == "padded":
-        inputs.pop("documents")
-    with autocast():
-        own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
-        theirs = model(**inputs).logits[0].float()
+        inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
+    try:
+        with autocast():
+            own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
+            theirs = model(**inputs).logits[0].float()
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+        _reraise_if_not_the_models(error)
+        return Check(False, f"the decoder does not run without the model around it ({_first_line(error)})")
+    if own.shape != theirs.shape:
+        return Check(False, "the decoder gives other hidden states than the head takes")
     off = (own - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
     if not off <= (1e-4 if weights_dtype(model) == torch.float32 else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")

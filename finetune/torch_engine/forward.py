@@ -22,6 +22,20 @@ def no_autocast():
     return contextlib.nullcontext()
 
 
+# How rows of a padded batch are given to the model, the first that gives each row the logits it has alone: with
+# positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
+PADDED_INPUTS = ("positions", "mask", "rows")
+
+
+def padded_logits(model, word: str, ids, positions, real) -> torch.Tensor:
+    """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says."""
+    if word == "rows":
+        lengths = real.sum(1).tolist()
+        return [model(input_ids=row[None, :n], use_cache=False).logits[0] for row, n in zip(ids, lengths, strict=True)]
+    known = {"position_ids": positions} if word == "positions" else {}
+    return model(input_ids=ids, attention_mask=real, use_cache=False, **known).logits
+
+
 class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
@@ -37,6 +51,7 @@ class ModelForward:
         self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
         self.casts = dtype is not None
         self.layout, self.head, self.head_is_shared = None, None, False
+        self.padded_inputs = "positions"  # a word of PADDED_INPUTS
         self.shards_sequences = False  # context parallelism, once the model is distributed
         self.checks, self.reference = None, None
         self.parameter_counts = parameter_counts(model)
@@ -96,6 +111,8 @@ class ModelForward:
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
             inputs["attention_mask"] = real.to(self.device)
+            if self.padded_inputs != "positions":
+                inputs.pop("position_ids")
         return self.pipeline.inputs(inputs), labels
 
     @torch.no_grad()
@@ -112,6 +129,10 @@ class ModelForward:
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
+            if self.padded_inputs == "rows" and self.layout == "padded":
+                logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
+                rows = [row[a[: len(row)]] for row, a in zip(logits, labels != IGNORE_INDEX, strict=True)]
+                return loss.nll_of_logits(torch.cat(rows), labels[at])
             if self.head is None and not self.head_is_shared:
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
             hidden = base_model(self.model)(**inputs).last_hidden_state

@@ -4,7 +4,7 @@ They map the tensors of a weight file to a model's parameters and back (merged e
 from_pretrained and save_pretrained do the same, but hold the full model in memory.
 """
 
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 __all__ = [
+    "converts_experts",
     "WeightConverter",
     "WeightRenaming",
     "apply_converters",
@@ -25,3 +26,8 @@ __all__ = [
     "rename_source_key",
     "revert_weight_conversion",
 ]
+
+
+def converts_experts(model_type: str) -> bool:
+    """Whether files of this model type hold experts one by one, as transformers 4 did: Mixtral's or Qwen2-MoE's way."""
+    return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import memory_stats, prequantized, transformers_internals
+from finetune.torch_engine import memory_stats, modalities, prequantized, transformers_internals
 from finetune.untrusted import untrusted
 
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
@@ -117,6 +117,7 @@ def empty_model(folder, dtype: torch.dtype):
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
             model = _built(folder, dtype)
+    modalities.leave_out_towers(model)
     model.name_or_path = str(folder)
     return model.eval().requires_grad_(False)
 
@@ -128,7 +129,7 @@ def _built(folder, dtype, **options):
         if hasattr(config, name):
             delattr(config, name)
     with _parameters_on_meta():
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        return modalities.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
 def load_dense(folder, dtype, device="cpu"):
@@ -179,6 +180,7 @@ def load_weights(
     missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
+    missing -= _share_quantized(model)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
     lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
@@ -192,13 +194,36 @@ def load_weights(
     if local_shards is not None:
         local_shards.forget_all_but(model.parameters())
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
+    towers = tuple(f"{name}." for name in model.left_out)
+    model.left_in_files = tuple(name for name, target in extra.items() if towers and target.startswith(towers))
+    extra = [n for n in extra if n not in model.left_in_files and not any(re.search(p, n) for p in ignored)]
     lines = [
         f"{name} differs in its files from the weight that config.json ties it to: both are kept" for name in apart
     ]
+    if model.left_in_files:
+        lines.append(
+            f"{', '.join(model.left_out)}: {len(model.left_in_files)} tensors not loaded; text does not use them, and "
+            "full folders that are saved keep them"
+        )
     if extra:
         lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
     return lines
+
+
+def _share_quantized(model) -> set[str]:
+    """Ties linears whose source was quantized to its codes, as Zamba's shared blocks are; the names so tied."""
+    done = set()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        layer, (owner, _, leaf) = model.get_submodule(source.rpartition(".")[0]), target.rpartition(".")
+        if leaf == "weight" and isinstance(layer, QuantizedLinear):
+            twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
+            twin._parameters = dict(layer._parameters)
+            if layer.bias is not None:
+                twin.bias = model.get_submodule(owner).bias
+            model.set_submodule(owner, twin)
+            model.all_tied_weights_keys.pop(target)
+            done.add(target)
+    return done
 
 
 def _run(place, weights, workers: int) -> None:
@@ -220,13 +245,16 @@ def _run(place, weights, workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[str]]:
-    """Maps file tensors to parameters, in layer order, by transformers' conversion mapping; and the unused names."""
+def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
+    """File tensors to parameters, in layer order, by transformers' conversion mapping.
+
+    And {unused tensor: the name it would have}.
+    """
     mapping = transformers_internals.get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    weights, extra, prefix = {}, [], model.base_model_prefix
+    weights, extra, prefix = {}, {}, model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
         whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
         if part:
@@ -235,7 +263,7 @@ def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[
         if target not in wanted and whole in wanted:
             target, pattern = transformers_internals.rename_source_key(whole, [], [], prefix, wanted)
         if target not in wanted:
-            extra.append(name)
+            extra[name] = target
             continue
         weight = weights.setdefault(target, _WeightTask(target))
         weight.names.append(whole)
