@@ -129,11 +129,7 @@ class ModelForward:
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
-            if self.padded_inputs == "rows" and self.layout == "padded":
-                logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
-                rows = [row[a[: len(row)]] for row, a in zip(logits, labels != IGNORE_INDEX, strict=True)]
-                return loss.nll_of_logits(torch.cat(rows), labels[at])
-            if self.head is None and not self.head_is_shared:
+            if self._row_by_row or (self.head is None and not self.head_is_shared):
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
             hidden = base_model(self.model)(**inputs).last_hidden_state
             copy = None
@@ -151,7 +147,7 @@ class ModelForward:
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
-            if self.head is None:
+            if self._row_by_row or self.head is None:
                 log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, at), labels[at])
             else:
                 hidden = base_model(self.model)(**inputs).last_hidden_state
@@ -160,7 +156,14 @@ class ModelForward:
         # which index_add on a GPU is not.
         return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
 
+    @property
+    def _row_by_row(self) -> bool:
+        return self.padded_inputs == "rows" and self.layout == "padded"
+
     def _logits_at(self, inputs, at):
+        if self._row_by_row:
+            logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
+            return torch.cat([row[at[1][at[0] == i]] for i, row in enumerate(logits)])
         if self.layout == "padding_free":  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=at[1]).logits[0]
         return self.model(**inputs).logits[at]

@@ -148,6 +148,25 @@ def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradi
     assert_same(mine, {n: p.grad for n, p in trainable_params(built).items()}, 1e-5)
 
 
+def test_log_probabilities_row_by_row_are_those_of_the_padded_batch():
+    built = engine(layout="padded")
+    (batch,) = batches("padded")
+    with torch.no_grad():
+        wanted, nll = built.forward.document_log_probs(batch), built.forward.nll(batch)
+        built.forward.padded_inputs = "rows"
+        torch.testing.assert_close(built.forward.document_log_probs(batch), wanted, rtol=1e-5, atol=1e-5)  # fp32
+        torch.testing.assert_close(built.forward.nll(batch), nll, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_type):
+    model = engine(train_type=train_type).model
+    layer = next(iter(layers(model).values()))
+    with adapters_off(model):
+        assert torch.equal(layer.weight, layer.base.weight)
+    assert not torch.equal(layer.weight, layer.base.weight)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
 def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision):
     model = tiny.build().to(WEIGHT_DTYPES[precision])

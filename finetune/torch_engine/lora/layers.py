@@ -120,6 +120,8 @@ class LoRALinear(nn.Module):
         Without dropout.
         """
         base = self.base.weight
+        if self.off:
+            return base
         added_OI = self.scaling * (self.lora_B @ self.lora_A)
         if isinstance(self.base, QuantizedLinear):
             turned = self.base.fan_in_fan_out
