@@ -264,6 +264,18 @@ def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes
         assert built.model.training and not torch.equal(built.forward.document_log_probs(batch), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_the_reference_of_every_architecture_is_its_model_without_adapters(architecture):
+    built, plain = engine(architecture), engine(architecture, train_type="full")
+    (batch,) = batches(built.layout)
+    plain.model.eval()
+    with torch.no_grad():
+        wanted, found = plain.forward.document_log_probs(batch), preference.reference_log_probs(built.forward, batch)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # fp32
+        assert not torch.allclose(built.forward.document_log_probs(batch), wanted, atol=1e-3)
+
+
 @EVERY_METHOD
 def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method):
     first = trainer_of(method, lora_dropout=0.2)
