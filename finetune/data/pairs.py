@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from finetune.data.columns import Row
+from finetune.data.formats import question_text
 from finetune.errors import PlanError
 
 TRUE, FALSE = ("true", "1"), ("false", "0")
@@ -42,9 +43,12 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         raise PlanError(f"{row.source}: chosen and rejected are equal, so neither is preferred. Remove the row.")
     asked = "prompt" if prompt is not None else "question" if row.get("question") is not None else None
     if isinstance(chosen, str) and asked and (asked == "question" or (row.get("system") and isinstance(prompt, str))):
+        _count_unused(row, {asked, "context"})
         return tuple(_question(row, asked, name) for name in ("chosen", "rejected"))
-    if prompt is None and asked:
-        prompt = row.text("question")
+    if asked == "question":
+        half = _question(row, asked, "chosen")
+        prompt = question_text(replace(half, values=half.values | {"answer": "", "output": ""}))
+    _count_unused(row, {asked, "context"} if asked == "question" else {asked})
     shared = _common_length(chosen, rejected)
     if isinstance(chosen, str) and prompt is None:
         shared = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared)) + 1
@@ -56,6 +60,12 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         _half(row, "prompt_completion", {"prompt": prompt, "completion": answer}, asked or "chosen", name)
         for name, answer in (("chosen", chosen), ("rejected", rejected))
     )
+
+
+def _count_unused(row: Row, used: set) -> None:
+    for name in ("prompt", "question", "context"):
+        if name not in used and row.get(name):
+            row.note(f"column {row.columns[name]!r} is not used")
 
 
 def _message_list(value):

@@ -105,6 +105,16 @@ def test_a_system_prompt_beside_texts_makes_them_a_chat(tmp_path, chat_tokenizer
         assert text == start + "⟦Hi.<|im_end|>⟧"
 
 
+def test_what_else_is_asked_is_used_or_counted(tmp_path, chat_tokenizer, plain_tokenizer):
+    chat = {"question": "Hello", "context": "It rains.", "chosen": [HI], "rejected": [NO]}
+    first, _ = shown(read(tmp_path, chat_tokenizer, [chat]), chat_tokenizer)
+    assert first == TURN.format("It rains.\n\nHello") + "⟦Hi.<|im_end|>⟧"
+    found = read(tmp_path, plain_tokenizer, [EXPLICIT | {"question": "Why?", "input": "x"}])
+    assert shown(found, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
+    (line,) = found.notices
+    assert "'question' (1)" in line and "'input' (1)" in line
+
+
 LABELLED = {"prompt": "A: ", "completion": "yes.", "label": True}
 
 
