@@ -251,7 +251,8 @@ def shape_of_files(files) -> ModelShape:
     Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
-    exact = not files.stored and all(Path(f).suffix != ".npz" for f in files.weight_files)
+    plain = not files.stored and not files.config.get("quantization_config")
+    exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
     tensors = read_headers(files.weight_files) if exact else None
     if tensors and isinstance(
         files.config.get("text_config"), dict

@@ -12,7 +12,14 @@ import torch
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError, is_out_of_memory
 from finetune.torch_engine import attention, loss
-from finetune.torch_engine.forward import PADDED_INPUTS, ModelForward, base_model, no_autocast, padded_logits
+from finetune.torch_engine.forward import (
+    PADDED_INPUTS,
+    ModelForward,
+    base_model,
+    document_bounds,
+    no_autocast,
+    padded_logits,
+)
 from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
@@ -63,6 +70,11 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
     padding_free = Check(False, "requested")
     if batch_layout != "padded":
         padding_free = call(check_padding_free, model, forward.autocast, forward.settings.context_length)
+        if not padding_free.holds and forward.groups.dims.cp == 1:
+            told = call(check_padding_free, model, forward.autocast, forward.settings.context_length, True)
+            forward.passes_bounds = told.holds
+            more = "" if told.reason.split("(")[0] == padding_free.reason.split("(")[0] else f"; {told.reason}"
+            padding_free = told if told.holds else Check(False, padding_free.reason + more)
     if batch_layout == "padding_free" and not padding_free.holds:
         raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
     forward.layout = "padding_free" if padding_free.holds else "padded"
@@ -70,7 +82,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
         forward.padded_inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
     name = attention.NAME if padding_free.holds else attention.own_implementation(model)
     model.set_attn_implementation(name)
-    return padding_free, call(check_head, model, forward.layout, forward.autocast)
+    return padding_free, call(check_head, model, forward.layout, forward.autocast, forward.passes_bounds)
 
 
 def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
@@ -208,10 +220,11 @@ def _run_in_training_mode(model, ids) -> None:
 
 
 @torch.no_grad()
-def check_padding_free(model, autocast, context_length: int = 0) -> Check:
+def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: bool = False) -> Check:
     """Two packed documents give the logits of the same two alone, by the model's own attention.
 
-    The second ignores the first.
+    The second ignores the first. `passes_bounds`: the model is told where documents begin, for layers that are no
+    attention.
     """
     attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
@@ -227,8 +240,8 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
                 torch.cat([_logits(model, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
             )
             model.set_attn_implementation(attention.NAME)
-            packed, changed = (_packed_logits(model, [first, two]) for first in (one, other))
-    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
+            packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
     # What another length of the same document changes is rounding: measured on this model, in this dtype.
@@ -271,10 +284,11 @@ def attention_window(model) -> int | None:
     return min((n for n in found if isinstance(n, int) and n > 0), default=None)
 
 
-def packed_inputs(documents, device):
+def packed_inputs(documents, device, passes_bounds: bool = False):
     """The model's keyword arguments for documents packed into one row."""
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     return {
+        **(document_bounds(positions, device) if passes_bounds else {}),
         "input_ids": torch.cat(documents).unsqueeze(0).to(device),
         "position_ids": positions.unsqueeze(0).to(device),
         "documents": attention.documents_of(positions, device),
@@ -282,8 +296,8 @@ def packed_inputs(documents, device):
     }
 
 
-def _packed_logits(model, documents):
-    return model(**packed_inputs(documents, model.device)).logits[0].float()
+def _packed_logits(model, documents, passes_bounds):
+    return model(**packed_inputs(documents, model.device, passes_bounds)).logits[0].float()
 
 
 @torch.no_grad()
@@ -324,12 +338,12 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
 
 
 @torch.no_grad()
-def check_head(model, layout, autocast) -> Check:
+def check_head(model, layout, autocast, passes_bounds: bool = False) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
-    inputs = packed_inputs([torch.arange(3, 12)], model.device)
+    inputs = packed_inputs([torch.arange(3, 12)], model.device, passes_bounds)
     if layout == "padded":
         inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
     try:

@@ -22,6 +22,19 @@ def no_autocast():
     return contextlib.nullcontext()
 
 
+def document_bounds(positions_T, device) -> dict:
+    """transformers' arguments that say where packed documents begin, for state-space, linear and convolution layers.
+
+    Those reset their state there, where their kernels can (causal_conv1d, flash-linear-attention: on CUDA).
+    """
+    starts = (positions_T == 0).nonzero().flatten()
+    bounds = torch.cat([starts, torch.tensor([len(positions_T)])]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    index = torch.repeat_interleave(torch.arange(len(starts), dtype=torch.int32), bounds.diff())
+    of_documents = {"cu_seq_lens_q": bounds.to(device), "cu_seq_lens_k": bounds.to(device)}
+    return {"seq_idx": index[None].to(device), **of_documents, "max_length_q": longest, "max_length_k": longest}
+
+
 # How rows of a padded batch are given to the model, the first that gives each row the logits it has alone: with
 # positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
 PADDED_INPUTS = ("positions", "mask", "rows")
@@ -52,6 +65,7 @@ class ModelForward:
         self.casts = dtype is not None
         self.layout, self.head, self.head_is_shared = None, None, False
         self.padded_inputs = "positions"  # a word of PADDED_INPUTS
+        self.passes_bounds = False  # whether the model is told where packed documents begin
         self.shards_sequences = False  # context parallelism, once the model is distributed
         self.checks, self.reference = None, None
         self.parameter_counts = parameter_counts(model)
@@ -108,6 +122,8 @@ class ModelForward:
         if self.layout == "padding_free":
             documents = shard_context or attention.documents_of(batch.position_ids_BS, self.device)
             inputs["documents"] = documents
+            if self.passes_bounds:
+                inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
             inputs["attention_mask"] = real.to(self.device)

@@ -14,7 +14,8 @@ from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
-from finetune.torch_engine.weights import PLAIN_KINDS, WeightFiles, config_dtype, files_of, load_dense
+from finetune.torch_engine.weight_files import PLAIN_KINDS, WeightFiles, open_weights
+from finetune.torch_engine.weights import config_dtype, load_dense
 
 SHARD_SIZE = "50GB"  # save_pretrained's own
 
@@ -81,7 +82,7 @@ class StreamedSave:
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
         on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
         left = getattr(model, "left_in_files", ())
-        files = WeightFiles(files_of(model.name_or_path)) if left else None
+        files = open_weights(model.name_or_path) if left else None
         for name in left:
             kept = dtype if files.kind(name) in PLAIN_KINDS else files.read(name).dtype
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
@@ -131,6 +132,8 @@ class StreamedSave:
         )
         if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
             config = published
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
         if self.model.can_generate():
