@@ -27,6 +27,7 @@ from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan, format_value
 
 QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
@@ -347,7 +348,8 @@ def steps(draft: Draft) -> None:
     ):
         draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
     if values["lr"] is None:
-        values["lr"] = 2e-5 if values["train_type"] == "full" else 2e-4
+        full, preferring = values["train_type"] == "full", values["preference"] != "none"
+        values["lr"] = (1e-6 if full else 1e-5) if preferring else (2e-5 if full else 2e-4)
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
 
@@ -416,6 +418,7 @@ RULES = (
     prequantized_base,
     contradictions,
     data_flags,
+    preference_limits,
     train_type_limits,
     mlx_limits,
     resolve_parallelism,  # world size, degrees, who distributes
@@ -423,6 +426,7 @@ RULES = (
     precision,
     cpu_matmul,
     accelerate_limits,
+    preference_parallelism,
     quantization,
     steps,
     model_limits,
