@@ -1,10 +1,14 @@
 """Any causal LM that transformers loads: each class of its mapping equals transformers + PEFT, or is refused."""
 
+import json
+
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from finetune.errors import PlanError
 from tests.support import architectures
+from tests.support.runs import losses
+from train import fine_tune
 
 # One of each cause: a weight read by a kernel, by its dtype, and in place of the layer; positions and masks of the
 # model's own; shared blocks; a linear that is none; linear attention; image and text; an output changed in place.
@@ -61,3 +65,23 @@ def test_every_class_trains_resumes_and_answers_from_a_folder(model_type, tmp_pa
 def test_what_is_left_out_transformers_does_not_build(model_type):
     with pytest.raises((AttributeError, ImportError, ValueError, StrictDataclassError)):
         architectures.build(model_type)
+
+
+# Newly running ones: hybrids, mixtures of experts, shared blocks, image and text.
+SHARDED = ("mamba2", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "qwen3_next")
+SHARDED += ("deepseek_v32", "gemma3", "mistral3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("model_type", SHARDED)
+def test_two_ranks_of_fsdp2_train_as_one_process(model_type, train_type, tmp_path):
+    """1e-5 of the loss: ranks sum in another order, and Adam's first steps move by the sign of small gradients."""
+    architectures.write_model(model_type, tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, architectures.QUESTIONS)))
+    flags = dict(model_name=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), train_type=train_type)
+    flags |= dict(backend="cpu", context_length=64, precision="fp32", lr=1e-4, max_steps=3, log_to="stdout")
+    flags |= dict(lora_target_modules="all", lora_rank=4, lora_dropout=0.0) if train_type != "full" else {}
+    fine_tune(**flags, batch_size=4, output_dir=str(tmp_path / "one"))
+    fine_tune(**flags, batch_size=2, world_size=2, output_dir=str(tmp_path / "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
