@@ -184,10 +184,12 @@ class Metrics:
             num_targets=result.num_targets,
             tokens_per_s=tokens_per_s,
             memory_bytes=used,
+            **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
             **({"skipped": True} if result.skipped else {}),
         )
+        aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
         line = (
-            f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f} | lr {lr:.2e} | "
+            f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f}{aux} | lr {lr:.2e} | "
             f"grad {result.grad_norm:.2f} | {tokens_per_s:,.0f} tok/s | mem {memory.total / GIB:.2f} GiB"
         )
         line += " | skipped: fp16 gradient overflowed" if result.skipped else ""

@@ -360,6 +360,7 @@ def model_limits(draft: Draft) -> None:
     if shape is None:
         return
     check_model(draft.dims, shape)
+    load_balancing(draft)
     if draft.dims.tp * draft.dims.pp > 1:
         draft.notices.append(
             "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are "
@@ -367,6 +368,28 @@ def model_limits(draft: Draft) -> None:
         )
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))
+
+
+def load_balancing(draft: Draft) -> None:
+    """--router_aux_loss_coef: what has no router, or computes its loss elsewhere."""
+    values, coefficient = draft.values, draft.values["router_aux_loss_coef"]
+    if not coefficient:
+        return
+    said = f"--router_aux_loss_coef {coefficient:g}"
+    if not draft.shape.num_experts:
+        raise PlanError(f"{said}: weighs the load-balancing loss of routers, and this model has none. Omit it.")
+    for setting, refused, why in (
+        ("pp_degree", values["pp_degree"] > 1, "the routers of other stages are not in the last one's loss"),
+        ("reentrant_checkpointing", values["reentrant_checkpointing"], "router logits of its forward have no gradient"),
+        ("parallel_backend", draft.distribution != "ptd", "it is computed by the built-in distribution only"),
+    ):
+        if refused:
+            given = f"--{setting} {format_value(values[setting])}"
+            raise PlanError(f"{said}: contradicts {given}: {why}. Leave one of them out.")
+    if values["train_type"] != "full":
+        draft.notices.append(
+            f"router_aux_loss_coef {coefficient:g}: the routers are frozen; the loss trains the adapters that feed them"
+        )
 
 
 def _experts_notice(values: dict, num_experts: int) -> str:

@@ -112,8 +112,8 @@ class TorchEngine(EngineBase):
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
-        nll = float(self.groups.all_gather_scalars([total.item()]).sum())
-        result = StepResult(nll, num_targets, num_tokens, norm)
+        nll, aux_loss = self.groups.all_gather_scalars([total.item(), self._aux_loss()]).sum(0).tolist()
+        result = StepResult(nll, num_targets, num_tokens, norm, aux_loss if self.forward.balance else None)
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
@@ -134,17 +134,47 @@ class TorchEngine(EngineBase):
         """Forward and backward of all; this rank's part of the summed nll, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
+        balance = self.forward.balance
+        if balance:
+            self._count_routes(microbatches)
 
         def forward(batch):
             nonlocal total
+            if balance:
+                balance.recording = True
             nll = self.forward.nll(batch)
             total += nll.detach().to(total.device).double() * fraction
+            if balance:
+                factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
+                return nll * scale + balance.loss() * factor
             return nll * scale
 
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
         self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
         return total
+
+    def _count_routes(self, microbatches: list[Batch]) -> None:
+        """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
+        follow.
+        """
+        balance = self.forward.balance
+        balance.begin()
+        if len(microbatches) == 1:  # its own forward says it
+            return
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        for batch in microbatches:
+            with self._memory_advice(batch):
+                balance.recording = True
+                self.parallel.call(partial(self.forward.route, batch))
+            balance.count()
+        self.parallel.reshard()
+        balance.finish_counting()
+        self.state.set_rng_state(before)
+
+    def _aux_loss(self) -> float:
+        """This rank's part of the step's load-balancing loss: the ranks of a tensor-parallel group compute the same."""
+        return self.forward.balance.total / self.groups.dims.tp if self.forward.balance else 0.0
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts, llama_pro, memory_stats
+from finetune.torch_engine import experts, llama_pro, load_balancing, memory_stats
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
@@ -70,12 +70,17 @@ def memory_advice(folder, settings: TrainConfig):
 
 
 def build_on_meta(folder, settings: TrainConfig):
-    """The model of a folder's config, its parameters on meta. PlanError if its class has no plan for TP or PP."""
+    """The model of a folder's config, its parameters on meta.
+
+    PlanError if its class has no plan for TP or PP, or no router for a load-balancing loss.
+    """
     model = empty_model(folder, WEIGHT_DTYPES[settings.precision])
     if settings.tp_degree > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
     if settings.pp_degree > 1:
         pipeline.stages_of(model, settings.pp_degree)
+    if settings.router_aux_loss_coef:
+        load_balancing.routers_of(model, f"--router_aux_loss_coef {settings.router_aux_loss_coef:g}")
     return model
 
 
