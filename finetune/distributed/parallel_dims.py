@@ -1,10 +1,11 @@
 """The device mesh without a framework: parallel degrees, and the coordinates and process groups of each rank.
 
 Ranks are numbered row-major over AXES (the last axis varies fastest), so that ranks that communicate most are adjacent.
-Data ranks are those that take different rows: dp_replicate x dp_shard.
+Data ranks are those that take different rows: dp_replicate x dp_shard. Expert parallelism takes its ranks from them, as
+in torchtitan: ep divides dp_shard, and does not multiply the world size.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -13,6 +14,7 @@ from finetune.errors import PlanError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}
+FLAGS |= {"ep": "ep_degree"}  # of the data ranks, not an axis of its own
 KEEPS_GATHERED = ("shard_grad_op", "hybrid_shard_grad_op")  # reshard_after_forward=False (ZeRO-2)
 
 
@@ -25,10 +27,11 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
-        return prod(asdict(self).values())
+        return prod(self.mesh_shape)
 
     @property
     def data_ranks(self) -> int:
@@ -39,6 +42,11 @@ class ParallelDims:
     def shards(self) -> int:
         """Number of row-wise shards of each weight: FSDP also shards over the context-parallel group."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of row-wise shards of each expert's weights: the data ranks that hold the same experts."""
+        return self.dp_shard // self.ep
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -75,13 +83,22 @@ class ParallelDims:
         return at["cp"] == at["tp"] == at["pp"] == 0
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order."""
-        at, axes = self.coordinates(rank), [axis for axis in AXES if axis in axes]
-        places = product(*(range(getattr(self, axis)) for axis in axes))
-        return [self.rank_at(at | dict(zip(axes, place, strict=True))) for place in places]
+        """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order.
+
+        The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
+        """
+        at = self.coordinates(rank)
+        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in axes}
+        if "ep" in axes:
+            first = at["dp_shard"] // self.ep * self.ep
+            ranges["dp_shard"] = range(first, first + self.ep)
+        elif "expert_shard" in axes:
+            ranges["dp_shard"] = range(at["dp_shard"] % self.ep, self.dp_shard, self.ep)
+        return [self.rank_at(at | dict(zip(ranges, place, strict=True))) for place in product(*ranges.values())]
 
     def __str__(self) -> str:
-        named = [f"{FLAGS[axis]} {degree}" for axis, degree in zip(AXES, self.mesh_shape, strict=True)]
+        degrees = dict(zip(FLAGS.values(), (*self.mesh_shape, self.ep), strict=True))
+        named = [f"{flag} {degree}" for flag, degree in degrees.items()]
         return " x ".join(n for n in named if not n.endswith(" 1")) or "one rank"
 
 
@@ -125,16 +142,15 @@ def check_model(dims: ParallelDims, shape) -> None:
     The model's transformers TP plan is checked later, when the model is loaded.
     """
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    if not shape.num_experts:
+    if shape.num_experts:
+        sizes["size of an expert"] = shape.expert_size
+    else:
         sizes["intermediate_size"] = shape.intermediate_size
     _divides("tp_degree", dims.tp, sizes)
     _divides("pp_degree", dims.pp, {"num_hidden_layers": shape.num_layers})
-    if dims.tp > 1 and shape.num_experts:
-        raise PlanError(
-            f"--tp_degree {dims.tp}: tensor parallelism does not support experts, and the model has "
-            f"{shape.num_experts} per "
-            "layer. Use --dp_shards instead."
-        )
+    if dims.ep > 1 and not shape.num_experts:
+        raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
+    _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
 
 
 def check_settings(dims: ParallelDims, values: dict) -> None:

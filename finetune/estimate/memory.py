@@ -14,7 +14,7 @@ from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
 from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
-from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
+from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, ModelShape
 from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
@@ -222,11 +222,11 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
         found = re.search(r"\.(\d+)\.", name)
         if found and int(found[1]) >= layers:
             continue
-        cut = dims.tp if found else 1
+        cut = dims.tp if found and shape.kind not in WITHOUT_TP_PLAN else 1
         by_rows = name.rpartition(".")[2] in READS
         linears.append((name, rows // cut, columns) if by_rows else (name, rows, columns // cut))
     kept = sum(rows * columns for _, rows, columns in linears)
-    experts = shape.expert_weights // dims.pp
+    experts = shape.expert_weights // dims.pp // dims.tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
     if dims.pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
         weights -= shape.vocab_size * shape.hidden_size
@@ -236,6 +236,7 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
         linears=tuple(linears),
         num_weights=weights,
         expert_weights=experts,
+        expert_size=shape.expert_size and shape.expert_size // dims.tp,
         num_heads=shape.num_heads and shape.num_heads // dims.tp,
         num_kv_heads=shape.num_kv_heads and shape.num_kv_heads // dims.tp,
         intermediate_size=shape.intermediate_size and shape.intermediate_size // dims.tp,

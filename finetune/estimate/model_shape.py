@@ -52,6 +52,8 @@ QKV_BIASED = ("qwen2", "qwen2_moe")
 EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
 HEADS = ("lm_head", "embed_out")
 LEARNED_POSITIONS = ("gpt2",)
+# Mixtures without a tensor-parallel plan in transformers: experts are sliced, all else is replicated.
+WITHOUT_TP_PLAN = ("gpt_oss",)
 FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
 
 

@@ -19,6 +19,7 @@ from finetune.config import (
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
+from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.data import context_length, data_flags
@@ -365,6 +366,11 @@ def model_limits(draft: Draft) -> None:
         draft.notices.append(
             "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are "
             "read"
+        )
+    if draft.dims.tp > 1 and shape.kind in WITHOUT_TP_PLAN:
+        draft.notices.append(
+            f"tp_degree {draft.dims.tp}: transformers has no tensor-parallel plan for {shape.kind}: its experts "
+            "are sliced, all else is replicated"
         )
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))

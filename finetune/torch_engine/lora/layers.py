@@ -28,7 +28,7 @@ class LoRAProduct(torch.autograd.Function):
             low_R = dropped @ lora_a_RI.to(dtype).t()
             # Keep x's shape: a returned view could not be modified in place by the model's code.
             out = F.linear(x_low, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
-            out.view(len(rows), -1).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
+            out.view(len(rows), out.shape[-1]).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
         ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
         ctx.save_for_backward(rows, low_R, lora_a_RI, lora_b_OR, keep, *stored)
         return out
