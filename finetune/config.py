@@ -339,6 +339,9 @@ class TrainConfig:
         1, "machine", "context parallelism: ranks that split each sequence", minimum=1, resumable=True
     )
     pp_degree: int = flag(1, "machine", "pipeline parallelism: number of stages", minimum=1, resumable=True)
+    ep_degree: int = flag(
+        1, "machine", "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1, resumable=True
+    )
     pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"), resumable=True)
     sharding_strategy: str = flag(
         None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES, resumable=True

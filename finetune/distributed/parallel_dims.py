@@ -112,7 +112,7 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
     taken = prod(others.values()) * dp_degree
     if dp_shards == -1:
         dp_shards = max(1, world_size // taken)
-    dims = ParallelDims(dp_degree, dp_shards, **others)
+    dims = ParallelDims(dp_degree, dp_shards, **others, ep=values["ep_degree"])
     if dims.world_size != world_size:
         said = " x ".join(f"--{FLAGS[a]} {d}" for a, d in zip(AXES, dims.mesh_shape, strict=True) if d > 1)
         raise PlanError(
@@ -120,13 +120,34 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
             f"{world_size}. "
             f"Use --world_size {dims.world_size}, or other degrees."
         )
+    check_expert_parallelism(dims)
     return dims
+
+
+def check_expert_parallelism(dims: ParallelDims) -> None:
+    """Raises PlanError if --ep_degree does not divide the data ranks, or is beside what it does not compose with."""
+    if dims.ep == 1:
+        return
+    other = next((axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1), None)
+    if other:
+        raise PlanError(
+            f"--ep_degree {dims.ep}: contradicts --{FLAGS[other]} {getattr(dims, other)}: expert parallelism composes "
+            "with --dp_shards and --dp_degree only. Leave one out."
+        )
+    if dims.dp_shard % dims.ep:
+        fine = [str(d) for d in range(1, dims.dp_shard + 1) if dims.dp_shard % d == 0]
+        raise PlanError(
+            f"--ep_degree {dims.ep}: takes its ranks from --dp_shards {dims.dp_shard}, and does not divide it. "
+            f"Use one of {', '.join(fine)}, or other --dp_shards."
+        )
 
 
 def loads_full_model(settings) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     if settings.tp_degree * settings.pp_degree > 1:
         return "TP/PP first record the full model's logits to compare against"
+    if settings.ep_degree > 1:
+        return "EP first records the full model's logits to compare against"
     if settings.llama_pro_path:
         return "the added layers are verified to be identities on the loaded weights"
     if settings.train_type != "full" and settings.init_lora_weights == "eva":
@@ -159,6 +180,7 @@ def check_settings(dims: ParallelDims, values: dict) -> None:
         ("cp", "batch_layout", "padded", "splits only padding-free rows"),
         ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
         ("tp", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
+        ("ep", "use_cpu_offload", True, "keeps whole experts on the device"),
         ("pp", "use_activation_cpu_offload", True, "keeps the activations of several microbatches on the device"),
     ):
         if getattr(dims, axis) > 1 and values[name] == wrong:

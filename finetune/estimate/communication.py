@@ -7,7 +7,7 @@ twice in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends 
 and back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
 from finetune.estimate import activations, memory
@@ -115,7 +115,7 @@ def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: Micr
     count = shape.num_experts
     halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
     partial = 0 if m.full else 4 * rank * sum(halves)
-    in_experts, trained_experts = _expert_bytes(m) if dims.ep > 1 else (0, 0)
+    in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = settings.batch_size * settings.gradient_accumulation_steps * settings.context_length
     parts = dims.tp * dims.pp
@@ -143,12 +143,3 @@ def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: Micr
         recomputed=settings.use_gradient_checkpointing == "true",
         first_is_frozen=not m.full,
     )
-
-
-def _expert_bytes(m: ModelCost) -> tuple[int, int]:
-    """(stored bytes of all experts, adapters included; bytes of their gradients)."""
-    matrices, without = m.shape.expert_matrices(), replace(m.shape, expert_weights=0)
-    weights = sum(rows * columns for rows, columns in matrices)
-    dense = ModelCost(replace(without, num_weights=m.shape.num_weights - weights), m.settings, m.device)
-    trained = 4 * (sum(memory.trainable_tensors(m)) - sum(memory.trainable_tensors(dense)))
-    return memory.base_bytes(m) - memory.base_bytes(dense) + trained, trained

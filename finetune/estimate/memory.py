@@ -162,6 +162,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     logits = logits_bytes(m, microbatch)
     head = 4 * shape.vocab_size * h if m.full else 0
     recomputed = layer_activation_bytes(m, microbatch) if m.settings.use_gradient_checkpointing == "true" else 0
+    if m.settings.ep_degree > 1:  # hidden states on their way to the experts, and in their order
+        held += 2 * tokens * shape.experts_per_token * h * b
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
@@ -323,7 +325,25 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
     one = (all_layers - outside * m.weight) / shape.num_layers
     adapters = 0 if m.full else 4 * sum(trainable_tensors(m)) / shape.num_layers
-    return one + adapters, outside * m.weight
+    return one + adapters - _experts_elsewhere(m) / shape.num_layers, outside * m.weight
+
+
+def _experts_elsewhere(m: ModelCost) -> float:
+    """Bytes of the experts that expert parallelism does not gather: other ranks', and whole ones of this rank."""
+    degree = m.settings.ep_degree
+    if degree == 1:
+        return 0
+    stored, _ = expert_bytes(m)
+    return stored * (1 if m.settings.dp_shards == degree else 1 - 1 / degree)
+
+
+def expert_bytes(m: ModelCost) -> tuple[int, int]:
+    """(stored bytes of all experts, adapters included; bytes of their gradients)."""
+    weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
+    without = replace(m.shape, expert_weights=0, num_weights=m.shape.num_weights - weights)
+    dense = ModelCost(without, m.settings, m.device)
+    trained = 4 * (sum(trainable_tensors(m)) - sum(trainable_tensors(dense)))
+    return base_bytes(m) - base_bytes(dense) + trained, trained
 
 
 def _width_in_flight(m: ModelCost) -> float:

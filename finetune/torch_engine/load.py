@@ -19,6 +19,7 @@ from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.targets import linear_names, target_names
+from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights import empty_model, load_dense, load_weights
@@ -72,11 +73,13 @@ def memory_advice(folder, settings: TrainConfig):
 def build_on_meta(folder, settings: TrainConfig):
     """The model of a folder's config, its parameters on meta.
 
-    PlanError if its class has no plan for TP or PP, or no router for a load-balancing loss.
+    PlanError if its class has no plan for TP or PP, no experts for EP, or no router for a load-balancing loss.
     """
     model = empty_model(folder, WEIGHT_DTYPES[settings.precision])
     if settings.tp_degree > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
+    if settings.ep_degree > 1:
+        expert_parallel.reachable_experts(model, f"--ep_degree {settings.ep_degree}")
     if settings.pp_degree > 1:
         pipeline.stages_of(model, settings.pp_degree)
     if settings.router_aux_loss_coef:
