@@ -37,7 +37,10 @@ def main() -> None:
             for layout in layouts
             for architecture in args.architectures.split(",")
             for kind in args.kinds.split(",")
+            if not cases.LAYOUTS[layout].ep > 1 or architecture in cases.MIXTURES
         ]
+        if not wanted:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             found = ranks.run(size, cases.matrix, Path(folder), timeout_s=1800, wanted=wanted)
         for i, f in enumerate(found[0]):

@@ -43,6 +43,13 @@ def test_mixtures_of_experts_over_ranks_train_as_in_one_process(layout, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["DDP 2", "FSDP2 2", "TP 2", "CP 2", "EP 2"])
+def test_the_load_balancing_loss_does_not_depend_on_the_ranks(layout, tmp_path):
+    wanted = [(layout, kind, "mixtral") for kind in cases.BALANCED]
+    check(ranks.run(2, cases.matrix, tmp_path, wanted=wanted))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", cases.DENSE_LAYOUTS)
 def test_the_full_matrix(layout, tmp_path):
     wanted = [(layout, kind, "llama") for kind in cases.MATRIX]

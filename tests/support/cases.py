@@ -73,6 +73,8 @@ class Case:
     recomputed: bool = False
     # Gathered weights are kept from forward to backward.
     kept: bool = False
+    # Weight of the routers' load-balancing loss.
+    aux: float = 0.0
 
     @property
     def id(self) -> str:
@@ -80,7 +82,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept)
+        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux))
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,7 +112,9 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
-CASES = MATRIX | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# Large enough to be seen in the gradients.
+BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
+CASES = MATRIX | BALANCED | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -191,6 +195,7 @@ def build(
         use_dora=case.use_dora,
         train_type=case.train_type,
         no_sync=case.no_sync,
+        router_aux_loss_coef=case.aux,
         use_gradient_checkpointing="true" if case.recomputed else "false",
     )
     model.requires_grad_(case.train_type == "full")
