@@ -28,10 +28,11 @@ class LoadBalancing:
 
     def __init__(self, model, coefficient: float, groups: ProcessGroups):
         self.coefficient, self.groups, self.mask_T = coefficient, groups, None
-        self.top_k = model.config.get_text_config().num_experts_per_tok
+        self.top_k = model.num_experts_per_tok  # transformers' classes with such a loss have it
         self.recording, self.logits = False, []
         self.begin()
-        for router, index in routers_of(model, f"--router_aux_loss_coef {coefficient:g}"):
+        self.said = f"--router_aux_loss_coef {coefficient:g}"
+        for router, index in routers_of(model, self.said):
             router.register_forward_hook(lambda _, __, out, index=index: self._record(out[index]))
 
     def _record(self, logits_TE) -> None:
@@ -76,21 +77,26 @@ class LoadBalancing:
     def _take(self) -> list:
         """The recorded router probabilities, in the logits' dtype as transformers computes them."""
         logits, self.logits, self.recording = self.logits, [], False
-        return [torch.softmax(t.reshape(-1, t.shape[-1]), -1) for t in logits]
+        rows = [t.reshape(-1, t.shape[-1]) for t in logits]
+        if not rows or any(len(t) != len(self.mask_T) for t in rows):
+            raise PlanError(f"{self.said}: a router of this model does not give one row of logits per token. Omit it.")
+        return [torch.softmax(t, -1) for t in rows]
 
 
 def routers_of(model, said: str) -> list[tuple]:
     """[(router, index of the logits in its output)]; PlanError if transformers has no such loss for this class."""
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if function is None or list(signature(function).parameters) != PARAMETERS:
+    fits = function is not None and list(signature(function).parameters) == PARAMETERS
+    if not fits or not hasattr(model, "num_experts_per_tok"):
         raise PlanError(
             f"{said}: transformers has no load-balancing loss for {type(model).__name__}. Omit --router_aux_loss_coef."
         )
     found = []
     for owner in model.modules():
         record = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
-        if isinstance(record, OutputRecorder) and record.layer_name is None:
-            found += [(m, record.index) for m in owner.modules() if isinstance(m, record.target_class)]
+        for name, module in owner.named_modules() if isinstance(record, OutputRecorder) else ():
+            if isinstance(module, record.target_class) and (record.layer_name or "") in name:
+                found.append((module, record.index))
     found = list(dict(found).items())
     if not found:
         raise PlanError(f"{said}: no router of {type(model).__name__} gives its logits. Omit --router_aux_loss_coef.")
