@@ -110,6 +110,8 @@ def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, devi
     # What is read and dropped leaves no holes between the weights that stay. Quantizers' blocks are smaller: mapping
     # those too, each faulted in anew, takes three times as long.
     memory_stats.map_blocks_from(2**18 if settings.low_memory else 2**20 + 2**18)
+    if local_shards is not None:
+        local_shards.experts = {name: module.num_experts for name, module in experts.reachable(model).items()}
     if config and not layers.quantize_last:
         quantized = {f"{n}.weight": config for n in layers.linears}
         in_experts = [n for n in experts.parameter_names(model) if n.rpartition(".")[0] in layers.experts]

@@ -119,7 +119,7 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
         blocks = halves if side == 0 else 1
         weight = getattr(base, weight_name)
         if isinstance(weight, QuantizedExperts):
-            _slice_quantized(weight, side, blocks, groups)
+            _slice_quantized(weight, side, blocks, groups, slices)
         else:
             dim = 0 if side is None else 2 - side if base.is_transposed else 1 + side
             slices.keep(base, weight_name, Slice(dim, blocks, group), groups, path)
@@ -141,15 +141,16 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
             slices.partial.add(f"{owner}.lora_B")
 
 
-def _slice_quantized(weight: QuantizedExperts, side: int | None, blocks: int, groups: ProcessGroups) -> None:
+def _slice_quantized(weight: QuantizedExperts, side, blocks: int, groups: ProcessGroups, slices: LayerSlices) -> None:
     stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
     if side is None:
+        _check_divides(weight.num_experts, groups.dims.ep)
         if not stacked:
-            _check_divides(weight.num_experts, groups.dims.ep)
             (mine,) = Slice(0, 1, "ep").slices(weight.num_experts, groups)
             weight.parts = weight.parts[mine]
+        elif slices.local_shards is not None:
+            slices.slice_rows(weight.parts[0], Slice(0, 1, "ep"), groups)
         else:
-            _check_divides(weight.num_experts, groups.dims.ep)
             slice_quantized(weight.parts[0], Slice(0, 1, "ep"), groups)
         weight.num_experts //= groups.dims.ep
         return

@@ -77,11 +77,16 @@ def shard(
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
     for name in experts:
         module = model.get_submodule(name)
-        if groups.dims.expert_shards == 1:
-            ignored |= set(module.parameters())
-        else:
+        before = [] if other_stages else list(module.named_parameters())
+        if groups.dims.expert_shards > 1:
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
             fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
+            _assign_local_rows(module, before, local_shards)
+            continue
+        for leaf, parameter in before:
+            new = nn.Parameter(local_shards.take(parameter), requires_grad=parameter.requires_grad)
+            module.load_state_dict({leaf: new}, strict=False, assign=True)
+        ignored |= set(module.parameters())
     for module, shard_module in units(root, layers, reshard_after_forward, **options):
         before = [] if other_stages else list(module.named_parameters(remove_duplicate=False))
         shard_module()

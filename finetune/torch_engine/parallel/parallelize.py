@@ -29,10 +29,11 @@ def parallelize(
     dims, forward = groups.dims, ModelForward(model, settings, groups, pad_id)
 
     # Only a full model can show what its shards must compute: its checks and the logits to compare against.
-    if dims.tp * dims.pp * dims.ep > 1:
+    if dims.tp * dims.pp > 1 or dims.ep > 1 and local_shards is None:
         checks.record_reference(forward, settings.batch_layout)
 
     slices = tensor_parallel.shard_layers(model, groups)
+    slices.local_shards = local_shards
     expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, settings.pp_schedule)

@@ -52,12 +52,14 @@ class Slice:
 class LayerSlices:
     """{parameter: its Slice}, and the parameters whose gradients are partial sums on each tensor-parallel rank.
 
-    `experts`: names of the modules whose experts are sliced over the expert-parallel group.
+    `experts`: names of the modules whose experts are sliced over the expert-parallel group. `local_shards`: holds this
+    rank's rows already, and the parameters are on meta.
     """
 
     slices: dict = field(default_factory=dict)
     partial: set = field(default_factory=set)
     experts: list = field(default_factory=list)
+    local_shards: object = None
 
     def keep(self, module, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
         """Replaces a parameter by this rank's slice of it. ValueError if it does not divide."""
@@ -65,8 +67,24 @@ class LayerSlices:
         if old is None:
             return
         _check(old.shape[cut.dim], cut, groups)
-        setattr(module, leaf, nn.Parameter(cut.take(old.detach(), groups), requires_grad=old.requires_grad))
+        self._replace(module, leaf, cut.take(old.detach(), groups))
         self.slices[f"{path}.{leaf}"] = cut
+
+    def slice_rows(self, layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> None:
+        """Slices the rows of packed tensors that all extend along them, which may be on meta."""
+        for name in layer.names:
+            _check(getattr(layer, name).shape[0], cut, groups)
+            self._replace(layer, name, cut.take(getattr(layer, name).detach(), groups))
+        layer.out_features //= groups.place(cut.group)[1]
+        keywords = layer.dequantize.keywords | {"shape": (layer.out_features, layer.in_features)}
+        layer.dequantize = partial(layer.dequantize.func, **keywords)
+
+    def _replace(self, module, leaf: str, tensor: torch.Tensor) -> None:
+        old = getattr(module, leaf)
+        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        if self.local_shards is not None:
+            self.local_shards.rename(old, new)
+        setattr(module, leaf, new)
 
 
 def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> list[str]:
