@@ -288,7 +288,10 @@ def _asked(values: dict) -> tuple:
 
 def check_group_size(draft: Draft, name: str) -> None:
     """Refuses a group size that does not divide some layer's columns, if the method needs that."""
-    values, linears = draft.values, draft.shape.linears if draft.shape and not draft.facts.prequantized else ()
+    values, linears = draft.values, []
+    if draft.shape and not draft.facts.prequantized:
+        experts = [("an expert", rows, columns) for rows, columns in draft.shape.expert_matrices()]
+        linears = [*draft.shape.linears, *experts]
     for layer, _, columns in linears:
         if quantization_wrapper.group_mismatch(name, values["n_bits"], values["group_size"], columns):
             sizes = quantization_wrapper.METHODS[name].group_sizes
