@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.estimate.recursive import parameters
 from finetune.metrics import read_events
 from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
-from finetune.plan.run_plan import SavedRun
+from finetune.plan.run_plan import SavedRun, TrainState
 from finetune.recipe import read_arguments, read_recipe
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
@@ -368,6 +369,31 @@ def test_generate_names_the_true_reason_on_a_puzzle_model(here, tmp_path):
     train(here, "--config-name", "cfg_puzzle", *TINY, "data_paths=[sudoku]", f"checkpoint_path={out}", "max_steps=1")
     with pytest.raises(PlanError, match="was trained on puzzles"):
         generate.main(["--checkpoint", str(out), "--prompt", "Hi"])
+
+
+@pytest.mark.parametrize(
+    ("more", "evaluated", "saved"),
+    [
+        ([], [3, 6, 9], [3, 6, 9, 12]),
+        (["min_eval_interval=2"], [6, 9], [6, 9, 12]),
+        (["checkpoint_every_eval=false"], [3, 6, 9], [12]),
+        (["checkpoint_every_eval=false", "checkpoint_every=5"], [3, 6, 9], [5, 10, 12]),
+    ],
+)
+def test_when_a_run_evaluates_and_saves(more, evaluated, saved):
+    plan = replace(plan_of("--config-name", "cfg_chat", "eval_interval=1", *more), steps_per_epoch=3)
+    states = [TrainState(step=step, total_steps=12) for step in range(1, 13)]
+    assert [s.step for s in states if plan.eval_due(s)] == evaluated  # the last step is evaluated after the loop
+    assert [s.step for s in states if plan.save_due(s, stopping=False)] == saved
+
+
+def test_generate_computes_in_bf16_where_the_machine_does(here, tmp_path):
+    out = tmp_path / "out"
+    train(here, *RECURSIVE, "data_paths=[data/tiny]", "max_steps=1", f"checkpoint_path={out}")
+    argv = ["--checkpoint", out, "--prompt", "What is 1 plus 1?", "--max_new_tokens", "3", "--precision", "bf16"]
+    done = pretraining.call(here, "generate", *argv)
+    has_bf16 = pretraining.manager_of("cpu").capabilities.supports_bfloat16
+    assert done.returncode == 0 and ("--precision bf16: fp32 is used" in done.stdout) != has_bf16
 
 
 def test_a_plan_survives_its_way_to_other_ranks(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused in torch: saves 
 PARALLEL_BLOCKS = ("falcon", "cohere")
 FOUR_NORMS = ("gemma2", "gemma3")
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "olmo2")
+WITH_SINKS = ("gpt_oss",)  # attention with a sink per head: probabilities are kept
 UNGATED = ("gpt2", "gpt_neox", "falcon")
 
 
@@ -27,7 +28,7 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
-        if packed and (shape.softcap or (shape.dropout and m.device == "cpu")):
+        if packed and (shape.softcap or shape.kind in WITH_SINKS or (shape.dropout and m.device == "cpu")):
             # Probabilities in fp32 and in 16 bits; with dropout also what is left of them and its mask.
             copies = (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
             total += padded * (m.q + 2 * m.k) * b + squares * (4 + b * copies)
@@ -80,7 +81,8 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
     k = shape.experts_per_token
     trains = m.full or bool(adapted_experts(m))
-    inner = (3 + trains) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
+    clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
+    inner = (3 + trains + clamped) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
     inner += 2 * m.settings.lora_rank if trains and not m.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
     return plain, routed
@@ -131,7 +133,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
     if m.full:
-        return m.compute * m.shape.linear_weights if m.autocast else 0
+        return m.compute * (m.shape.linear_weights + m.shape.expert_weights) if m.autocast else 0
     if m.settings.use_dora and m.settings.lora_dropout and m.settings.train_type == "qlora":
         return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

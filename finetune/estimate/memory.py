@@ -11,7 +11,13 @@ from dataclasses import replace
 
 from finetune.config import RESIDUAL_INITS
 from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
-from finetune.estimate.activations import READS, activation_bytes, layer_activation_bytes, product_activation_bytes
+from finetune.estimate.activations import (
+    READS,
+    WITH_SINKS,
+    activation_bytes,
+    layer_activation_bytes,
+    product_activation_bytes,
+)
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, ModelShape
@@ -168,7 +174,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
-    kept_squares = packed_on_cpu and (shape.softcap or shape.dropout)
+    kept_squares = packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
     inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)

@@ -5,6 +5,7 @@ experts.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,8 @@ BIASED = ("gpt2", "gpt_neox")
 QKV_BIASED = ("qwen2", "qwen2_moe")
 EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
 HEADS = ("lm_head", "embed_out")
+# Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
+TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 LEARNED_POSITIONS = ("gpt2",)
 # Mixtures without a tensor-parallel plan in transformers: experts are sliced, all else is replicated.
 WITHOUT_TP_PLAN = ("gpt_oss",)
@@ -250,8 +253,15 @@ def shape_of_files(files) -> ModelShape:
     Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
-    exact = not files.stored and all(Path(f).suffix != ".npz" for f in files.weight_files)
+    plain = not files.stored and not files.config.get("quantization_config")
+    exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
     tensors = read_headers(files.weight_files) if exact else None
+    if tensors and isinstance(
+        files.config.get("text_config"), dict
+    ):  # towers are not loaded: see torch_engine/modalities
+        text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
+        size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))
+        tensors = text
     with untrusted(f"--model_name {files.name}: its config.json is not that of a model", "Save the model again."):
         return ModelShape.from_config(files.config, tensors, size or None)
 

@@ -217,6 +217,10 @@ def stored_format(config: dict, said: str) -> dict | None:
             if not how:
                 continue
             method = how.get("quant_method") if isinstance(how, dict) else None
+            if method in DECODED:
+                if reason := not_decoded(how):
+                    raise PlanError(f"{said}: its weights are stored as {method}, {reason}. {UNQUANTIZED}")
+                return None
             if method == "bitsandbytes" and how.get("load_in_8bit"):
                 return {"quantization_backend": "bnb", "n_bits": 8}
             if method == "bitsandbytes" and how.get("load_in_4bit"):
@@ -242,9 +246,26 @@ def stored_format(config: dict, said: str) -> dict | None:
                 method = f"mlx, mode {how['mode']}"
             raise PlanError(
                 f"{said}: its weights are prequantized (config.json's {key}: {method or 'unnamed method'}), and of "
-                "prequantized formats only MLX affine and bitsandbytes are supported. Give the unquantized model it "
-                "was made from."
+                "prequantized formats MLX affine and bitsandbytes are trained on as stored, and "
+                f"{', '.join(DECODED)} decoded. {UNQUANTIZED}"
             )
+    return None
+
+
+# Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/decoded_weights.py.
+DECODED = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
+DECODED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+UNQUANTIZED = "Give the unquantized model it was made from."
+
+
+def not_decoded(how: dict) -> str | None:
+    """Why weights of this quantization_config cannot be decoded; None if they can."""
+    method, bits = how.get("quant_method"), how.get("bits", how.get("w_bit", 4))
+    if method in ("gptq", "awq") and bits not in ((4,) if method == "awq" else (2, 4, 8)):
+        return f"at {bits!r} bits, which are not decoded"
+    kind = how.get("format")
+    if method == "compressed-tensors" and kind not in DECODED_FORMATS:
+        return f"in the format {kind!r}, which is not decoded"
     return None
 
 

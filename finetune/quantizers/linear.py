@@ -20,6 +20,16 @@ class Format:
     scale_dtype: torch.dtype
 
 
+def rows_of(x, dtype) -> torch.Tensor:
+    """x [..., I] as rows [N, I] in `dtype`."""
+    return x.to(dtype).reshape(-1, x.shape[-1])
+
+
+def shaped_like(out_NO, x) -> torch.Tensor:
+    """The rows [N, O] as [..., O], like x. Not a view to autograd: model code may change it in place."""
+    return torch.ops.aten._unsafe_view(out_NO, (*x.shape[:-1], out_NO.shape[-1]))
+
+
 class FrozenLinear(torch.autograd.Function):
     """y = x W^T (+ b) with W frozen, dequantized by `weight_of(tensors, dtype)` in forward and again in backward."""
 
@@ -29,7 +39,10 @@ class FrozenLinear(torch.autograd.Function):
         dtype = compute_dtype or (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
         ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
         ctx.save_for_backward(*stored)
-        return nn.functional.linear(x.to(dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+        out = nn.functional.linear(
+            rows_of(x, dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype)
+        )
+        return shaped_like(out, x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -91,6 +104,12 @@ class QuantizedLinear(nn.Module):
             return (self.cached if rows is None else self.cached[rows]).to(dtype)
         tensors = dict(zip(self.names, stored, strict=True))
         return self.dequantize(tensors if rows is None else {n: t[rows] for n, t in tensors.items()}, dtype)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized weight as the replaced layer stored it, for model code that reads it."""
+        weight_OI = self.weight_of(self.stored(), self.dequantize.keywords["fmt"].scale_dtype)
+        return weight_OI.t() if self.fan_in_fan_out else weight_OI
 
     def forward(self, x):
         return self.product(x, self.bias)

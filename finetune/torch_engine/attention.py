@@ -144,6 +144,10 @@ def document_attention(
     **kwargs,
 ):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
+    if attention_mask is not None:  # transformers makes none for NAME: Doge's gate, for example, is one
+        raise ValueError("the model adds a mask of its own to attention")
+    if documents is None and position_ids is None:
+        raise ValueError("the model passes neither documents nor positions on to attention")
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -12,7 +12,14 @@ import torch
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError, is_out_of_memory
 from finetune.torch_engine import attention, loss
-from finetune.torch_engine.forward import ModelForward, base_model, no_autocast
+from finetune.torch_engine.forward import (
+    PADDED_INPUTS,
+    ModelForward,
+    base_model,
+    document_bounds,
+    no_autocast,
+    padded_logits,
+)
 from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
@@ -63,12 +70,19 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
     padding_free = Check(False, "requested")
     if batch_layout != "padded":
         padding_free = call(check_padding_free, model, forward.autocast, forward.settings.context_length)
+        if not padding_free.holds and forward.groups.dims.cp == 1:
+            told = call(check_padding_free, model, forward.autocast, forward.settings.context_length, True)
+            forward.passes_bounds = told.holds
+            more = "" if told.reason.split("(")[0] == padding_free.reason.split("(")[0] else f"; {told.reason}"
+            padding_free = told if told.holds else Check(False, padding_free.reason + more)
     if batch_layout == "padding_free" and not padding_free.holds:
         raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
     forward.layout = "padding_free" if padding_free.holds else "padded"
+    if forward.layout == "padded":
+        forward.padded_inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
     name = attention.NAME if padding_free.holds else attention.own_implementation(model)
     model.set_attn_implementation(name)
-    return padding_free, call(check_head, model, forward.layout, forward.autocast)
+    return padding_free, call(check_head, model, forward.layout, forward.autocast, forward.passes_bounds)
 
 
 def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
@@ -152,11 +166,12 @@ def check_causal(model, autocast) -> None:
 
     try:
         with autocast():
-            # Always three: a forward over shards is collective, and ranks need not agree on what is equal.
-            own, leaked, seen = (
+            # Always four: a forward over shards is collective, and ranks need not agree on what is equal.
+            own, leaked, seen, short = (
                 model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
-                for i in (ids, other_end, other_start)
+                for i in (ids, other_end, other_start, ids[:, : middle + 1])
             )
+            _run_in_training_mode(model, ids)
     except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
         _reraise_if_not_the_models(error)
         raise PlanError(
@@ -168,25 +183,48 @@ def check_causal(model, autocast) -> None:
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
             "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
         )
-    if torch.equal(own, leaked):
-        return
+    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
+    limit = 1e-4 if exact else 0.1
+    scale = max((own - seen)[middle].abs().max().item(), 1e-30)
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
     # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as
     # far.
-    moved = (own - leaked).abs().max().item() / max((own - seen)[middle].abs().max().item(), 1e-30)
-    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
-    if not moved <= (1e-4 if exact else 0.1):
+    moved = 0.0 if torch.equal(own, leaked) else (own - leaked).abs().max().item() / scale
+    if not moved <= limit:
         raise PlanError(
             f"--model_name: {name} lets a token see those after it (they move logits {moved:.1e} times as far as "
-            "those before it), so it is not a causal language model. Give another."
+            f"those before it), so it is not a causal language model. {_decoder_remedy(model)}"
+        )
+    if not (own - short).abs().max().item() <= limit * scale:
+        raise PlanError(
+            f"--model_name: {name} gives a token other logits when other numbers of tokens follow it, so it is not a "
+            "causal language model. Give another."
         )
 
 
+def _decoder_remedy(model) -> str:
+    if getattr(model.config, "is_decoder", None) is False:
+        return 'Set "is_decoder": true in its config.json, if it is to be one.'
+    return "Give another."
+
+
+def _run_in_training_mode(model, ids) -> None:
+    """Raises what the model raises only while it trains, as Reformer does of lengths; random numbers are not spent."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        model.train()
+        try:
+            model(input_ids=ids, use_cache=False)
+        finally:
+            model.eval()
+
+
 @torch.no_grad()
-def check_padding_free(model, autocast, context_length: int = 0) -> Check:
+def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: bool = False) -> Check:
     """Two packed documents give the logits of the same two alone, by the model's own attention.
 
-    The second ignores the first.
+    The second ignores the first. `passes_bounds`: the model is told where documents begin, for layers that are no
+    attention.
     """
     attention.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
@@ -202,8 +240,8 @@ def check_padding_free(model, autocast, context_length: int = 0) -> Check:
                 torch.cat([_logits(model, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
             )
             model.set_attn_implementation(attention.NAME)
-            packed, changed = (_packed_logits(model, [first, two]) for first in (one, other))
-    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
+            packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
     # What another length of the same document changes is rounding: measured on this model, in this dtype.
@@ -226,7 +264,7 @@ ROUNDING_FACTOR = 8
 
 
 def _logits(model, ids) -> torch.Tensor:
-    return model(input_ids=ids[None].to(model.device)).logits[0].float()
+    return model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
 
 
 def _largest_difference(logits_TV, expected_TV) -> float:
@@ -246,10 +284,11 @@ def attention_window(model) -> int | None:
     return min((n for n in found if isinstance(n, int) and n > 0), default=None)
 
 
-def packed_inputs(documents, device):
+def packed_inputs(documents, device, passes_bounds: bool = False):
     """The model's keyword arguments for documents packed into one row."""
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     return {
+        **(document_bounds(positions, device) if passes_bounds else {}),
         "input_ids": torch.cat(documents).unsqueeze(0).to(device),
         "position_ids": positions.unsqueeze(0).to(device),
         "documents": attention.documents_of(positions, device),
@@ -257,22 +296,65 @@ def packed_inputs(documents, device):
     }
 
 
-def _packed_logits(model, documents):
-    return model(**packed_inputs(documents, model.device)).logits[0].float()
+def _packed_logits(model, documents, passes_bounds):
+    return model(**packed_inputs(documents, model.device, passes_bounds)).logits[0].float()
 
 
 @torch.no_grad()
-def check_head(model, layout, autocast) -> Check:
+def choose_padded_inputs(model, autocast, pad_id: int) -> str:
+    """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
+
+    Raises PlanError if none of them does.
+    """
+    model.set_attn_implementation(attention.own_implementation(model))
+    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, max(4, vocab), (2, 17), generator=generator)
+    lengths, off = (17, 9), {}
+    positions = torch.arange(17).expand(2, -1)
+    real = positions < torch.tensor(lengths)[:, None]
+    ids = torch.where(real, ids, pad_id)
+    with autocast():
+        alone = [_logits(model, row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        longer = [_logits(model, torch.cat([row[:n], row[:7]]))[:n] for row, n in zip(ids, lengths, strict=True)]
+        rounding = max(map(_largest_difference, longer, alone))
+        dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
+        rounding = max(rounding, torch.finfo(dtype).eps)
+        for word in PADDED_INPUTS:
+            try:
+                given = {"ids": ids, "positions": positions, "real": real.long()}
+                rows = padded_logits(model, word, **{n: t.to(model.device) for n, t in given.items()})
+            except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+                _reraise_if_not_the_models(error)
+                off[word] = _first_line(error)
+                continue
+            off[word] = max(_largest_difference(r[:n].float(), a) for r, n, a in zip(rows, lengths, alone, strict=True))
+            if off[word] <= ROUNDING_FACTOR * rounding:
+                return word
+    raise PlanError(
+        f"--model_name: {type(model).__name__} gives a row of a padded batch other logits than the row alone ({off}, "
+        f"{rounding:.1e} is rounding). Use another model."
+    )
+
+
+@torch.no_grad()
+def check_head(model, layout, autocast, passes_bounds: bool = False) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
-    inputs = packed_inputs([torch.arange(3, 12)], model.device)
+    inputs = packed_inputs([torch.arange(3, 12)], model.device, passes_bounds)
     if layout == "padded":
-        inputs.pop("documents")
-    with autocast():
-        own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
-        theirs = model(**inputs).logits[0].float()
+        inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
+    try:
+        with autocast():
+            own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
+            theirs = model(**inputs).logits[0].float()
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+        _reraise_if_not_the_models(error)
+        return Check(False, f"the decoder does not run without the model around it ({_first_line(error)})")
+    if own.shape != theirs.shape:
+        return Check(False, "the decoder gives other hidden states than the head takes")
     off = (own - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
     if not off <= (1e-4 if weights_dtype(model) == torch.float32 else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")

@@ -22,6 +22,33 @@ def no_autocast():
     return contextlib.nullcontext()
 
 
+def document_bounds(positions_T, device) -> dict:
+    """transformers' arguments that say where packed documents begin, for state-space, linear and convolution layers.
+
+    Those reset their state there, where their kernels can (causal_conv1d, flash-linear-attention: on CUDA).
+    """
+    starts = (positions_T == 0).nonzero().flatten()
+    bounds = torch.cat([starts, torch.tensor([len(positions_T)])]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    index = torch.repeat_interleave(torch.arange(len(starts), dtype=torch.int32), bounds.diff())
+    of_documents = {"cu_seq_lens_q": bounds.to(device), "cu_seq_lens_k": bounds.to(device)}
+    return {"seq_idx": index[None].to(device), **of_documents, "max_length_q": longest, "max_length_k": longest}
+
+
+# How rows of a padded batch are given to the model, the first that gives each row the logits it has alone: with
+# positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
+PADDED_INPUTS = ("positions", "mask", "rows")
+
+
+def padded_logits(model, word: str, ids, positions, real) -> torch.Tensor:
+    """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says."""
+    if word == "rows":
+        lengths = real.sum(1).tolist()
+        return [model(input_ids=row[None, :n], use_cache=False).logits[0] for row, n in zip(ids, lengths, strict=True)]
+    known = {"position_ids": positions} if word == "positions" else {}
+    return model(input_ids=ids, attention_mask=real, use_cache=False, **known).logits
+
+
 class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
@@ -37,6 +64,8 @@ class ModelForward:
         self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
         self.casts = dtype is not None
         self.layout, self.head, self.head_is_shared = None, None, False
+        self.padded_inputs = "positions"  # a word of PADDED_INPUTS
+        self.passes_bounds = False  # whether the model is told where packed documents begin
         self.shards_sequences = False  # context parallelism, once the model is distributed
         self.checks, self.reference = None, None
         coefficient = settings.router_aux_loss_coef
@@ -84,9 +113,13 @@ class ModelForward:
         if self.layout == "padding_free":
             documents = shard_context or attention.documents_of(batch.position_ids_BS, self.device)
             inputs["documents"] = documents
+            if self.passes_bounds:
+                inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
             inputs["attention_mask"] = real.to(self.device)
+            if self.padded_inputs != "positions":
+                inputs.pop("position_ids")
         return self.pipeline.inputs(inputs), labels
 
     @torch.no_grad()
@@ -103,6 +136,10 @@ class ModelForward:
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
+            if self.padded_inputs == "rows" and self.layout == "padded":
+                logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
+                rows = [row[a[: len(row)]] for row, a in zip(logits, labels != IGNORE_INDEX, strict=True)]
+                return loss.nll_of_logits(torch.cat(rows), labels[at])
             if self.head is None and not self.head_is_shared:
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
             hidden = base_model(self.model)(**inputs).last_hidden_state

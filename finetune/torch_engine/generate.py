@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -17,9 +18,10 @@ class _RowsDone(StoppingCriteria):
     """Stops rows for which `stop_row` is true, and streams tokens through `on_token`."""
 
     def __init__(self, start, stop_row, on_token):
-        self.start, self.stop_row, self.on_token = start, stop_row, on_token
+        self.start, self.stop_row, self.on_token, self.called = start, stop_row, on_token, False
 
     def __call__(self, input_ids, scores, **kwargs):
+        self.called = True
         new = input_ids[:, self.start :].tolist()
         if self.on_token:
             self.on_token(new[0])
@@ -64,21 +66,56 @@ def generate(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    try:
-        out = model.generate(
+    rows_done = _RowsDone(longest, stop_row, on_token)
+
+    def continued(use_cache: bool):
+        return model.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
-            use_cache=True,
-            stopping_criteria=StoppingCriteriaList([_RowsDone(longest, stop_row, on_token)]),
+            use_cache=use_cache,
+            stopping_criteria=StoppingCriteriaList([rows_done]),
             **sampling.options(),
         )
+
+    try:
+        if _counts_positions(model, ids, mask):
+            model.prepare_inputs_for_generation = partial(_without_positions, model.prepare_inputs_for_generation)
+            with contextlib.ExitStack() as after:
+                after.callback(delattr, model, "prepare_inputs_for_generation")
+                out = continued(False)
+            return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
+        try:
+            out = continued(True)
+        except (AttributeError, LookupError, TypeError, ValueError, NotImplementedError):
+            if rows_done.called:
+                raise
+            out = continued(False)  # a model whose cache transformers cannot make from its config, as BLT's
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings
     return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
+
+
+def _counts_positions(model, ids, mask) -> bool:
+    """Whether an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id.
+
+    transformers' generate passes positions from 0 to it.
+    """
+    if not getattr(model.config, "is_decoder", False):
+        return False
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    with torch.no_grad():
+        own, other = (
+            model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, -1] for more in ({}, given)
+        )
+    return (own - other).abs().max().item() > 1e-3 * own.abs().max().item()
+
+
+def _without_positions(prepare, *args, **kwargs) -> dict:
+    return {name: value for name, value in prepare(*args, **kwargs).items() if name != "position_ids"}
 
 
 def context_limit(model) -> int | None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 
 from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
+from finetune.torch_engine.weight_files import PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights import config_dtype, load_dense
 
 SHARD_SIZE = "50GB"  # save_pretrained's own
@@ -58,6 +60,7 @@ class StreamedSave:
     dtype: torch.dtype
     on_disk: dict
     turns: list
+    left: WeightFiles | None  # the base's files, for towers that were not loaded
 
     @classmethod
     def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
@@ -77,8 +80,13 @@ class StreamedSave:
         for name in state:
             made, pattern = transformers_internals.apply_converters(name, converters)
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
-        on_disk = transformers_internals.revert_weight_conversion(model, state)
-        return cls(model, dtype, dict(on_disk), list(turns.values()))
+        on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
+        left = getattr(model, "left_in_files", ())
+        files = open_weights(model.name_or_path) if left else None
+        for name in left:
+            kept = dtype if files.kind(name) in PLAIN_KINDS else files.read(name).dtype
+            on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
+        return cls(model, dtype, on_disk, list(turns.values()), files)
 
     def write(self, folder: Path, read) -> None:
         """Writes the folder's files beside their places, then puts them there.
@@ -103,6 +111,8 @@ class StreamedSave:
                     places |= {n: (file, starts[n]) for n in tensors}
                 for turn in self.turns:
                     self._write_turn({n: read(n) for n in turn}, places)
+                for name in getattr(self.model, "left_in_files", ()):
+                    self._write_tensor(name, self.left.read(name).to(self.on_disk[name].dtype), places)
                 assert not places, f"{len(places)} tensors were not written, such as {next(iter(places))}"
                 for file in files:
                     file.flush()
@@ -117,6 +127,13 @@ class StreamedSave:
 
     def _write_configs(self, folder: Path) -> None:
         config = self.model.config
+        published = (
+            transformers.AutoConfig.from_pretrained(self.model.name_or_path) if self.model.name_or_path else config
+        )
+        if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
+            config = published
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
         if self.model.can_generate():
@@ -126,11 +143,14 @@ class StreamedSave:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
         made = transformers_internals.revert_weight_conversion(self.model, state)
         for name in list(made):
-            tensor, expected = made.pop(name), self.on_disk[name]
-            assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (name, tensor.shape)
-            file, start = places.pop(name)
-            file.seek(start)
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            self._write_tensor(name, made.pop(name), places)
+
+    def _write_tensor(self, name: str, tensor: torch.Tensor, places: dict) -> None:
+        expected = self.on_disk[name]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (name, tensor.shape)
+        file, start = places.pop(name)
+        file.seek(start)
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _as_part(name: str, tensor: torch.Tensor) -> safetensors_io.TensorShard:

@@ -5,7 +5,7 @@ from_pretrained and save_pretrained do the same, but hold the full model in memo
 gives the router logits.
 """
 
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 __all__ = [
     "OutputRecorder",
+    "converts_experts",
     "WeightConverter",
     "WeightRenaming",
     "apply_converters",
@@ -28,3 +29,8 @@ __all__ = [
     "rename_source_key",
     "revert_weight_conversion",
 ]
+
+
+def converts_experts(model_type: str) -> bool:
+    """Whether files of this model type hold experts one by one, as transformers 4 did: Mixtral's or Qwen2-MoE's way."""
+    return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")

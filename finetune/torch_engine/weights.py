@@ -6,78 +6,26 @@ are in memory unquantized at any time.
 
 import contextlib
 import hashlib
-import json
 import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import tqdm
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 import quantization_wrapper
-from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import memory_stats, prequantized, transformers_internals
+from finetune.torch_engine import memory_stats, modalities, prequantized, transformers_internals
+from finetune.torch_engine.weight_files import PLAIN_KINDS, open_weights
 from finetune.untrusted import untrusted
-
-PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
-
-
-class WeightFiles:
-    """Tensors in a folder's safetensors files, each copied into its own memory when read (nothing stays mmapped)."""
-
-    def __init__(self, files, quantization: dict | None = None):
-        self.file_of, self._open = {}, {}
-        self.quantization = quantization or {}
-        self.cut = {}  # tensors of sharded checkpoints
-        if safetensors_io.shapes_of(files):
-            self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
-            self.file_of = dict.fromkeys(self.cut, files[0])
-            return
-        for file in files:
-            self._open[file] = safe_open(file, framework="pt", backend="pread")
-            for name in self._open[file].keys():
-                if name in self.file_of:
-                    raise PlanError(
-                        f"{file.parent}: {name} is in {self.file_of[name].name} and in {file.name}. "
-                        "Download or save the model again."
-                    )
-                self.file_of[name] = file
-
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or a slice of its rows, reading only those."""
-        if name in self.cut:
-            return torch.from_numpy(self.cut[name][... if rows is None else rows])
-        file = self._open[self.file_of[name]]
-        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-
-    def mlx_format(self, layer: str) -> tuple[int, int]:
-        """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""
-        own = self.quantization.get(layer)
-        chosen = own if isinstance(own, dict) else self.quantization
-        return chosen["bits"], chosen["group_size"]
-
-    def kind(self, name: str) -> str:
-        """The safetensors dtype of a tensor: F32, BF16, U8, ..."""
-        if name in self.cut:
-            return self.cut[name].dtype
-        return self._open[self.file_of[name]].get_slice(name).get_dtype()
-
-    def shape(self, name: str) -> tuple:
-        if name in self.cut:
-            return self.cut[name].shape
-        return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
-
 
 _building = threading.Lock()
 
@@ -117,6 +65,7 @@ def empty_model(folder, dtype: torch.dtype):
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
             model = _built(folder, dtype)
+    modalities.leave_out_towers(model)
     model.name_or_path = str(folder)
     return model.eval().requires_grad_(False)
 
@@ -128,7 +77,7 @@ def _built(folder, dtype, **options):
         if hasattr(config, name):
             delattr(config, name)
     with _parameters_on_meta():
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        return modalities.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
 def load_dense(folder, dtype, device="cpu"):
@@ -166,8 +115,7 @@ def load_weights(
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
     PlanError for weights that are missing, of another shape, or in an unsupported format.
     """
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    checkpoint = WeightFiles(files_of(folder), config.get("quantization"))
+    checkpoint = open_weights(folder)
     wanted = model.state_dict()
     weights, extra = _assign_tensors(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
@@ -179,6 +127,7 @@ def load_weights(
     missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
+    missing -= _share_quantized(model)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
     lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
@@ -192,13 +141,40 @@ def load_weights(
     if local_shards is not None:
         local_shards.forget_all_but(model.parameters())
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    extra = [name for name in extra if not any(re.search(pattern, name) for pattern in ignored)]
-    lines = [
+    towers = tuple(f"{name}." for name in model.left_out)
+    model.left_in_files = tuple(name for name, target in extra.items() if towers and target.startswith(towers))
+    extra = [n for n in extra if n not in model.left_in_files and not any(re.search(p, n) for p in ignored)]
+    lines = []
+    if checkpoint.decoded:
+        count = len(checkpoint.decoded)
+        lines.append(f"{count} weights stored as {checkpoint.method} are decoded to 16 bits as they are read")
+    lines += [
         f"{name} differs in its files from the weight that config.json ties it to: both are kept" for name in apart
     ]
+    if model.left_in_files:
+        lines.append(
+            f"{', '.join(model.left_out)}: {len(model.left_in_files)} tensors not loaded; text does not use them, and "
+            "full folders that are saved keep them"
+        )
     if extra:
         lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
     return lines
+
+
+def _share_quantized(model) -> set[str]:
+    """Ties linears whose source was quantized to its codes, as Zamba's shared blocks are; the names so tied."""
+    done = set()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        layer, (owner, _, leaf) = model.get_submodule(source.rpartition(".")[0]), target.rpartition(".")
+        if leaf == "weight" and isinstance(layer, QuantizedLinear):
+            twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
+            twin._parameters = dict(layer._parameters)
+            if layer.bias is not None:
+                twin.bias = model.get_submodule(owner).bias
+            model.set_submodule(owner, twin)
+            model.all_tied_weights_keys.pop(target)
+            done.add(target)
+    return done
 
 
 def _run(place, weights, workers: int) -> None:
@@ -220,13 +196,16 @@ def _run(place, weights, workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[str]]:
-    """Maps file tensors to parameters, in layer order, by transformers' conversion mapping; and the unused names."""
+def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
+    """File tensors to parameters, in layer order, by transformers' conversion mapping.
+
+    And {unused tensor: the name it would have}.
+    """
     mapping = transformers_internals.get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    weights, extra, prefix = {}, [], model.base_model_prefix
+    weights, extra, prefix = {}, {}, model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
         whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
         if part:
@@ -235,7 +214,7 @@ def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], list[
         if target not in wanted and whole in wanted:
             target, pattern = transformers_internals.rename_source_key(whole, [], [], prefix, wanted)
         if target not in wanted:
-            extra.append(name)
+            extra[name] = target
             continue
         weight = weights.setdefault(target, _WeightTask(target))
         weight.names.append(whole)
@@ -417,18 +396,6 @@ class WeightLoader:
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
             self.model.set_submodule(path, layer.eval())
-
-
-def files_of(folder) -> list[Path]:
-    """The weight files of a folder already checked by finetune.model_files.files."""
-    folder = Path(folder)
-    whole = folder / "model.safetensors"
-    if whole.is_file():
-        return [whole]
-    if (folder / safetensors_io.INDEX).is_file():
-        return safetensors_io.files_of(folder, whole.name)
-    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 
 def parameter_counts(model) -> tuple[int, int]:

@@ -201,8 +201,6 @@ def test_a_damaged_weight_file_is_refused(model, content):
 QUANTIZED = {
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
     "hqq": {"quant_method": "hqq", "quant_config": {}},
-    "gptq": {"quant_method": "gptq", "bits": 4},
-    "awq": {"quant_method": "awq", "bits": 4},
     "unknown": {"quant_method": "nope"},
     "no method": {"bits": 4},
     "no object": "gptq",
@@ -214,7 +212,7 @@ def test_a_quantized_model_is_refused(flags, tiny_model, tmp_path, case):
     folder = with_config(tiny_model, tmp_path, quantization_config=QUANTIZED[case])
     line = refused(flags, model_name=folder)
     assert line.startswith(f"--model_name {folder}: its weights are prequantized (config.json's quantiz")
-    assert line.endswith("bitsandbytes are supported. Give the unquantized model it was made from.")
+    assert line.endswith("compressed-tensors decoded. Give the unquantized model it was made from.")
 
 
 CONFIGS = {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.quantizers.linear import QuantizedLinear
+from finetune.quantizers.linear import QuantizedLinear, rows_of, shaped_like
 
 
 class LoRAProduct(torch.autograd.Function):
@@ -21,14 +21,12 @@ class LoRAProduct(torch.autograd.Function):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
-            x_low = x.to(dtype)
-            rows = x_low.reshape(-1, x.shape[-1])
+            rows = rows_of(x, dtype)
             keep = None if keep is None else keep.to(dtype)
             dropped = rows if keep is None else rows * keep
             low_R = dropped @ lora_a_RI.to(dtype).t()
-            # Keep x's shape: a returned view could not be modified in place by the model's code.
-            out = F.linear(x_low, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
-            out.view(len(rows), out.shape[-1]).addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling)
+            out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+            out = shaped_like(out.addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling), x)
         ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
         ctx.save_for_backward(rows, low_R, lora_a_RI, lora_b_OR, keep, *stored)
         return out
@@ -113,6 +111,28 @@ class LoRALinear(nn.Module):
         if self.lora_magnitude_vector is not None:
             weight_OI *= (self.lora_magnitude_vector / self.weight_norm()).unsqueeze(1)
         return weight_OI
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Base and adapter merged, differentiable, as the base stores its weight: for model code that reads it.
+
+        Without dropout.
+        """
+        base = self.base.weight
+        added_OI = self.scaling * (self.lora_B @ self.lora_A)
+        if isinstance(self.base, QuantizedLinear):
+            turned = self.base.fan_in_fan_out
+        else:
+            turned = not isinstance(self.base, nn.Linear)
+        merged = base + (added_OI.t() if turned else added_OI).to(base.dtype)
+        if self.lora_magnitude_vector is None:
+            return merged
+        gain_O = (self.lora_magnitude_vector / self.weight_norm()).to(base.dtype)
+        return merged * (gain_O if turned else gain_O.unsqueeze(1))
+
+    @property
+    def bias(self):
+        return self.base.bias
 
     def forward(self, x):
         return self.product(x, self.base.bias)

@@ -10,11 +10,8 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
-from finetune.torch_engine.lora.targets import original_names
+from finetune.torch_engine.lora.targets import original_names, peft_takes_for_experts
 
-# In a mixture of experts, PEFT reads these names in target_modules as the experts of transformers 4, so such linears go
-# into target_parameters by their .weight.
-PEFT_TAKES_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 PREFIX = "base_model.model."
 
 
@@ -67,8 +64,8 @@ def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
     parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
-    if experts.has_experts(model) and not settings.use_dora:
-        as_parameters = [n for n in chosen if n.rpartition(".")[2] in PEFT_TAKES_FOR_EXPERTS]
+    if not settings.use_dora:  # such linears go into target_parameters by their .weight
+        as_parameters = [n for n in chosen if peft_takes_for_experts(model, n)]
         chosen = [n for n in chosen if n not in as_parameters]
         parameters += [f"{n}.weight" for n in as_parameters]
     conv = any(

@@ -1,31 +1,104 @@
 """Which layers get an adapter: --lora_target_modules resolved against the loaded model."""
 
+import contextlib
+import copy
+import inspect
+import re
+
+import torch
 from torch import nn
 
 import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.lora_targets import default_targets, named_targets
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts
+from finetune.torch_engine import experts, transformers_internals
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
+from finetune.torch_engine.modalities import in_language_part
 
+# What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
+PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
 
 
 def linear_names(model) -> list[str]:
-    """Names of all linears but head, routers and one-output gates: qlora quantizes these, and fused experts."""
+    """Names of the linears that qlora quantizes and adapters are for.
+
+    All but the head, routers, one-output gates, and layers that are more than a linear: see `read_by_code`,
+    `computes_a_product`.
+    """
     head = model.get_output_embeddings()
     routed = experts.has_experts(model)
     parts = {id(part) for part in experts.quantized_parts(model)}
-    names = []
+    read, plain, names = read_by_code(model), {}, []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
-        if not linear or module is head or id(module) in parts:
+        if not linear or module is head or id(module) in parts or name in read:
+            continue
+        if not in_language_part(model, name):
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
-        if not router and features(module)[1] > 1:
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = kind.forward is nn.Linear.forward or not issubclass(kind, nn.Linear)
+            plain[kind] = plain[kind] or computes_a_product(module)
+        if not router and plain[kind] and features(module)[1] > 1:
             names.append(name)
     return names
+
+
+def read_by_code(model) -> dict[str, str]:
+    """{linear: the class whose code computes with its weight itself, not through the layer}.
+
+    An adapter or quantized codes of such a layer would be passed over: state-space kernels get out_proj's weight, for
+    example. The source of the model's classes is read; reading dtype, device or shape is no computation.
+    """
+    found, leaves = {}, {}
+    for owner, module in model.named_modules():
+        kind = type(module)
+        if kind not in leaves:
+            leaves[kind] = _weights_read_in(kind)
+        for path in leaves[kind]:
+            name = f"{owner}.{path}" if owner else path
+            try:
+                target = model.get_submodule(name)
+            except AttributeError:
+                continue
+            if isinstance(target, nn.Linear) or quantization_wrapper.is_conv1d(target):
+                found[name] = kind.__name__
+    return found
+
+
+# A slice, `.weight[:, a:b]`, is the layer's own product in pieces (BLOOM's pretraining_tp).
+_READS_WEIGHT = re.compile(r"\bself\.([\w.]+)\.weight\b(?!\[|\.(?:dtype|device|shape|size|ndim)\b)")
+
+
+def _weights_read_in(kind: type) -> set[str]:
+    """Paths below an instance whose `.weight` the methods of its class compute with; initialization does not count."""
+    found = set()
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name not in ("__init__", "_init_weights", "init_mamba_weights"):
+            with contextlib.suppress(OSError):  # a class without source
+                found |= set(_READS_WEIGHT.findall(inspect.getsource(inspect.unwrap(method))))
+    return found
+
+
+@torch.no_grad()
+def computes_a_product(module: nn.Linear) -> bool:
+    """Whether a subclass of nn.Linear with a forward of its own still computes x W^T + b, asked of a small copy."""
+    twin = copy.copy(module)
+    rows, columns = min(module.out_features, 64), module.in_features
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*n, generator=generator) for n in ((rows, columns), (rows,), (2, columns)))
+    twin._parameters = dict(module._parameters, weight=nn.Parameter(weight))
+    if module.bias is not None:
+        twin._parameters["bias"] = nn.Parameter(bias)
+    try:
+        out = twin(x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
+        return False
+    expected = x @ weight.t() + (0 if module.bias is None else bias)
+    return isinstance(out, torch.Tensor) and out.shape == expected.shape and torch.allclose(out, expected, atol=1e-3)
 
 
 def outer_names(model) -> list[str]:
@@ -41,19 +114,29 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     their parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
     names, three_d = linear_names(model), experts.parameter_names(model)
+    refused = three_d + [n for n in names if peft_takes_for_experts(model, n)] if use_dora else []
     if targets == "all":
-        return names if use_dora else names + three_d
+        return [n for n in names + three_d if n not in refused]
     if targets == "default":
         return default_targets(names)
+    read = read_by_code(model)
     unknown = "no adaptable layer of this model has that name"
+    if wanted := [n for n in read if any(n.endswith(e.strip()) for e in targets.split(",") if e.strip())]:
+        unknown = f"{read[wanted[0]]} computes with the weight of {wanted[0]} itself, so an adapter would not be used"
     chosen = named_targets(names + three_d + outer_names(model), targets, unknown)
-    if use_dora and set(chosen) & set(three_d):
-        first = next(n for n in chosen if n in three_d)
+    if set(chosen) & set(refused):
+        first = next(n for n in chosen if n in refused)
         raise PlanError(
-            f"--use_dora true: PEFT has no DoRA for fused experts, such as {first}. "
-            "Name other layers in --lora_target_modules, or omit --use_dora."
+            f"--use_dora true: PEFT has no DoRA for fused experts, nor for linears it takes for experts, such as "
+            f"{first}. Name other layers in --lora_target_modules, or omit --use_dora."
         )
     return chosen
+
+
+def peft_takes_for_experts(model, name: str) -> bool:
+    """Whether PEFT reads the linear's name in target_modules as experts of transformers 4."""
+    converted = transformers_internals.converts_experts(model.config.get_text_config().model_type)
+    return converted and name.rpartition(".")[2] in PEFT_EXPERT_NAMES
 
 
 def tied(model) -> bool:
@@ -64,7 +147,10 @@ def tied(model) -> bool:
 def original_names(model) -> list[str]:
     """Module names of the original transformers model: wrappers have the name of the module they wrap."""
     ours = [n + "." for n, m in model.named_modules() if isinstance(m, WRAPPERS)]
-    return [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
+    towers = getattr(model, "left_out", ())
+    left_out = [f"{name}.{inner}" for name in towers for inner in model.get_submodule(name).inner]
+    names = [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
+    return names + left_out
 
 
 def tied_bases(model) -> bool:
