@@ -153,17 +153,21 @@ def speed(args) -> None:
     """Tokens per CPU second of one training step: ours in fp32 and bf16, the prototype's step beside it, in turn."""
     import torch
 
+    from finetune.torch_engine.device import set_cpu_matmul
+
     torch.set_num_threads(1)
     for name, arch in (("plain", MODELS["plain"]), ("loop", MODELS["loop"])):
         arch = replace(arch, expansion=4)
         steps = {
             "prototype fp32": prototype_step(arch),
             "ours fp32": our_step(replace(arch, forward_dtype="float32")),
+            "ours fp32, oneDNN": our_step(replace(arch, forward_dtype="float32")),
             "ours bf16": our_step(replace(arch, forward_dtype="bfloat16")),
         }
         times = {kind: [] for kind in steps}
         for _ in range(args.rounds):
             for kind, step in steps.items():
+                set_cpu_matmul("onednn" if "oneDNN" in kind else "blas")
                 began = time.process_time()
                 for _ in range(4):
                     step()
