@@ -60,6 +60,7 @@ from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.reference_log_probs import with_reference
 from finetune.terminal import say
 
 
@@ -210,7 +211,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         from_data = plan.settings.init_lora_weights == "eva"
         loading = None if from_data else process.in_background(opened.load, None, output_dir.initial_adapter())
         data = load_data(plan.settings, raw_datasets, tokenizer, plan.files, log.say)
-        data_changes(plan, data.train.lengths)  # too few rows are refused before the wait for the weights
+        data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         model = opened.load(eva_batches(data, plan.settings)) if from_data else loading.result()
         engine = opened.build(model, pad_id(tokenizer))
@@ -227,6 +228,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         if resumed_from:
             log.saved(resumed_from)
         log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
+        data = with_reference(engine, data, plan, output_dir.root, log.say, stop.requested)
         run_steps(engine, data, plan, state, log, output_dir, stop)
         data.close()
     state.output_dir = str(output_dir.root)

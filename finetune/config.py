@@ -29,6 +29,9 @@ QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 AUTO_BOOL = ("auto", "true", "false")
+PREFERENCES = ("none", "dpo", "orpo", "kto")
+PAIRED = ("dpo", "orpo")  # of which a row is two documents
+REFERENCED = ("dpo", "kto")  # which compare with the model before training
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
 TEXT_UNITS = ("auto", "document", "line")
@@ -146,6 +149,32 @@ class TrainConfig:
     window_overlap: int = flag(
         0, "data", "tokens that each window of a split row repeats from the one before, not learned again", minimum=0
     )
+    preference: str = flag(
+        "none",
+        "data",
+        "learn which answers are preferred. dpo, orpo: from pairs, rows with chosen and rejected, which --batch_size "
+        "counts; kto: from rows with a label, or from both halves of pairs",
+        choices=PREFERENCES,
+    )
+    preference_beta: float = flag(
+        0.1,
+        "data",
+        "with --preference: how strongly dpo and kto hold to the model before training; weight of orpo's odds ratio",
+        above=0.0,
+    )
+    desirable_weight: float = flag(
+        1.0, "data", "with --preference kto: weight of rows whose label is true", minimum=0.0
+    )
+    undesirable_weight: float = flag(
+        1.0, "data", "with --preference kto: weight of rows whose label is false", minimum=0.0
+    )
+    precompute_ref_log_probs: str = flag(
+        "auto",
+        "data",
+        "with --preference dpo or kto: compute what the model before training gives each answer once and keep it in "
+        "--output_dir, not in every step; auto: if rows are read more than once",
+        choices=AUTO_BOOL,
+    )
     train_on_prompt: bool = flag(False, "data", "compute the loss on all tokens, not only on answers")
     skip_bad_rows: int = flag(
         0, "data", "skip and list up to N malformed rows; with more, the file is rejected", minimum=0
@@ -199,7 +228,11 @@ class TrainConfig:
         "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
     lr: float = flag(
-        None, "steps", "peak learning rate; default: 2e-4, 2e-5 for full", above=0.0, aliases=("learning_rate",)
+        None,
+        "steps",
+        "peak learning rate; default: 2e-4, 2e-5 for full; with --preference 1e-5, 1e-6 for full",
+        above=0.0,
+        aliases=("learning_rate",),
     )
     wd: float = flag(0.0, "steps", "weight decay", minimum=0.0, aliases=("weight_decay",))
     lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)
@@ -447,6 +480,16 @@ class TrainConfig:
     recommend: bool = flag(False, "ask", "print recommended settings for this machine", saved=False)
     assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
     assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
+
+    @property
+    def documents_per_row(self) -> int:
+        """2 if a row is a pair of a chosen and a rejected answer."""
+        return 2 if self.preference in PAIRED else 1
+
+    @property
+    def row_length(self) -> int:
+        """Maximum tokens of a row."""
+        return self.documents_per_row * self.context_length
 
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}

@@ -4,7 +4,7 @@ Shapes: B rows of the microbatch, S positions. A flat (padding-free) microbatch 
 to end.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,10 @@ class Batch:
     """One microbatch. `labels_BS[b, s]`: the token to predict at position s (already shifted), or IGNORE_INDEX.
 
     `position_ids_BS` restarts at 0 in each document; `document_ids_BS` numbers the documents, -1 is padding.
-    `rows`: dataset row numbers.
+    `rows`: dataset row numbers; of pairs the documents', see data.tokenize.
+
+    Of preference rows, per document: `desirable_D`, if rows have labels, and `reference_D`, its log-probability under
+    the reference, if that is known. `mismatched`: prompts with other rows' answers, which nothing is learned from.
     """
 
     input_ids_BS: np.ndarray
@@ -28,6 +31,10 @@ class Batch:
     position_ids_BS: np.ndarray
     document_ids_BS: np.ndarray
     rows: tuple[int, ...]
+    _: KW_ONLY
+    desirable_D: np.ndarray | None = None
+    reference_D: np.ndarray | None = None
+    mismatched: bool = False
 
     @property
     def num_targets(self) -> int:
@@ -41,7 +48,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step over all ranks: summed NLL, number of targets, gradient norm before clipping."""
+    """Result of one optimizer step over all ranks: summed NLL, number of targets, gradient norm before clipping.
+
+    Of preference rows: the loss summed over rows, their number in `num_rows`, and means in `metrics`.
+    """
 
     nll: float
     num_targets: int
@@ -51,6 +61,13 @@ class StepResult:
     aux_loss: float | None = None
     # fp16 only: the scaled gradient overflowed; the loss scale was lowered, weights are unchanged.
     skipped: bool = False
+    num_rows: int | None = None
+    metrics: dict = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The mean over targets, or over preference rows."""
+        return self.nll / (self.num_targets if self.num_rows is None else self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,10 @@ class Engine(Protocol):
         """
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed NLL, number of targets), without gradients and dropout; returns early once `stop()` is true."""
+        """(summed NLL or loss, number of targets or preference rows), without gradients and dropout.
+
+        Returns early once `stop()` is true.
+        """
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
@@ -189,3 +209,13 @@ class Engine(Protocol):
 
     def profiler(self, written: list):
         """A context that yields a function to call after each step; appends the files it writes to `written`."""
+
+
+class PreferenceEngine(Engine, Protocol):
+    """An engine that learns preferences too: for --preference other than none."""
+
+    def measure(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """Loss and metrics without a step; each rank takes its share of the microbatches."""
+
+    def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the model before training}; each rank computes its share."""

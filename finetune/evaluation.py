@@ -1,29 +1,32 @@
 """Validation loss and exact match of a model during a run, over all ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from finetune.data.collate import microbatches
+from finetune.data.collate import preference_microbatches
 from finetune.data.prepare import Data
 from finetune.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss`: mean nll per target. `exact_match`: 0..1, None if nothing is scored.
+    """`loss`: mean nll per target, or over preference rows. `exact_match`: 0..1, None if nothing is scored.
 
-    `first_answer`: to the first example.
+    `first_answer`: to the first example. `metrics`: of preference rows, whose number is `num_rows`.
     """
 
     loss: float
     num_targets: int
     exact_match: float | None = None
     first_answer: str | None = None
+    num_rows: int | None = None
+    metrics: dict = field(default_factory=dict)
 
     @property
     def values(self) -> dict:
         """What the eval event of metrics.jsonl holds."""
         values = {"loss": self.loss, "num_targets": self.num_targets}
+        values |= {} if self.num_rows is None else {"num_rows": self.num_rows, **self.metrics}
         return values if self.exact_match is None else values | {"exact_match": self.exact_match}
 
 
@@ -33,15 +36,20 @@ def evaluate(engine, data: Data, plan, step: int, stopping) -> Evaluation | None
     `step` begins the message of the NonFiniteError that a loss which is not finite raises.
     """
     s, rows = plan.settings, data.validation
-    batches = microbatches(rows, range(len(rows)), s.batch_layout, len(rows), s.microbatch_tokens, engine.pad_id)
-    nll, num_targets = engine.evaluate(batches, stopping)
-    if stopping():
+    batches = preference_microbatches(rows, range(rows.num_rows), slice(None), s, engine.pad_id, rows.num_rows)
+    if s.preference == "none":
+        nll, num_targets = engine.evaluate(batches, stopping)
+        found = None if stopping() else Evaluation(nll / num_targets, num_targets)
+    else:
+        result = engine.measure(batches, stopping)
+        counts = dict(num_rows=result.num_rows, metrics=result.metrics)
+        found = None if stopping() else Evaluation(result.loss, result.num_targets, **counts)
+    if found is None:
         return None
-    if not math.isfinite(nll):
-        raise NonFiniteError(f"step {step}: the evaluation's loss is {nll}. Lower --lr {s.lr}.")
-    loss = nll / num_targets
+    if not math.isfinite(found.loss):
+        raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower --lr {s.lr}.")
     if not data.score_examples:
-        return Evaluation(loss, num_targets)
+        return found
     mine, matched, answers = engine.shard_list(data.score_examples), 0.0, [None]
     with engine.full_weights():
         if mine:
@@ -51,7 +59,7 @@ def evaluate(engine, data: Data, plan, step: int, stopping) -> Evaluation | None
     if stopping():
         return None
     match = round(engine.all_reduce_sum(matched * len(mine))) / len(data.score_examples)
-    return Evaluation(loss, num_targets, match, engine.broadcast_object(answers[0]))
+    return replace(found, exact_match=match, first_answer=engine.broadcast_object(answers[0]))
 
 
 def exact_match(

@@ -22,6 +22,7 @@ from finetune.estimate.memory import peak_of
 from finetune.terminal import encodable, say
 
 STEPS_AVERAGED = 20  # of the time left
+COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
 
 
 @dataclass
@@ -185,6 +186,7 @@ class Metrics:
             tokens_per_s=tokens_per_s,
             memory_bytes=used,
             **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
+            **({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics}),
             **({"skipped": True} if result.skipped else {}),
         )
         aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
@@ -192,6 +194,7 @@ class Metrics:
             f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f}{aux} | lr {lr:.2e} | "
             f"grad {result.grad_norm:.2f} | {tokens_per_s:,.0f} tok/s | mem {memory.total / GIB:.2f} GiB"
         )
+        line += "".join(f" | {name} {value:.4f}" for name, value in result.metrics.items())
         line += " | skipped: fp16 gradient overflowed" if result.skipped else ""
         if self.live:
             left = (state.total_steps - state.step) * sum(self.step_times) / len(self.step_times)
@@ -204,7 +207,7 @@ class Metrics:
         """The `eval` event and line."""
         state, summary = self.state, self.summary
         self.event("eval", step=state.step, **values)
-        shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "num_targets")
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
         if state.step == 0:
             state.before = values

@@ -3,9 +3,11 @@
 import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.data.columns import Row
+from finetune.config import PAIRED
+from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import needs_template, question_text, turns_of
-from finetune.data.tokenize import render_sample
+from finetune.data.pairs import labelled_of
+from finetune.data.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.metrics import GIB, Summary, table
 from finetune.terminal import clean
@@ -25,12 +27,13 @@ def plan_lines(plan) -> list[str]:
     where = "an assumed accelerator" if s.assume_memory and plan.memory_budget.device != plan.backend else plan.backend
     base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
     what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
+    what = what if s.preference == "none" else f"{s.preference} with {what}"
     return [
         f"{what} of {s.model_name} on {where} in {s.precision}{base}",
         *stored_as(plan),
         *ranks_line(plan),
-        f"rows per step: {plan.rows_per_step} (batch_size {s.batch_size} x accumulation "
-        f"{s.gradient_accumulation_steps} "
+        f"{'pairs' if s.preference in PAIRED else 'rows'} per step: {plan.rows_per_step} "
+        f"(batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens per forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),
         *(f"  note: {notice}" for notice in plan.notices),
@@ -57,6 +60,8 @@ def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
 def ask_command(output_dir: str, row: Row | None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
+    if row is not None and row.format in PREFERENCES:
+        row = labelled_of(row)[0][0]
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):
@@ -100,7 +105,7 @@ def data_lines(data, color: bool) -> list[str]:
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
     lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
     lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
-    return [*map(clean, lines), render_sample(data.train, 0, data.tokenizer, color=color)]
+    return [*map(clean, lines), render_row(data.train, 0, data.tokenizer, color=color)]
 
 
 def dataset_lines(tokens: dict[str, int]) -> list[str]:
@@ -144,7 +149,8 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     s, r = plan.settings, summary
     lines = [""]
     if r.after and code == 0:
-        rows = [("", "before", "after"), ("loss", f"{r.before['loss']:.4f}", f"{r.after['loss']:.4f}")]
+        names = ["loss", *(n for n in r.after if n.startswith("rewards/") and n in r.before)]
+        rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
         if "exact_match" in r.after:
             name = f"exact match of {len(data.score_examples)}"
             # A resumed run may score what the run before it did not.

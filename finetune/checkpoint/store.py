@@ -397,6 +397,7 @@ OURS = (
     "adapter_model.safetensors",
     "adapter_config.json",
     "base_model.json",
+    "reference_log_probs.json",
     "trained_blocks.safetensors",
     "trained_blocks.json",
     "config.json",

@@ -1,11 +1,12 @@
 """Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
 from finetune.data.sampler import GROUPS_SEARCHED, Cursor, step_rows
-from finetune.data.tokenize import TokenizedDataset
+from finetune.data.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import IGNORE_INDEX, Batch
 
 # ------ batches
@@ -17,16 +18,54 @@ def microbatches(
     """Microbatches of a step: `rows` in groups of batch_size, each group split at `microbatch_tokens` tokens per batch.
 
     padding_free: documents packed end to end in one row, padding-free. padded: one document per row, grouped by length.
-    A document longer than microbatch_tokens gets a microbatch of its own.
+    A row longer than microbatch_tokens gets a microbatch of its own. A pair's documents stay together; a batch's `rows`
+    are then numbers of documents.
     """
     cut, make = {
         "padding_free": (_pack, _flat),
         "padded": (_group_by_length, functools.partial(_padded, pad_id=pad_id)),
     }[layout]
-    lengths = dataset.lengths
+    each, lengths = dataset.documents_per_row, _row_sizes(dataset, layout)
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
-    return [make(dataset, part) for group in groups for part in cut(group, lengths, microbatch_tokens)]
+    parts = [part for group in groups for part in cut(group, lengths, microbatch_tokens)]
+    return [make(dataset, [row * each + k for row in part for k in range(each)]) for part in parts]
+
+
+def _row_sizes(dataset: TokenizedDataset, layout: str) -> np.ndarray:
+    """Positions that each row takes, alone; of a padded pair twice its longer document."""
+    if dataset.documents_per_row == 1 or layout == "padding_free":
+        return dataset.row_lengths
+    of_rows = dataset.lengths.reshape(-1, dataset.documents_per_row)
+    return of_rows.shape[1] * of_rows.max(1)
+
+
+def mismatched_documents(dataset: TokenizedDataset, rows, mine: slice, context_length: int) -> TokenizedDataset:
+    """The prompt of each of `rows[mine]` with the answer of the row before it in `rows`, the first with the last's.
+
+    What KTO's reference point is computed from. One that is too long loses the start of its prompt.
+    """
+    rows, parts = [int(row) for row in rows], []
+    for row, other in list(zip(rows, rows[-1:] + rows[:-1], strict=True))[mine]:
+        (prompt, asked), (answer, learned) = dataset.document(row), dataset.document(other)
+        start, end = int(asked.argmax()), int(learned.argmax())
+        start = min(start, max(1, context_length - len(answer) + end))
+        first = int(asked.argmax()) - start
+        ids, is_target = np.r_[prompt[first : first + start], answer[end:]], np.r_[np.zeros(start, bool), learned[end:]]
+        parts.append((ids[:context_length], is_target[:context_length]))
+    return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
+
+
+def preference_microbatches(
+    dataset: TokenizedDataset, rows, mine: slice, settings, pad_id: int, batch_size: int
+) -> list[Batch]:
+    """The microbatches of `rows[mine]`; for KTO, before them those of the mismatched documents of all `rows`' order."""
+    how = settings.batch_layout, batch_size, settings.microbatch_tokens, pad_id
+    found = microbatches(dataset, rows[mine], *how)
+    if settings.preference != "kto":
+        return found
+    others = mismatched_documents(dataset, rows, mine, settings.context_length)
+    return [replace(b, mismatched=True) for b in microbatches(others, range(len(others)), *how)] + found
 
 
 def largest_microbatch(
@@ -40,7 +79,7 @@ def largest_microbatch(
     num_steps: int,
 ) -> Batch:
     """The microbatch with the most positions, padding included, within the first GROUPS_SEARCHED groups of the run."""
-    cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], dataset.lengths
+    cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], _row_sizes(dataset, layout)
     cursor, most, found, searched = Cursor(), 0, [], 0
     for _ in range(num_steps):
         rows, cursor = step_rows(dataset.order, rows_per_step, seed, cursor)
@@ -93,11 +132,11 @@ def _labels(ids, is_target) -> np.ndarray:
 def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
     documents = [dataset.document(row) for row in rows]
     return Batch(
+        **_of_documents(dataset, rows),
         input_ids_BS=np.concatenate([ids for ids, _ in documents]).astype(np.int64)[None],
         labels_BS=np.concatenate([_labels(*document) for document in documents])[None],
         position_ids_BS=np.concatenate([np.arange(len(ids)) for ids, _ in documents])[None],
         document_ids_BS=np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in documents])[None],
-        rows=tuple(rows),
     )
 
 
@@ -111,4 +150,10 @@ def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
         labels[b, : len(ids)] = _labels(ids, is_target)
         position_ids[b, : len(ids)] = np.arange(len(ids))
         document_ids[b, : len(ids)] = b
-    return Batch(input_ids, labels, position_ids, document_ids, tuple(rows))
+    return Batch(input_ids, labels, position_ids, document_ids, **_of_documents(dataset, rows))
+
+
+def _of_documents(dataset: TokenizedDataset, rows: list[int]) -> dict:
+    """What a batch keeps of each document."""
+    desirable, reference = (None if a is None else a[rows] for a in (dataset.desirable, dataset.reference))
+    return dict(rows=tuple(rows), desirable_D=desirable, reference_D=reference)

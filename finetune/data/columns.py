@@ -35,7 +35,15 @@ FORMATS = {
     "chat": Format(
         {"messages": ("messages", "conversations", "conversation")}, {"system": SYSTEM, "tools": ("tools", "functions")}
     ),
-    "preference": Format({"chosen": ("chosen",), "rejected": ("rejected",)}, {"prompt": ("prompt",)}),
+    "preference": Format(
+        {"chosen": ("chosen",), "rejected": ("rejected",)},
+        {
+            "prompt": ("prompt", "conversations", "conversation"),
+            "question": ("question", "query", "instruction"),
+            "context": ("input", "context"),
+            "system": SYSTEM,
+        },
+    ),
     "alpaca": Format(
         {"instruction": ("instruction",), "output": ("output", "response")},
         {"input": ("input", "context"), "system": SYSTEM, "history": ("history",)},
@@ -69,23 +77,43 @@ MEANS = {
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
 PAIRS = (
-    "{where}: columns chosen and rejected are preference pairs, and preference training (--preference dpo|orpo|kto) is "
-    "not in this version. Add --columns completion=chosen to learn the chosen answers alone, or use TRL's DPOTrainer."
+    "{where}: columns chosen and rejected are preference pairs. Add --preference dpo to learn what is preferred, or "
+    "--columns completion=chosen to learn the chosen answers alone."
 )
 LABELLED = (
-    "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say, and "
-    "preference training (--preference dpo|orpo|kto) is not in this version. Remove the rows whose label is false and "
-    "add --ignore_columns label, or use TRL's KTOTrainer."
+    "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say. Add "
+    "--preference kto to learn from both, or remove the rows whose label is false and add --ignore_columns label."
+)
+NO_PAIRS = (
+    "{where}: is of format {fmt}, and --preference dpo and orpo need columns chosen and rejected. Name them with "
+    "--columns chosen=A,rejected=B, or omit --preference."
+)
+NO_LABELS = (
+    "{where}: is of format {fmt}, and --preference kto needs columns prompt, completion and label, or chosen and "
+    "rejected. Name them with --columns completion=A,label=B, or omit --preference."
 )
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out."""
+    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out.
+
+    `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
+    desirable or not, and a pair is two of them.
+    """
 
     format: str = "auto"
     columns: dict = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    pairs: bool = False
+    labels: bool = False
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats that rows may have."""
+        if self.pairs or self.labels:
+            return PREFERENCES if self.labels else PREFERENCES[:1]
+        return tuple(FORMATS)
 
     @classmethod
     def of(cls, given) -> "RowOptions":
@@ -100,7 +128,7 @@ def parse_columns(text: str | None, flag: str = "--columns") -> dict[str, str]:
         name, equals, column = (word.strip() for word in part.partition("="))
         if not equals or not name or not column:
             raise PlanError(f"{flag} {text}: {part.strip()!r} is not FIELD=COLUMN. Use prompt=A,completion=B.")
-        if name not in FIELDS or name in ("chosen", "rejected"):
+        if name not in FIELDS:
             raise PlanError(f"{flag} {text}: {name!r} is not a field of any format. Use {', '.join(FIELDS)}.")
         if name in found:
             raise PlanError(f"{flag} {text}: {name!r} is given twice. Give it one column.")
@@ -230,7 +258,9 @@ class RowReader:
         fmt = fmt or (self.main and self.main.format)
         if fmt is None:
             raise PlanError(no_format(self.dataset, names, self.options))
-        if fmt in PREFERENCES:
+        if fmt not in self.options.formats:
+            raise PlanError((NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt))
+        if fmt in PREFERENCES and not (self.options.pairs or self.options.labels):
             raise PlanError((PAIRS if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
         used = {c for cs in columns.values() for c in cs}
@@ -259,7 +289,8 @@ class RowReader:
 
     def _detected(self, known: dict[str, str]) -> str | None:
         known = self._with_conversation(known)
-        return next((n for n, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()), None)
+        matching = [name for name, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()]
+        return next((name for name in matching if name in self.options.formats), next(iter(matching), None))
 
     def _check_unused(self, row: dict, schema: Schema, source: str) -> None:
         for column in schema.unused:

@@ -2,15 +2,16 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from finetune.data.chat_template import TemplateRenderer, special_texts
-from finetune.data.columns import RowReader
+from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.data.overlong import Cut, cut_document
+from finetune.data.pairs import labelled_of, pair_of
 from finetune.errors import PlanError
 from finetune.untrusted import untrusted
 
@@ -19,13 +20,14 @@ from finetune.untrusted import untrusted
 class Encoded:
     """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
 
-    `conversation`: what the template renders, if the document can be cut at its messages.
+    `conversation`: what the template renders, if the document can be cut at its messages. `desirable`: KTO's label.
     """
 
     ids: np.ndarray
     is_target: np.ndarray
     answer_text: Callable[[int], str]
     conversation: Conversation | None = None
+    desirable: bool = True
 
 
 class RowEncoder:
@@ -48,8 +50,27 @@ class RowEncoder:
         self.stack.close()
 
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
-        """The documents of each row, or what is wrong with it."""
-        found = self._rendered(rows, sources)
+        """The documents of each row, or what is wrong with it. Of a pair: the chosen and the rejected one."""
+        read = [self._read(row, source) for row, source in zip(rows, sources, strict=True)]
+        if not (self.reader.options.pairs or self.reader.options.labels):
+            return self._encoded(read)
+        answers = [[(row, True)] if isinstance(row, PlanError) else row for row in read]
+        encoded = iter(self._encoded([answer for row in answers for answer, _ in row]))
+        return [_last_of_each([(next(encoded), desirable) for _, desirable in row]) for row in answers]
+
+    def _read(self, row: dict, source: str) -> "Row | PlanError | list[tuple[Row, bool]]":
+        """The row; of preference rows, its answers and whether each is desirable."""
+        options = self.reader.options
+        try:
+            read = self.reader.read(row, source)
+            if options.labels:
+                return labelled_of(read)
+            return list(zip(pair_of(read), (True, False), strict=True)) if options.pairs else read
+        except PlanError as error:
+            return error
+
+    def _encoded(self, read: list[Row | PlanError]) -> list[list[Encoded] | PlanError]:
+        found = self._rendered(read)
         for from_template in (False, True):
             flat = [
                 (i, k)
@@ -58,7 +79,8 @@ class RowEncoder:
                 for k, item in enumerate(documents)
                 if isinstance(item, tuple) and item[0].from_template is from_template
             ]
-            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, sources[0] if sources else "")
+            first = next((row.source for row in read if isinstance(row, Row)), "")
+            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, first)
             for (i, k), document in zip(flat, encoded, strict=True):
                 found[i][k] = document
         return found
@@ -106,12 +128,14 @@ class RowEncoder:
             self.renderer = self.stack.enter_context(TemplateRenderer(self.tokenizer))
         return self.renderer
 
-    def _rendered(self, rows: list[dict], sources: list[str]) -> list:
+    def _rendered(self, rows: list[Row | PlanError]) -> list:
         """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
         found, asked, requests = [], [], []
-        for row, source in zip(rows, sources, strict=True):
+        for read in rows:
+            if isinstance(read, PlanError):
+                found.append(read)
+                continue
             try:
-                read = self.reader.read(row, source)
                 if read.format == "tokens":
                     ids, is_target = token_document(read)
                     found.append([Encoded(ids, is_target, lambda token, ids=ids: self._decoded(ids[token:]))])
@@ -126,7 +150,7 @@ class RowEncoder:
                 found.append(error)
         if not asked:
             return found
-        rendered = self._running().render(requests, [sources[i] for i, _ in asked])
+        rendered = self._running().render(requests, [rows[i].source for i, _ in asked])
         for (i, conversation), texts in zip(asked, rendered, strict=True):
             try:
                 failed = isinstance(texts, PlanError)
@@ -150,6 +174,12 @@ class RowEncoder:
             Encoded(*_with_targets(document, text, encoding, self.tokenizer.eos_token_id), conversation)
             for (document, conversation), text, encoding in zip(documents, texts, encodings, strict=True)
         ]
+
+
+def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
+    """A document per answer: the last one, if its template has several."""
+    wrong = next((documents for documents, _ in answers if isinstance(documents, PlanError)), None)
+    return wrong or [replace(documents[-1], desirable=desirable) for documents, desirable in answers]
 
 
 def _end(document: Encoded) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from finetune.data.chat_template import request_of, split_end_of_turn
-from finetune.data.columns import Row
+from finetune.data.columns import PREFERENCES, Row
 from finetune.data.messages import (
     REASONING,
     TemplateWords,
@@ -72,6 +72,8 @@ def needs_template(row: Row) -> bool:
         return isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list)
     if row.format in ("alpaca", "qna"):
         return bool(row.get("system") or row.get("history"))
+    if row.format in PREFERENCES:
+        return bool(row.get("system")) or any(isinstance(value, list) for value in row.values.values())
     return row.format == "chat"
 
 
@@ -86,6 +88,8 @@ def describe_format(fmt: str, tokenizer) -> str:
         "prompt_completion": "prompt_completion: concatenated",
         "text": "text: unchanged",
         "tokens": "tokens: as given",
+        "preference": "preference pairs: each half as prompt and completion",
+        "kto": "kto: prompt and completion with a label",
     }[fmt]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.config import TrainConfig
 from finetune.data.chat_template import shared_renderer
-from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.collate import largest_microbatch, microbatches, preference_microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.encode import RowEncoder
 from finetune.data.formats import needs_template
@@ -65,12 +65,12 @@ class Data:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""
         s = plan.settings
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, s.seed, state.cursor)
-        mine = rank_rows(rows, data_rank, plan.data_ranks)
-        return microbatches(self.train, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id), rows, cursor
+        mine = slice(data_rank, None, plan.data_ranks)  # sampler.rank_rows
+        return preference_microbatches(self.train, rows, mine, s, pad_id, s.batch_size), rows, cursor
 
     def sources_of(self, rows) -> list[str]:
         """Where these rows of a step are from."""
-        return [self.train.sources[row] for row in rows]
+        return [self.train.row_source(row) for row in rows]
 
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""
@@ -84,7 +84,7 @@ class Data:
         train, found = self.train, np.zeros(len(self.train.parts), np.int64)
         if not train.parts:
             return {}
-        numbers, lengths = train.part_numbers(), train.lengths
+        numbers, lengths = train.part_numbers(), train.row_lengths
         for rows in rows_so_far(train.order, plan.settings.seed, state.cursor):
             found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
         return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
@@ -147,10 +147,11 @@ class StreamedData(Data):
         s, cursor, parts, began = plan.settings, state.cursor, [], state.cursor
         while not parts:
             rows, cursor = self._rows(cursor, plan.rows_per_step)
-            parts, sources = self._encoded(rows, s.skip_bad_rows)
+            parts, sources, numbers = self._encoded(rows, s.skip_bad_rows)
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last_sources[:] = sources
+        self._count(state, numbers, parts)
         dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
         mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
         batches = microbatches(dataset, mine, s.batch_layout, s.batch_size, s.microbatch_tokens, pad_id)
@@ -166,8 +167,17 @@ class StreamedData(Data):
         at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
-    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str]]:
-        parts, sources = [], []
+    def _count(self, state, numbers: list[int], parts: list[tuple]) -> None:
+        """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning."""
+        if state.step == 0:
+            state.dataset_tokens = [0] * len(self.encoders)
+        if state.dataset_tokens is not None:
+            for number, (ids, _) in zip(numbers, parts, strict=True):
+                state.dataset_tokens[number] += len(ids)
+
+    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
+        """Documents, and of each its source and the number of its dataset."""
+        parts, sources, numbers = [], [], []
         for number, source, row in rows:
             bad = row
             if not isinstance(row, BadRow):
@@ -175,9 +185,10 @@ class StreamedData(Data):
                 bad = batch.bad and BadRow(source, batch.bad.removeprefix(f"{source}: "))
                 parts += batch.parts
                 sources += [source] * len(batch.parts)
+                numbers += [number] * len(batch.parts)
             if bad:
                 self.skipped.append(skip_or_raise(bad, len(self.skipped), skip_bad_rows))
-        return parts, sources
+        return parts, sources, numbers
 
     def sources_of(self, rows) -> list[str]:
         return [self.last_sources[row] for row in rows]
@@ -186,8 +197,9 @@ class StreamedData(Data):
         return plan.settings.max_steps
 
     def tokens_by_dataset(self, plan, state) -> dict[str, int]:
-        """Nothing: how many rows of each are read so far is not kept."""
-        return {}
+        """As Data's; empty if the run began with a version that did not count them."""
+        names = [part.name for part in self.train.parts]
+        return dict(zip(names, state.dataset_tokens or (), strict=False))
 
     def close(self) -> None:
         for encoder in self.encoders:
@@ -219,7 +231,7 @@ def read_source(source: Source, settings: TrainConfig, samples: int, split: str,
     """One dataset, its rows read unless its tokens are cached. Raises PlanError."""
     if source.split and Path(source.name).is_file() and not source.name.endswith(".json"):
         raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
-    split, options = source.split or split, options_of(source, settings)
+    split, options = source.split or split, options_of(source, settings, flag)
     said = f"{flag} {source}" if isinstance(settings.dataset, list) else flag
 
     def read() -> RawDataset:
@@ -247,10 +259,14 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
     return TokenCache(files, reading, options)
 
 
-def options_of(source: Source, settings: TrainConfig) -> RowOptions:
+def options_of(source: Source, settings: TrainConfig, flag: str = "--dataset") -> RowOptions:
     """How a dataset's columns are read: as it says itself, else as the settings do. Raises PlanError."""
     columns = source.columns or parse_columns(settings.columns)
-    return RowOptions(source.format or settings.dataset_format, columns, parse_names(settings.ignore_columns))
+    word = "none" if flag == "--score_dataset" else settings.preference  # what is scored is an answer
+    ignored = parse_names(settings.ignore_columns)
+    return RowOptions(
+        source.format or settings.dataset_format, columns, ignored, word in ("dpo", "orpo"), word == "kto"
+    )
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
@@ -291,12 +307,13 @@ def load_data(settings: TrainConfig, raw_datasets: dict, tokenizer, files: Model
         if "validation" in raw_datasets:
             validation = tokenized("validation", renderer)
         elif settings.validation_split:
-            rows, held_out = split_validation(len(train), settings.validation_split, settings.seed)
+            rows, held_out = split_validation(train.num_rows, settings.validation_split, settings.seed)
             train, validation = train.select(rows), train.select(held_out)
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
-            validation = validation or tokenized("score", renderer)
+            if settings.preference == "none":
+                validation = validation or tokenized("score", renderer)
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
@@ -355,7 +372,7 @@ def tokenized_once(read: Read, tokenizer, limits: Limits, renderer=None, say=lam
         found = read.cache.get(entry)
         if found:
             dataset, read.example = found
-            say(f"tokens of {read.source}: {len(dataset):,} rows from {entry}")
+            say(f"tokens of {read.source}: {dataset.num_rows:,} rows from {entry}")
             return dataset
         dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say)
         first = dataset.sources[0]
@@ -370,6 +387,5 @@ def cut_of(settings: TrainConfig) -> Cut:
 
 def eva_batches(data: Data, settings: TrainConfig) -> list[Batch]:
     """Padded batches of the first rows of the run, which --init_lora_weights eva reads activations of."""
-    num_rows = len(data.train)
-    rows, _ = step_rows(data.train.order, min(num_rows, EVA_ROWS), settings.seed, Cursor())
+    rows, _ = step_rows(data.train.order, min(data.train.num_rows, EVA_ROWS), settings.seed, Cursor())
     return microbatches(data.train, rows, "padded", 16, settings.microbatch_tokens, pad_id(data.tokenizer))

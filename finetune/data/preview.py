@@ -14,7 +14,7 @@ from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import is_local
 from finetune.data.overlong import CUTS
 from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
-from finetune.data.tokenize import Limits, TokenizedDataset, joined_datasets, render_sample
+from finetune.data.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
@@ -83,10 +83,11 @@ def preview(settings: TrainConfig, tokenizer, vocab_size: int | None) -> dict:
         ],
         "template": template,
         "samples": [
-            {"source": train.sources[i], "text": render_sample(train, i, tokenizer, color=False)}
-            for i in range(min(SAMPLES, len(train)))
+            {"source": train.row_source(i), "text": render_row(train, i, tokenizer, color=False)}
+            for i in range(min(SAMPLES, train.num_rows))
         ],
-        "lengths": histogram(train.full_lengths),
+        "lengths": {"of": "answer with its prompt" if train.documents_per_row == 2 else "row"}
+        | histogram(train.full_lengths),
         "lost": train.lost(),
         "lint": lint(tokenizer, {use: joined for use, (joined, _, _) in found.items()}),
     }
@@ -112,7 +113,7 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
     for check in ("dropped_empty", *CUTS):
         if train.counts[check] and check != "split":
             add(check, train.counts[check], train.first.get(check, train.sources[0]))
-    digests = [_digest(train, i) for i in range(len(train))]
+    digests = [_digest(train, i) for i in range(train.num_rows)]
     seen, again = set(), []
     for i, digest in enumerate(digests):
         if digest in seen:
@@ -121,12 +122,12 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
     rows_where = {"duplicates": again}
     for use in ("validation", "score"):
         if use in datasets:
-            other = {_digest(datasets[use], i) for i in range(len(datasets[use]))}
+            other = {_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
             rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
     rows_where |= _odd_ends(train, tokenizer)
     for check, rows in rows_where.items():
         if rows:
-            add(check, len(rows), train.sources[rows[0]])
+            add(check, len(rows), train.row_source(rows[0]))
     for text, count in train.noted.items():
         if "chat template" in text:
             remedy = "look at the sample; another model's template may render it"
@@ -139,19 +140,22 @@ def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
     special = {tokenizer.backend.token_to_id(text) for text in tokenizer.all_special_tokens}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     bos, double, unended = tokenizer.bos_token_id, [], []
+    each = train.documents_per_row
     cut = train.counts["answer_truncated"] + train.counts["end_truncated"] + train.counts["split"]
     for i in range(len(train)):
         ids, is_target = train.document(i)
         if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
-            double.append(i)
+            double.append(i // each)
         if not cut and int(ids[np.flatnonzero(is_target)[-1]]) not in special:
-            unended.append(i)
-    return {"double BOS": double, "no end": unended}
+            unended.append(i // each)
+    return {name: list(dict.fromkeys(rows)) for name, rows in {"double BOS": double, "no end": unended}.items()}
 
 
-def _digest(dataset: TokenizedDataset, i: int) -> bytes:
-    ids, is_target = dataset.document(i)
-    return hashlib.blake2b(ids.tobytes() + is_target.tobytes(), digest_size=16).digest()
+def _digest(dataset: TokenizedDataset, row: int) -> bytes:
+    each, hasher = dataset.documents_per_row, hashlib.blake2b(digest_size=16)
+    for array in (a for k in range(each) for a in dataset.document(row * each + k)):
+        hasher.update(array.tobytes())
+    return hasher.digest()
 
 
 # ------ as text
@@ -170,7 +174,7 @@ def text_of(content: dict) -> list[str]:
     lines += [f"  note: {line}" for line in (content["template"], content["lost"]) if line]
     lengths = content["lengths"]
     lines.append(
-        f"tokens per row: p50 {lengths['p50']:,}, p95 {lengths['p95']:,}, p99 {lengths['p99']:,}, max "
+        f"tokens per {lengths['of']}: p50 {lengths['p50']:,}, p95 {lengths['p95']:,}, p99 {lengths['p99']:,}, max "
         f"{lengths['max']:,}"
     )
     most = max(n for _, n in lengths["bins"])

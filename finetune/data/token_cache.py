@@ -26,7 +26,7 @@ from finetune.safetensors_io import digest_of
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
 MOST_BYTES = 20 * 2**30  # of all entries; the least recently used go first
 ARRAYS = ("tokens", "is_target", "offsets", "full_lengths")
-FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted")
+FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted", "documents_per_row")
 META = "dataset.json"
 META_SCHEMA = {"facts": {str: object}, "digests": {str: str}, "example": object}
 
@@ -38,6 +38,7 @@ class TokenCache:
         what = [[label, file_digest(path)] for path, label in files] + [reading, asdict(options), _code_digest()]
         self.root = cache_root() / "finetune" / "tokens"
         self.folder = self.root / _key(what)
+        self.arrays = ARRAYS + (("desirable",) if options.labels else ())
 
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
@@ -64,7 +65,7 @@ class TokenCache:
         try:
             meta = read_json(entry / META, META_SCHEMA)
             arrays = {}
-            for name in ARRAYS:
+            for name in self.arrays:
                 file = entry / f"{name}.npy"
                 if digest_of(file) != meta["digests"].get(name):
                     return None
@@ -82,9 +83,9 @@ class TokenCache:
         beside = entry.with_suffix(f".{os.getpid()}")
         try:
             beside.mkdir(parents=True, exist_ok=True)
-            for name in ARRAYS:
+            for name in self.arrays:
                 np.save(beside / f"{name}.npy", getattr(dataset, name))
-            digests = {name: digest_of(beside / f"{name}.npy") for name in ARRAYS}
+            digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
             facts = {name: getattr(dataset, name) for name in FACTS}
             content = json.dumps({"facts": facts, "digests": digests, "example": example}, default=str)
             (beside / META).write_text(content, encoding="utf-8")

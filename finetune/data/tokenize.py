@@ -20,7 +20,7 @@ TOKENIZER_BATCH = 512
 
 @dataclass(frozen=True)
 class Part:
-    """One of the datasets that rows come from: the number of its documents, and its weight if they are mixed by it."""
+    """One of the datasets that rows come from: the number of its rows, and its weight if they are mixed by it."""
 
     name: str
     num_rows: int
@@ -36,7 +36,9 @@ class TokenizedDataset:
     skipped, dropped_empty, tokens_lost and overlong.CUTS while reading. `notices`: what a user should know of its rows;
     `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
-    `rest`: what identifies rows that are not held, of a stream.
+    `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs, of which
+    document 2i is the chosen answer and 2i + 1 the rejected. `desirable`: KTO's label of each document;
+    `reference`: its log-probability under the reference, once that is computed.
     """
 
     tokens: np.ndarray  # int32
@@ -52,24 +54,39 @@ class TokenizedDataset:
     noted: dict = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     rest: str = ""
+    documents_per_row: int = 1
+    desirable: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
+    def num_rows(self) -> int:
+        return len(self) // self.documents_per_row
+
+    @property
     def order(self) -> int | Mix:
         """What the sampler draws from: the number of rows, or a mixture by weights."""
         if not self.parts or self.parts[0].weight is None:
-            return len(self)
+            return self.num_rows
         return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts))
 
     def part_numbers(self) -> np.ndarray:
-        """For each document the number of its part."""
+        """For each row the number of its part."""
         return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens per row: of a pair, of both documents."""
+        return self.lengths.reshape(-1, self.documents_per_row).sum(1)
+
+    def row_source(self, row: int) -> str:
+        return self.sources[row * self.documents_per_row]
 
     def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(input ids, is_target) of one document."""
@@ -77,19 +94,25 @@ class TokenizedDataset:
         return self.tokens[part], self.is_target[part]
 
     def select(self, indices) -> "TokenizedDataset":
-        """Dataset of the documents at `indices`, in that order."""
+        """Dataset of the rows at `indices`, in that order."""
+        each, numbers = self.documents_per_row, ()
+        if self.parts:
+            numbers = np.bincount(self.part_numbers()[indices], minlength=len(self.parts))
+        indices = [row * each + k for row in indices for k in range(each)]
         parts = [self.document(i) for i in indices]
         counts = self.counts | _sizes([ids for ids, _ in parts], [targets for _, targets in parts])
+        counts["rows"] //= each
         sources = tuple(self.sources[i] for i in indices)
-        numbers = np.bincount(self.part_numbers()[list(indices)], minlength=len(self.parts)) if self.parts else ()
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
-        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept)
+        desirable = None if self.desirable is None else self.desirable[indices]
+        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, desirable=desirable)
 
     def digest(self) -> str:
         """sha256 of tokens, targets and document offsets: equal for equal training data."""
         hasher = hashlib.sha256()
-        for array in (self.tokens, self.is_target, self.offsets):
-            hasher.update(np.ascontiguousarray(array).tobytes())
+        for array in (self.tokens, self.is_target, self.offsets, self.desirable):
+            if array is not None:
+                hasher.update(np.ascontiguousarray(array).tobytes())
         hasher.update(self.rest.encode())
         return hasher.hexdigest()
 
@@ -156,7 +179,7 @@ class Limits:
 class EncodedRow:
     """What became of one row: its documents, or why it is left out.
 
-    `full`: tokens of each document before any cut; `cuts`: what became of those cut.
+    `full`: tokens of each document before any cut; `cuts`: what became of those cut; `desirable`: KTO's label of each.
     """
 
     parts: list
@@ -164,6 +187,7 @@ class EncodedRow:
     cuts: list[str]
     empty: int = 0
     bad: str | None = None
+    desirable: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -173,13 +197,13 @@ class EncodedBatch:
     tokens: np.ndarray
     is_target: np.ndarray
     lengths: list[int]
-    rows: list[list]  # number of documents, full, cuts, empty, bad
+    rows: list[list]  # number of documents, full, cuts, empty, bad, desirable
 
     @classmethod
     def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
         parts = [part for row in rows for part in row.parts]
         joined = joined_parts(parts)
-        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad] for row in rows]
+        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.desirable] for row in rows]
         return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts)
 
 
@@ -204,9 +228,9 @@ def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> E
 
 
 def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
-    found = EncodedRow([], [], [])
+    found, options = EncodedRow([], [], []), encoder.reader.options
     for document in documents:
-        ids, is_target = document.ids, document.is_target
+        ids, is_target, desirable = document.ids, document.is_target, document.desirable
         if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
             raise PlanError(
                 f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
@@ -216,6 +240,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits:
             found.empty += 1
             continue
         splits = limits.cut.policy(is_target) == "split"
+        if splits and (options.pairs or options.labels):  # an answer without a prompt is no text
+            limits, splits = replace(limits, cut=replace(limits.cut, overlong="keep_end")), False
         if limits.train_on_prompt and splits:  # before windows repeat tokens that are not to be learned again
             document = replace(document, is_target=np.ones_like(is_target))
         parts, how = encoder.cut(document, limits.cut, source)
@@ -228,6 +254,9 @@ def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits:
             is_target = np.ones_like(is_target) if limits.train_on_prompt and not splits else is_target.copy()
             is_target[0] = False
             found.parts.append((ids, is_target))
+            found.desirable.append(desirable)
+    if options.pairs and len(found.parts) != 2:  # one half alone says nothing
+        return replace(found, parts=[], desirable=[], empty=1)
     return found
 
 
@@ -236,7 +265,7 @@ class Builder:
 
     def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
         self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
-        self.batches, self.sources, self.full = [], [], []
+        self.batches, self.sources, self.full, self.desirable = [], [], [], []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
         self.first = {}  # where each of them was seen first
 
@@ -244,7 +273,7 @@ class Builder:
         """Raises PlanError for more bad rows than may be skipped."""
         self.batches.append(batch)
         lengths = iter(batch.lengths)
-        for (num_parts, full, cuts, empty, bad), source in zip(batch.rows, sources, strict=True):
+        for (num_parts, full, cuts, empty, bad, desirable), source in zip(batch.rows, sources, strict=True):
             if bad is not None:
                 if len(self.skipped) >= self.skip_bad_rows:
                     raise PlanError(bad)
@@ -253,6 +282,7 @@ class Builder:
             kept = sum(next(lengths) for _ in range(num_parts))
             self.sources += [source] * num_parts
             self.full += full
+            self.desirable += desirable
             self.counts["dropped_empty"] += empty
             for name in cuts:
                 self.counts[name] += 1
@@ -274,7 +304,8 @@ class Builder:
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
         lengths = [length for batch in self.batches for length in batch.lengths]
-        sizes = dict(rows=len(lengths), tokens=len(tokens), targets=int(is_target.sum()))
+        each = 2 if reader.options.pairs else 1
+        sizes = dict(rows=len(lengths) // each, tokens=len(tokens), targets=int(is_target.sum()))
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
@@ -291,6 +322,8 @@ class Builder:
             full_lengths=np.array(self.full, np.int32),
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
+            documents_per_row=each,
+            desirable=np.array(self.desirable, bool) if reader.options.labels else None,
         )
 
 
@@ -300,7 +333,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         return datasets[0]
     counts = {name: sum(d.counts[name] for d in datasets) for name in datasets[0].counts}
     lengths = np.concatenate([d.lengths for d in datasets])
-    found = tuple(Part(n, len(d), w, d.describe()) for (n, w), d in zip(parts, datasets, strict=True))
+    found = tuple(Part(n, d.num_rows, w, d.describe()) for (n, w), d in zip(parts, datasets, strict=True))
     mixed = " mixed by weight" if parts[0][1] is not None else ""
     return TokenizedDataset(
         tokens=np.concatenate([d.tokens for d in datasets]),
@@ -315,6 +348,8 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         first={key: place for d in reversed(datasets) for key, place in d.first.items()},
         noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
         parts=found,
+        documents_per_row=datasets[0].documents_per_row,
+        desirable=None if datasets[0].desirable is None else np.concatenate([d.desirable for d in datasets]),
     )
 
 
@@ -388,8 +423,19 @@ def _sizes(ids: list, targets: list) -> dict:
     return dict(rows=len(ids), tokens=sum(len(i) for i in ids), targets=int(sum(t.sum() for t in targets)))
 
 
+def render_row(dataset: TokenizedDataset, row: int, tokenizer, color: bool) -> str:
+    """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
+    if dataset.documents_per_row == 1 and dataset.desirable is None:
+        return render_sample(dataset, row, tokenizer, color)
+    each, names = dataset.documents_per_row, ("chosen", "rejected")
+    if dataset.desirable is not None:
+        names = ("desirable" if dataset.desirable[row] else "undesirable",)
+    shown = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
+    return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
+
+
 def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
-    """One row as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
+    """One document as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []

@@ -23,7 +23,7 @@ def main() -> None:
     start = json.loads(sys.stdin.buffer.readline())
     tokenizer = PlainTokenizer.from_json(start["tokenizer"])
     options = start["options"]
-    options = RowOptions(options["format"], options["columns"], tuple(options["ignored"]))
+    options = RowOptions(**options | {"ignored": tuple(options["ignored"])})
     reader = RowReader(options, tuple(start["columns"]), start["dataset"])
     limits = Limits(**start["limits"] | {"cut": Cut(**start["limits"]["cut"])})
     with RowEncoder(tokenizer, reader) as encoder:

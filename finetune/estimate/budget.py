@@ -80,13 +80,13 @@ def parse_size(text: str, flag: str = "--assume_memory") -> int:
 
 def full_microbatch(settings: TrainConfig, rows: int | None = None) -> MicrobatchShape:
     """The largest microbatch the settings allow, before data is read: rows of full length. `rows`: rows per forward."""
-    length = settings.context_length
-    most = max(1, (settings.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // length)
+    length, each = settings.context_length, settings.documents_per_row
+    most = max(1, (settings.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // (each * length))
     in_batch = settings.batch_size if isinstance(settings.batch_size, int) else most
     rows = min(in_batch, most) if rows is None else rows
     several = settings.gradient_accumulation_steps > 1 or in_batch > rows
     layout = "padded" if settings.batch_layout == "padded" else "padding_free"
-    return MicrobatchShape.full_rows(rows, length, layout, several)
+    return MicrobatchShape.full_rows(each * rows, length, layout, several)
 
 
 def predicted_bytes(
@@ -112,7 +112,7 @@ def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict
     s = plan.settings
     batch = data.largest_microbatch(plan, pad_id)
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
-    several = plan.rows_per_step > len(batch.rows)
+    several = plan.rows_per_step * s.documents_per_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, s.batch_layout, several)
     shape = planned_shape(plan.files, s.llama_pro_path)
     found = predicted(s, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
@@ -158,7 +158,7 @@ def settle_memory(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget
     words = [settings.use_gradient_checkpointing]
     if words == ["auto"]:
         words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
-    default = settings.microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, settings.context_length)
+    default = settings.microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, settings.row_length)
     plain = replace(
         settings,
         use_gradient_checkpointing=words[0],
@@ -168,7 +168,7 @@ def settle_memory(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget
     if auto_rows:
         return _settle_rows(plain, shape, budget, words, given)
     tokens = [default]
-    while "microbatch_tokens" not in given and tokens[-1] // 2 >= max(settings.context_length, 256):
+    while "microbatch_tokens" not in given and tokens[-1] // 2 >= max(settings.row_length, 256):
         tokens.append(tokens[-1] // 2)
     tried = [replace(plain, use_gradient_checkpointing=w, microbatch_tokens=t) for w in words for t in tokens]
     used = next((t for t in tried if fits(t, shape, budget)), tried[-1])
@@ -211,7 +211,7 @@ def _settle_rows(plain, shape, budget, words, given) -> dict:
         if rows:
             break
     rows = 2 ** int(math.log2(rows)) if rows else 1
-    tokens = plain.microbatch_tokens if bounded else rows * plain.context_length
+    tokens = plain.microbatch_tokens if bounded else rows * plain.row_length
     used = replace(used, batch_size=rows, microbatch_tokens=tokens)
     microbatch = full_microbatch(used)
     took = f"{gib(predicted_bytes(used, shape, budget, microbatch))} predicted of {gib(budget.usable)}"

@@ -44,11 +44,11 @@ def options(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> l
         if now - took >= now / 1000:
             found.append(Option(text, price, other, now - took, took <= budget.usable))
 
-    if s.microbatch_tokens > s.context_length:
+    if s.microbatch_tokens > s.row_length:
         offer(
-            f"--microbatch_tokens {s.context_length}",
+            f"--microbatch_tokens {s.row_length}",
             "2 to 6 % of the speed; identical result",
-            microbatch_tokens=s.context_length,
+            microbatch_tokens=s.row_length,
         )
     if s.cache_dequantized == "true":
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
@@ -97,7 +97,8 @@ def _offer_less_precision(s: TrainConfig, offer, found: list) -> None:
     length = s.context_length
     while length > 128:
         length //= 2
-        tokens = length if s.microbatch_tokens <= s.context_length else s.microbatch_tokens
+        fewer = length * s.documents_per_row
+        tokens = fewer if s.microbatch_tokens <= s.row_length else s.microbatch_tokens
         offer(
             f"--context_length {length}",
             "longer rows are truncated at the start of the prompt",

@@ -2,7 +2,9 @@
 
 import math
 
+from finetune.config import REFERENCED
 from finetune.data.mixture import dataset_words
+from finetune.data.sampler import num_rows_of
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.estimate.budget import rows_for_data
 from finetune.plan.run_plan import RunPlan
@@ -13,14 +15,17 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
 
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
     """
-    changes = data_changes(plan, data.train.lengths)
+    changes = data_changes(plan, data.train.row_lengths)
     checked = engine.verify(plan.settings.batch_layout)
     plan = plan.changed(changes | checked)
     for setting, (used, reason) in (changes | checked).items():
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
-    return plan
+    choice = reference_choice(plan, data)
+    for setting, (used, reason) in choice.items():
+        say(f"{setting}: {used} ({reason})")
+    return plan.changed(choice)
 
 
 def data_changes(plan: RunPlan, lengths) -> dict:
@@ -43,11 +48,33 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     return changes
 
 
+def reference_choice(plan: RunPlan, data) -> dict:
+    """Whether the reference's log-probabilities are computed once: where that takes fewer forwards.
+
+    Memory does not decide: the reference is the base with its adapters off, and a log-probability is a number.
+    """
+    s = plan.settings
+    if s.preference not in REFERENCED or s.precompute_ref_log_probs != "auto":
+        return {}
+    steps, rows = data.total_steps(plan), data.train.num_rows
+    read = steps * plan.rows_per_step if s.max_steps > 0 else s.num_epochs * num_rows_of(data.train.order)
+    once, what = rows, "training rows"
+    if data.validation:
+        evaluations = 2 + ((steps - 1) // s.eval_every if s.eval_every else 0)
+        read, once = read + evaluations * data.validation.num_rows, rows + data.validation.num_rows
+        what = "training and validation rows"
+    fact = f"the run reads {read:,} {what}, and there are {once:,}"
+    if read > once:
+        return {"precompute_ref_log_probs": ("true", f"{fact}: once takes fewer forwards")}
+    return {"precompute_ref_log_probs": ("false", f"{fact}: once would take no fewer forwards")}
+
+
 def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
     """The changes to a smaller batch_size and, if it was left open, to a forward that takes the full batch."""
     changes = {"batch_size": (rows, why)}
     if "microbatch_tokens" not in plan.requested:
-        changes["microbatch_tokens"] = (rows * plan.settings.context_length, "one forward takes the full batch")
+        tokens = rows * plan.settings.row_length
+        changes["microbatch_tokens"] = (tokens, "one forward takes the full batch")
     return changes
 
 

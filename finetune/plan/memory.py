@@ -66,7 +66,7 @@ def resolve_flash_attention(draft: Draft) -> None:
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     """Checkpointing and batch_size if they are auto, microbatch_tokens if it is unset: whatever fits."""
     values, shape, memory_budget = draft.values, draft.shape, draft.memory_budget()
-    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, values["context_length"])
+    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, TrainConfig(**values).row_length)
     if memory_budget and shape and shape.known and shape.linears:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         if auto_cache and values["cache_dequantized"] == "true":

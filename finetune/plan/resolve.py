@@ -28,6 +28,7 @@ from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan, format_value
 
 QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
@@ -351,7 +352,8 @@ def steps(draft: Draft) -> None:
     ):
         draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
     if values["lr"] is None:
-        values["lr"] = 2e-5 if values["train_type"] == "full" else 2e-4
+        full, preferring = values["train_type"] == "full", values["preference"] != "none"
+        values["lr"] = (1e-6 if full else 1e-5) if preferring else (2e-5 if full else 2e-4)
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
 
@@ -390,6 +392,7 @@ def load_balancing(draft: Draft) -> None:
     for setting, refused, why in (
         ("pp_degree", values["pp_degree"] > 1, "the routers of other stages are not in the last one's loss"),
         ("reentrant_checkpointing", values["reentrant_checkpointing"], "router logits of its forward have no gradient"),
+        ("preference", values["preference"] != "none", "its forwards are of pairs and of a reference"),
         ("parallel_backend", draft.distribution != "ptd", "it is computed by the built-in distribution only"),
     ):
         if refused:
@@ -448,6 +451,7 @@ RULES = (
     prequantized_base,
     contradictions,
     data_flags,
+    preference_limits,
     train_type_limits,
     mlx_limits,
     resolve_parallelism,  # world size, degrees, who distributes
@@ -455,6 +459,7 @@ RULES = (
     precision,
     cpu_matmul,
     accelerate_limits,
+    preference_parallelism,
     quantization,
     steps,
     model_limits,

@@ -17,6 +17,8 @@ INHERITED = (
     "cpu_matmul",
     "microbatch_tokens",
 )
+# Settled values that it inherits on any backend.
+KEPT = ("warmup_ratio", "context_length", "precompute_ref_log_probs")
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line"}
 DERIVED = ("backend_type", "engine", "output_dir")
@@ -53,7 +55,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     accumulation_set = saved["requested"].get("batch_size") != "auto" and "gradient_accumulation_steps" in given
     if "batch_size" in given or accumulation_set:
         rows = {}
-    rows |= {name: saved["settled"][name] for name in ("warmup_ratio", "context_length") if name in saved["settled"]}
+    rows |= {name: saved["settled"][name] for name in KEPT if name in saved["settled"]}
     rows |= {name: value for name, value in BEFORE_IT_WAS_A_SETTING.items() if name not in saved["settled"]}
     if saved["settled"].get("backend") != backend:
         portable = {"precision"}

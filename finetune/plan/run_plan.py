@@ -175,6 +175,7 @@ class TrainState:
     scores: dict | None = None
     exit_code: int = 0
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
+    dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
 
     @property
     def cursor(self) -> Cursor:
@@ -184,7 +185,7 @@ class TrainState:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
         self.num_tokens += result.num_tokens
-        self.loss = result.nll / result.num_targets
+        self.loss = result.loss
 
 
 def format_value(value) -> str:

@@ -15,7 +15,7 @@ from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
 from finetune.optimizer_state import LossScaler
 from finetune.safetensors_io import TensorShard
-from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
+from finetune.torch_engine import checks, experts, generate, memory_stats, optim, preference, profiling
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.lora.peft_format import peft_config
@@ -30,10 +30,11 @@ class TorchEngine(EngineBase):
     `verify` must run once before the first step.
 
     Every method that touches weights is collective; state and files come from rank 0. `base_config`: the model's
-    config.json.
+    config.json. `objective`: what a step minimizes.
     """
 
     def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
+        self.objective = preference.objective_of(settings)
         self.parallel, self.forward, self.settings = parallel, parallel.forward, settings
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
@@ -80,10 +81,11 @@ class TorchEngine(EngineBase):
                 self.optimizer.step()
                 if not several:
                     self.optimizer.zero_grad(set_to_none=True)
+                (batch,) = self._compared([batch])
                 self.model.train()
                 with self._offload():
-                    nll = self.forward.nll(batch)
-                (nll / max(1, batch.num_targets)).backward()
+                    loss, _ = self.objective.loss(self.forward, batch, 1.0)
+                (loss / max(1, self.objective.count(batch))).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
@@ -93,27 +95,40 @@ class TorchEngine(EngineBase):
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets together.
+        """One optimizer step over the microbatches' targets, or preference rows, together.
 
         NonFiniteError leaves weights and moments unchanged.
         """
-        self.model.train()
+        ahead, microbatches = self.objective.split(microbatches)
+        ahead = self._sums_ahead(ahead)
         # Ranks that share their rows count them once.
-        counted = microbatches if self.groups.is_data_leader else []
-        counts = [sum(b.num_targets for b in counted), sum(b.num_tokens for b in counted), len(microbatches)]
-        by_rank = self.groups.all_gather_scalars(counts)
-        num_targets, num_tokens = (int(n) for n in by_rank[:, :2].sum(0))
-        assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
+        counts = preference.counts_of(self.objective, microbatches if self.groups.is_data_leader else [])
+        has_reference = any(b.reference_D is not None for b in microbatches)
+        by_rank = self.groups.all_gather_scalars([*counts, len(microbatches), has_reference])
+        count, num_targets, num_tokens, nll_targets = (int(n) for n in by_rank[:, :4].sum(0))
+        assert count > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
-        missing = int(by_rank[:, 2].max() - len(microbatches))
-        microbatches = microbatches + [self.forward.empty_batch()] * missing
-        total = self._accumulate(microbatches, self.scaler.factor / num_targets)
+        most, has_reference = by_rank[:, 4:].max(0)
+        microbatches = self._compared(self.forward.filled(microbatches, int(most), bool(has_reference)))
+        self.model.train()
+        known = self.objective.known(count, nll_targets, ahead)
+        total, metrics = self._accumulate(microbatches, self.scaler.factor / count, known)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
-        nll, aux_loss = self.groups.all_gather_scalars([total.item(), self._aux_loss()]).sum(0).tolist()
-        result = StepResult(nll, num_targets, num_tokens, norm, aux_loss if self.forward.balance else None)
+        sums = [total.item(), self._aux_loss(), *metrics.values()]
+        nll, aux_loss, *sums = self.groups.all_gather_scalars(sums).sum(0).tolist()
+        means = self.objective.means(dict(zip(metrics, sums, strict=True)), count, known)
+        result = StepResult(
+            nll,
+            num_targets,
+            num_tokens,
+            norm,
+            aux_loss if self.forward.balance else None,
+            num_rows=count if self.objective.per_row else None,
+            metrics=means,
+        )
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
@@ -130,8 +145,27 @@ class TorchEngine(EngineBase):
         self.scaler.step()
         return result
 
-    def _accumulate(self, microbatches: list[Batch], scale: float) -> torch.Tensor:
-        """Forward and backward of all; this rank's part of the summed nll, fp64."""
+    def _sums_ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
+        return preference.sums_ahead(self.objective, self.parallel, microbatches, self._memory_advice, stop)
+
+    def _compared(self, microbatches: list[Batch]) -> list[Batch]:
+        return preference.compared(self.objective, self.parallel, microbatches, self._memory_advice)
+
+    @torch.no_grad()
+    def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the model before training}; every rank computes its share."""
+        self.model.eval()
+        found = []
+        for batch in self.forward.share(microbatches):
+            if stop and stop():
+                break
+            (batch,) = self._compared([batch])
+            found += zip(batch.rows, batch.reference_D.tolist(), strict=False)  # an empty batch is of no row
+        return {row: value for part in self.groups.all_gather_object(found) for row, value in part}
+
+    def _accumulate(self, microbatches: list[Batch], scale: float, known: float) -> tuple[torch.Tensor, dict]:
+        """Forward and backward of all; this rank's part of the summed loss, fp64, and of each metric."""
+        metrics = dict.fromkeys(self.objective.sums, 0.0)
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
         balance = self.forward.balance
@@ -142,17 +176,24 @@ class TorchEngine(EngineBase):
             nonlocal total
             if balance:
                 balance.recording = True
-            nll = self.forward.nll(batch)
-            total += nll.detach().to(total.device).double() * fraction
+            loss, found = self.objective.loss(self.forward, batch, known)
+            total += loss.detach().to(total.device).double() * fraction
+            for name in found:
+                metrics[name] += found[name]
             if balance:
                 factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
-                return nll * scale + balance.loss() * factor
-            return nll * scale
+                return loss * scale + balance.loss() * factor
+            return loss * scale
 
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
         self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
-        return total
+        return total, metrics
+
+    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
+        """(summed loss, targets or preference rows), see `measure`."""
+        found = self.measure(microbatches, stop)
+        return found.nll, found.num_targets if found.num_rows is None else found.num_rows
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
         """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
@@ -177,23 +218,36 @@ class TorchEngine(EngineBase):
         return self.forward.balance.total / self.groups.dims.tp if self.forward.balance else 0.0
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed nll, targets) over all ranks, each of which takes its share of the microbatches."""
+    def measure(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """Loss and metrics without a step, over all ranks, each of which takes its share of the microbatches."""
         self.model.eval()
-        data_ranks, total, count = self.groups.dims.data_ranks, 0.0, 0
-        mine = microbatches[self.groups.data_rank :: data_ranks]
-        mine += [self.forward.empty_batch()] * (-(-len(microbatches) // data_ranks) - len(mine))
-        for batch in mine:
+        ahead, microbatches = self.objective.split(microbatches)
+        count, _, _, nll_targets = preference.counts_of(self.objective, microbatches)
+        known = self.objective.known(count, nll_targets, self._sums_ahead(self.forward.share(ahead), stop))
+        total, counts, metrics = 0.0, np.zeros(4), dict.fromkeys(self.objective.sums, 0.0)
+        for batch in self.forward.share(microbatches):
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                work, shape = partial(self.forward.nll, batch), self.forward.shape(batch)
-                nll = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
-            total += 0.0 if nll is None else nll.item() * self.forward.nll_fraction()
-            count += batch.num_targets if self.groups.is_data_leader else 0
+                (batch,) = self._compared([batch])
+                shape, work = self.forward.shape(batch), partial(self._measured, batch, known, metrics)
+                loss = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
+            total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()
+            counts += preference.counts_of(self.objective, [batch]) if self.groups.is_data_leader else 0
         self.parallel.reshard()
-        total, count = self.groups.all_gather_scalars([total, count]).sum(0)
-        return float(total), int(count)
+        total, *found = self.groups.all_gather_scalars([total, *counts, *metrics.values()]).sum(0).tolist()
+        count, num_targets, num_tokens, _ = map(int, found[:4])
+        means = self.objective.means(dict(zip(metrics, found[4:], strict=True)), max(1, count), known)
+        return StepResult(
+            total, num_targets, num_tokens, 0.0, num_rows=count if self.objective.per_row else None, metrics=means
+        )
+
+    def _measured(self, batch: Batch, known: float, metrics: dict) -> torch.Tensor:
+        """The microbatch's loss; adds to the metrics."""
+        loss, found = self.objective.loss(self.forward, batch, known)
+        for name in found:
+            metrics[name] += found[name]
+        return loss
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:

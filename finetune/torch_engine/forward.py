@@ -1,6 +1,7 @@
 """Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -91,6 +92,20 @@ class ModelForward:
         ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
         return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
 
+    def filled(self, microbatches: list[Batch], number: int, has_reference: bool = False) -> list[Batch]:
+        """With empty ones up to this number. `has_reference`: of batches that need not compute it."""
+        empty = self.empty_batch()
+        if has_reference:
+            empty = replace(empty, reference_D=np.zeros(1))
+        return microbatches + [empty] * (number - len(microbatches))
+
+    def share(self, microbatches: list[Batch]) -> list[Batch]:
+        """This data rank's share of microbatches that every rank has: as many as each other rank's."""
+        data_ranks = self.groups.dims.data_ranks
+        has_reference = any(b.reference_D is not None for b in microbatches)
+        mine = microbatches[self.groups.data_rank :: data_ranks]
+        return self.filled(mine, -(-len(microbatches) // data_ranks), has_reference)
+
     def shape(self, batch: Batch) -> tuple[int, int]:
         """(rows, positions) of the batch as this rank computes it."""
         cp = self.groups.dims.cp
@@ -136,11 +151,7 @@ class ModelForward:
         inputs, labels = self.inputs(batch)
         at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         with self.autocast():
-            if self.padded_inputs == "rows" and self.layout == "padded":
-                logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
-                rows = [row[a[: len(row)]] for row, a in zip(logits, labels != IGNORE_INDEX, strict=True)]
-                return loss.nll_of_logits(torch.cat(rows), labels[at])
-            if self.head is None and not self.head_is_shared:
+            if self._row_by_row or (self.head is None and not self.head_is_shared):
                 return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
             hidden = base_model(self.model)(**inputs).last_hidden_state
             copy = None
@@ -157,10 +168,40 @@ class ModelForward:
         with self.autocast():
             base_model(self.model)(**inputs)
 
+    def document_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
+
+        Of a batch that one rank computes in full.
+        """
+        inputs, labels = self.inputs(batch)
+        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        with self.autocast():
+            if self._row_by_row or self.head is None:
+                log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, at), labels[at])
+            else:
+                hidden = base_model(self.model)(**inputs).last_hidden_state
+                log_probs_T = self.head.log_probs(hidden[at], labels[at])
+        # In both layouts the documents' targets follow one another; sums in a fixed order are the same at every run,
+        # which index_add on a GPU is not.
+        return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
+
+    @property
+    def _row_by_row(self) -> bool:
+        return self.padded_inputs == "rows" and self.layout == "padded"
+
     def _logits_at(self, inputs, at):
+        if self._row_by_row:
+            logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
+            return torch.cat([row[at[1][at[0] == i]] for i, row in enumerate(logits)])
         if self.layout == "padding_free":  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=at[1]).logits[0]
         return self.model(**inputs).logits[at]
+
+
+def document_targets(batch: Batch) -> np.ndarray:
+    """Targets per document of the batch."""
+    of_targets = batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX]
+    return np.bincount(of_targets, minlength=int(batch.document_ids_BS.max()) + 1)
 
 
 def base_model(model):

@@ -68,6 +68,15 @@ class Head:
             *lora,
         )
 
+    def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
+        """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
+        adapter, lora = self.adapter, (None, None, 0.0)
+        if adapter is not None and not adapter.off:
+            lora = (adapter.lora_A, adapter.lora_B, adapter.scaling)
+        learning = torch.is_grad_enabled()  # always False inside a Function
+        weights = self.linear.weight, self.linear.bias
+        return _ChunkedLogProbs.apply(hidden_TH, *weights, labels_T, self.scale, self.softcap, learning, *lora)
+
 
 class _ChunkedNLL(torch.autograd.Function):
     """Computes gradients in forward, from each chunk's logits, so that no chunk of logits is kept for backward."""
@@ -134,19 +143,98 @@ class _ChunkedNLL(torch.autograd.Function):
         )
 
 
-def _logits_to_grad(logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V) -> torch.Tensor:
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probabilities whose gradient is weighted per position, once all of them are known.
+
+    Of a frozen head, the gradient of the hidden states is linear in these weights and computed in forward; a head that
+    learns computes each chunk's logits again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
+        device = hidden_TH.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
+        ctx.scale, ctx.softcap, ctx.lora_scale = scale, softcap, lora_scale
+        ctx.head_learns = any(ctx.needs_input_grad[i] for i in (1, 2, 7, 8))
+        inputs = hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR
+        with torch.autocast(device, enabled=False):
+            upstream_T = None
+            if learning and ctx.needs_input_grad[0] and not ctx.head_learns:
+                upstream_T = torch.ones_like(labels_T, dtype=torch.float32)
+            log_probs_T, grads = _ChunkedLogProbs.run(ctx, *inputs, upstream_T, (upstream_T is not None, *[False] * 4))
+        ctx.hidden_dtype = hidden_TH.dtype
+        ctx.save_for_backward(*(inputs if learning and ctx.head_learns else grads[:1]))
+        return log_probs_T
+
+    @staticmethod
+    def backward(ctx, upstream_T):
+        if not ctx.head_learns:
+            (grad_TH,) = ctx.saved_tensors
+            grad_TH = None if grad_TH is None else (grad_TH * upstream_T[:, None]).to(ctx.hidden_dtype)
+            return grad_TH, *[None] * 9
+        need = [ctx.needs_input_grad[i] for i in (0, 1, 2, 7, 8)]
+        with torch.autocast(upstream_T.device.type, enabled=False):
+            grads = _ChunkedLogProbs.run(ctx, *ctx.saved_tensors, upstream_T, need)[1]
+        return *grads[:3], *[None] * 4, *grads[3:], None
+
+    @staticmethod
+    def run(ctx, hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR, upstream_T, need):
+        """(log-probabilities [T], gradients of hidden, weight, bias, A and B as `need` says)."""
+        exact = torch.promote_types(ctx.dtype, torch.float32)
+        inputs = hidden_TH, weight_VH, bias_V, a_RH, b_VR
+        hidden, weight, bias, a, b = (None if t is None else t.to(ctx.dtype) for t in inputs)
+        grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
+        log_probs_T = torch.empty(len(labels_T), dtype=exact, device=hidden.device)
+        rows = min(logits_rows(weight.shape[0]), max(1, len(labels_T)))
+        buffer = torch.empty(rows, weight.shape[0], dtype=ctx.dtype, device=hidden.device)
+        for at in (slice(start, start + rows) for start in range(0, len(labels_T), rows)):
+            part, upstream = hidden[at], None if upstream_T is None else upstream_T[at]
+            logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
+            if bias is not None:
+                logits += bias
+            low_R = None if a is None else part @ a.t()
+            if a is not None:
+                logits.addmm_(low_R, b.t(), alpha=ctx.lora_scale)
+            _logits_to_grad(
+                logits,
+                labels_T[at].unsqueeze(1),
+                ctx.scale,
+                ctx.softcap,
+                any(need),
+                grads[2],
+                log_probs_T[at],
+                upstream,
+            )
+            grad_low_R = None if a is None else (logits @ b) * ctx.lora_scale
+            if need[0]:
+                grads[0][at] = logits @ weight if a is None else logits @ weight + grad_low_R @ a
+            if need[1]:
+                grads[1] += logits.t() @ part
+            if need[3]:
+                grads[3] += grad_low_R.t() @ part
+            if need[4]:
+                grads[4] += (logits.t() @ low_R) * ctx.lora_scale
+        return log_probs_T, [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
+
+
+def _logits_to_grad(
+    logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V, log_probs_T=None, upstream_T=None
+) -> torch.Tensor:
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
-    Computed in fp32, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
+    Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
+    `log_probs_T` receives each position's; `upstream_T`: the gradient is that of the log-probabilities' sum with these
+    weights.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
     rows = min(num_rows, max(1, CACHED_LOGITS // vocab)) if logits_TV.device.type == "cpu" else num_rows
-    probs_buffer = torch.empty(rows, vocab, device=logits_TV.device)
-    exact_buffer = probs_buffer if logits_TV.dtype == torch.float32 else torch.empty_like(probs_buffer)
+    exact = torch.promote_types(logits_TV.dtype, torch.float32)
+    probs_buffer = torch.empty(rows, vocab, dtype=exact, device=logits_TV.device)
+    exact_buffer = probs_buffer if logits_TV.dtype == exact else torch.empty_like(probs_buffer)
     for start in range(0, num_rows, max(1, rows)):
         part, labels = logits_TV[start : start + rows], labels_T1[start : start + rows]
-        logits = part if part.dtype == torch.float32 else exact_buffer[: len(part)].copy_(part)
+        logits = part if part.dtype == exact else exact_buffer[: len(part)].copy_(part)
         if scale != 1.0:
             logits *= scale
         bent = None
@@ -155,9 +243,13 @@ def _logits_to_grad(logits_TV, labels_T1, scale, softcap, learns: bool, grad_bia
             logits = bent * softcap
         probs, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
         total -= log_probs_T1.sum()
+        if log_probs_T is not None:
+            log_probs_T[start : start + rows] = log_probs_T1.flatten()
         if not learns:
             continue
         probs.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=probs.dtype))
+        if upstream_T is not None:
+            probs *= -upstream_T[start : start + rows, None]
         if bent is not None:
             probs *= 1 - bent * bent
         if scale != 1.0:
@@ -182,6 +274,12 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits_TV[small]
         log_probs_T1[small] = rows.gather(1, labels_T1[small]) - torch.logsumexp(rows, -1, keepdim=True)
     return out_TV, log_probs_T1
+
+
+def log_probs_of_logits(logits_TV, labels_T) -> torch.Tensor:
+    """log p(label) of each position, from logits computed by the model."""
+    exact = torch.promote_types(logits_TV.dtype, torch.float32)
+    return torch.log_softmax(logits_TV.to(exact), -1).gather(1, labels_T.unsqueeze(1)).squeeze(1)
 
 
 def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:

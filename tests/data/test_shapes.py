@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.data.columns import RowOptions, parse_columns, parse_names
-from finetune.data.prepare import check_columns
+from finetune.config import TrainConfig
+from finetune.data.mixture import Source
+from finetune.data.prepare import check_columns, options_of
 from finetune.data.sources import read_rows
 from finetune.data.tokenize import tokenize
 from finetune.errors import PlanError
@@ -21,6 +22,7 @@ from tests.support.templates import QWEN3, QWEN25, SMOLLM2
 END = "<|im_end|>"
 ASK = {"role": "user", "content": "Hi?"}
 SAY = {"role": "assistant", "content": "Yo."}
+NAY = {"role": "assistant", "content": "No."}
 CALL = {
     "role": "assistant",
     "content": None,
@@ -246,6 +248,74 @@ LEARNED = {
         "prompt_completion",
         {},
     ),
+    "pairs of a prompt and two texts": (
+        {"a.jsonl": lines({"prompt": "Hi:", "chosen": "Yo.", "rejected": "No.", "score_chosen": 9.0})},
+        [["Yo.</s>"], ["No.</s>"]],
+        "preference",
+        {"preference": "dpo"},
+    ),
+    "pairs of texts that contain the prompt, as Anthropic's": (
+        {
+            "a.jsonl": lines(
+                {name: f"\n\nHuman: Hi?\n\nAssistant: {s}" for name, s in (("chosen", "Yo."), ("rejected", "No."))}
+            )
+        },
+        [["Yo.</s>"], ["No.</s>"]],
+        "preference",
+        {"preference": "orpo"},
+    ),
+    "pairs of conversations beside messages, as UltraFeedback's": (
+        {"a.jsonl": lines({"prompt": "Hi?", "messages": [ASK, SAY], "chosen": [ASK, SAY], "rejected": [ASK, NAY]})},
+        [["Yo.", END], ["No.", END]],
+        "preference",
+        {"preference": "dpo"},
+    ),
+    "pairs with a question and a system prompt, as Orca's": (
+        {"a.jsonl": lines({"system": "Be brief.", "question": "Hi?", "chosen": "Yo.", "rejected": "No."})},
+        [["Yo.", END], ["No.", END]],
+        "preference",
+        {"preference": "dpo"},
+    ),
+    "pairs with an instruction and its input": (
+        {"a.jsonl": lines({"instruction": "Add.", "input": "2 and 3", "chosen": "5", "rejected": "6"})},
+        [["5", END], ["6", END]],
+        "preference",
+        {"preference": "dpo"},
+    ),
+    "pairs of ShareGPT's messages": (
+        {
+            "a.jsonl": lines(
+                {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {**SHAREGPT[1], "value": "No."}}
+            )
+        },
+        [["Yo.", END], ["No.", END]],
+        "preference",
+        {"preference": "dpo"},
+    ),
+    "pairs under other names": (
+        {"a.jsonl": lines({"prompt": "Hi:", "better": "Yo.", "worse": "No."})},
+        [["Yo.</s>"], ["No.</s>"]],
+        "preference",
+        {"preference": "dpo", "columns": "chosen=better,rejected=worse"},
+    ),
+    "pairs as rows with a label": (
+        {"a.jsonl": lines({"prompt": "Hi:", "chosen": "Yo.", "rejected": "No."})},
+        [["Yo.</s>"], ["No.</s>"]],
+        "preference",
+        {"preference": "kto"},
+    ),
+    "KTO rows of conversations": (
+        {"a.jsonl": lines({"prompt": [ASK], "completion": [SAY], "label": True})},
+        [["Yo.", END]],
+        "kto",
+        {"preference": "kto"},
+    ),
+    "KTO rows of a table": (
+        {"a.csv": table(("Prompt", "Completion", "Label"), ("Hi:", "Yo.", "True"), ("Hi:", "No.", "False"))},
+        [["Yo.</s>"], ["No.</s>"]],
+        "kto",
+        {"preference": "kto"},
+    ),
     "KTO rows with the label left out": (
         {"a.jsonl": lines({"prompt": "Hi:", "completion": "Yo.", "label": True})},
         [["Yo.</s>"]],
@@ -299,13 +369,36 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "KTO rows": (
         {"a.jsonl": lines({"prompt": "Hi:", "completion": "No.", "label": False})},
-        "--dataset: columns prompt, completion and label are KTO rows",
+        "--dataset: columns prompt, completion and label are KTO rows, of which some are examples of what not to say. "
+        "Add --preference kto to learn from both, or remove the rows whose label is false and add --ignore_columns",
         {},
     ),
     "preference pairs": (
         {"a.jsonl": lines({"prompt": "Hi:", "chosen": "Yo.", "rejected": "No."})},
-        "--dataset: columns chosen and rejected are preference pairs",
+        "--dataset: columns chosen and rejected are preference pairs. Add --preference dpo to learn what is preferred, "
+        "or --columns completion=chosen to learn the chosen answers alone.",
         {},
+    ),
+    "no pairs for DPO": (
+        {"a.jsonl": lines({"prompt": "Hi:", "completion": "No.", "label": False})},
+        "--dataset: is of format kto, and --preference dpo and orpo need columns chosen and rejected. Name them with "
+        "--columns chosen=A,rejected=B, or omit --preference.",
+        {"preference": "dpo"},
+    ),
+    "no label for KTO": (
+        {"a.jsonl": lines(ALPACA)},
+        "is of format alpaca, and --preference kto needs columns prompt, completion and label, or chosen and rejected.",
+        {"preference": "kto"},
+    ),
+    "a pair without a rejected answer": (
+        {"a.jsonl": lines({"prompt": "Hi:", "chosen": "Yo.", "rejected": None})},
+        "a.jsonl:1: field 'rejected' is missing, must be a string or a list of messages.",
+        {"preference": "dpo"},
+    ),
+    "a pair with a rating": (
+        {"a.jsonl": lines({"prompt": "Hi:", "chosen": "Yo.", "rejected": "No.", "score": 3})},
+        "a.jsonl:1: column 'score' rates the answers, and format preference does not use it. Add --ignore_columns",
+        {"preference": "dpo"},
     ),
     "preference pairs beside messages": (
         {"a.jsonl": lines({"messages": [ASK, SAY], "chosen": [SAY], "rejected": [SAY]})},
@@ -383,7 +476,10 @@ def dataset_of(folder: Path, files: dict, tokenizer, flags: dict):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     path = folder if len(files) > 1 else folder / next(iter(files))
     tokenizer = with_template(tokenizer, flags.get("template", SMOLLM2))
-    options = RowOptions("auto", parse_columns(flags.get("columns")), parse_names(flags.get("ignore")))
+    settings = TrainConfig(
+        columns=flags.get("columns"), ignore_columns=flags.get("ignore"), preference=flags.get("preference", "none")
+    )
+    options = options_of(Source("a"), settings)
     raw = read_rows(str(path), text_unit=flags.get("text_unit", "auto"))
     check_columns(raw, options, "--dataset")
     return tokenize(raw, options, tokenizer, 512), tokenizer

@@ -130,6 +130,28 @@ def test_a_stream_that_has_grown_is_other_data(tmp_path, run):
 
 
 @pytest.mark.slow
+def test_tokens_of_each_streamed_dataset_are_counted_over_a_resume(tiny_model, tmp_path, capsys):
+    """What is trained on without a stream of the same rows, all of them once."""
+    files = [jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("one", ROWS[:20]), ("two", ROWS[20:32]))]
+    flags = {
+        **RUN,
+        "model_name": str(tiny_model),
+        "dataset": files,
+        "num_epochs": None,
+        "max_steps": 8,
+        "save_every": 1,
+    }
+    lines = []
+    for name, more in (("rows", {}), ("stream", dict(streaming=True, shuffle_buffer=6, keep_last=8))):
+        fine_tune(**flags | more, output_dir=str(tmp_path / name))
+        lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens by dataset: ")]
+    folder = copy_up_to(tmp_path / "stream", 3, tmp_path / "out")
+    fine_tune(resume="auto", output_dir=str(folder))
+    lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens by dataset: ")]
+    assert len(lines) == 3 and len(set(lines)) == 1 and "two.jsonl" in lines[0]
+
+
+@pytest.mark.slow
 def test_a_streamed_run_moves_from_one_rank_to_two(base, rows_file, tmp_path):
     flags = {name: value for name, value in base.items() if name != "num_epochs"}
     more = "--streaming --max_steps 12 --shuffle_buffer 10 --batch_size 4 --save_every 1 --keep_last 12"

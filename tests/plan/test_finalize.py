@@ -1,7 +1,15 @@
-"""The batch size tried on the real model."""
+"""What the data decides: the batch size tried on the real model, and when a reference is computed once."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from finetune.config import TrainConfig
+from finetune.data.prepare import Data
+from finetune.plan.finalize import reference_choice
+from finetune.plan.run_plan import RunPlan
+from tests.support import tiny
 from tests.support.commands import PYTHON, finish
 
 TRY_ROWS = """
@@ -43,3 +51,26 @@ def test_rows_are_halved_if_memory_runs_out(tmp_path):
     assert rows in (8, 16, 32) and tokens == rows * 100
     assert "batch_size: 64 -> 32 (memory ran out on a step of --batch_size 64)" in adjustment
     assert printed[0] == "batch_size: 32 (memory ran out on a step of --batch_size 64)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "validated", "said"),
+    [
+        ({}, False, ("false", "reads 6 training rows, and there are 6")),
+        ({"num_epochs": 2}, False, ("true", "reads 12 training rows, and there are 6")),
+        ({"max_steps": 3}, False, ("false", "reads 6 training rows")),
+        ({"max_steps": 4}, False, ("true", "reads 8 training rows")),
+        ({}, True, ("true", "reads 10 training and validation rows, and there are 8")),
+        ({"max_steps": 1, "eval_every": 1}, True, ("false", "reads 6 training and validation rows")),
+        ({"max_steps": 3, "eval_every": 1}, True, ("true", "reads 14 training and validation rows")),
+    ],
+)
+def test_a_reference_is_computed_once_where_rows_are_read_again(flags, validated, said):
+    rows = replace(tiny.dataset((5,) * 16), documents_per_row=2)
+    train, validation = rows.select(np.arange(6)), rows.select([6, 7])
+    data = Data(None, set(), train, validation if validated else None, [], None)
+    plan = RunPlan(TrainConfig(preference="dpo", batch_size=2, **flags), {}, (), (), "cpu", "torch")
+    used, reason = reference_choice(plan, data)["precompute_ref_log_probs"]
+    assert used == said[0] and said[1] in reason
+    for changes in ({"preference": "orpo"}, {"preference": "none"}, {"precompute_ref_log_probs": "true"}):
+        assert reference_choice(replace(plan, settings=replace(plan.settings, **changes)), data) == {}

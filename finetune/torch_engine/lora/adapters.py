@@ -1,5 +1,6 @@
 """Adds adapters to a model, merges them, and attaches saved ones."""
 
+import contextlib
 import re
 
 import torch
@@ -53,6 +54,31 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
     for name, parameter in adapter_parameters(model).items() if local_shards is not None else ():
         if not local_shards.has(parameter):
             local_shards.give(name, parameter, torch.zeros(parameter.shape))
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """The model as it was before training, without dropout: only its base computes.
+
+    Not of adapters whose start was subtracted from the base.
+    """
+    training, layers = model.training, [m for m in model.modules() if isinstance(m, LoRALinear | LoRAEmbedding)]
+    held = [m for m in model.modules() if isinstance(m, experts.Experts)]
+    scalings = [module.scaling for module in held]
+    assert all(layer.start is None for layer in layers), "the base is not the model that training started from"
+    model.eval()
+    try:
+        for layer in layers:
+            layer.off = True
+        for module in held:
+            module.scaling = 0.0
+        yield
+    finally:
+        model.train(training)
+        for layer in layers:
+            layer.off = False
+        for module, scaling in zip(held, scalings, strict=True):
+            module.scaling = scaling
 
 
 @torch.no_grad()

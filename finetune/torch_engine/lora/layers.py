@@ -68,6 +68,7 @@ class LoRALinear(nn.Module):
         self.lora_magnitude_vector = None
         self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
         self.merged = None  # base and adapter merged into one dense weight during generation
+        self.off = False  # only the base computes, see adapters_off
         # Row-parallel linears (tensor_parallel.py): number of input shards, this rank's index, all-reduce of squared
         # norms.
         self.pieces, self.mask_piece, self.across = 1, None, None
@@ -119,6 +120,8 @@ class LoRALinear(nn.Module):
         Without dropout.
         """
         base = self.base.weight
+        if self.off:
+            return base
         added_OI = self.scaling * (self.lora_B @ self.lora_A)
         if isinstance(self.base, QuantizedLinear):
             turned = self.base.fan_in_fan_out
@@ -135,7 +138,7 @@ class LoRALinear(nn.Module):
         return self.base.bias
 
     def forward(self, x):
-        return self.product(x, self.base.bias)
+        return self.base(x) if self.off else self.product(x, self.base.bias)
 
     def product(self, x, bias):
         """The layer's output with this bias."""
@@ -183,6 +186,7 @@ class LoRAEmbedding(nn.Module):
         self.lora_embedding_B = nn.Parameter(torch.zeros(base.embedding_dim, rank, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.start = None
+        self.off = False
         self.lora_magnitude_vector = None
         self.row_square_O = None
         if use_dora:  # a magnitude per column of the embedding, H in all
@@ -214,6 +218,8 @@ class LoRAEmbedding(nn.Module):
 
     def forward(self, ids):
         out = self.base(ids)
+        if self.off:
+            return out
         low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx=self.base.padding_idx)
         added = (low @ self.lora_embedding_B.t()) * self.scaling
         scale = getattr(self.base, "embed_scale", None)  # Gemma scales in the embedding's forward

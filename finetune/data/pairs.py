@@ -1,0 +1,106 @@
+"""Preference rows as prompts and completions: pairs of a chosen and a rejected answer, and answers with a label."""
+
+from dataclasses import replace
+
+from finetune.data.columns import Row
+from finetune.data.formats import question_text
+from finetune.errors import PlanError
+
+TRUE, FALSE = ("true", "1"), ("false", "0")
+
+
+def labelled_of(row: Row) -> list[tuple[Row, bool]]:
+    """[(row of prompt and completion, whether it is desirable)]: of a pair both halves. Raises PlanError."""
+    if row.format == "preference":
+        return list(zip(pair_of(row), (True, False), strict=True))
+    label, column = row.get("label"), row.columns["label"]
+    word = str(label).strip().casefold()
+    if isinstance(label, float) or word not in TRUE + FALSE:
+        raise PlanError(
+            f"{row.source}: field {column!r} is {str(label)[:40]!r}, must be true (desirable) or false (undesirable)."
+        )
+    values, columns = ({k: v for k, v in of.items() if k != "label"} for of in (row.values, row.columns))
+    return [(replace(row, format="prompt_completion", values=values, columns=columns), word in TRUE)]
+
+
+def pair_of(row: Row) -> tuple[Row, Row]:
+    """The chosen and the rejected half of a row, each as prompt and completion. Raises PlanError.
+
+    What both begin with is the prompt, if they are conversations that contain it or there is no column of it: messages,
+    or text up to the last space before they differ. A question, or a prompt with a system prompt, is a chat turn.
+    """
+    chosen, rejected, prompt = (_message_list(row.get(name)) for name in ("chosen", "rejected", "prompt"))
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, str | list):
+            fact = "missing" if value is None else f"{type(value).__name__}"
+            column = row.columns[name]
+            raise PlanError(f"{row.source}: field {column!r} is {fact}, must be a string or a list of messages.")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise PlanError(
+            f"{row.source}: one of chosen and rejected is text, the other a list of messages. Write both alike."
+        )
+    if chosen == rejected:
+        raise PlanError(f"{row.source}: chosen and rejected are equal, so neither is preferred. Remove the row.")
+    asked = "prompt" if prompt is not None else "question" if row.get("question") is not None else None
+    if isinstance(chosen, str) and asked and (asked == "question" or (row.get("system") and isinstance(prompt, str))):
+        _count_unused(row, {asked, "context"})
+        return tuple(_question(row, asked, name) for name in ("chosen", "rejected"))
+    if asked == "question":
+        half = _question(row, asked, "chosen")
+        prompt = question_text(replace(half, values=half.values | {"answer": "", "output": ""}))
+    _count_unused(row, {asked, "context"} if asked == "question" else {asked})
+    shared = _common_length(chosen, rejected)
+    if isinstance(chosen, str) and prompt is None:
+        shared = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared)) + 1
+    if prompt is None or (isinstance(chosen, list) and _contains(chosen[:shared], prompt)):
+        if prompt is not None:
+            row.note(f"column {row.columns[asked]!r} is not used: the answers contain it")
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    return tuple(
+        _half(row, "prompt_completion", {"prompt": prompt, "completion": answer}, asked or "chosen", name)
+        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    )
+
+
+def _count_unused(row: Row, used: set) -> None:
+    for name in ("prompt", "question", "context"):
+        if name not in used and row.get(name):
+            row.note(f"column {row.columns[name]!r} is not used")
+
+
+def _message_list(value):
+    """A single message as a list of it."""
+    return [value] if isinstance(value, dict) else value
+
+
+def _question(row: Row, asked: str, name: str) -> Row:
+    """A half as a question or an instruction with its answer."""
+    fmt, fields = "qna", ("question", "answer", "context")
+    if row.columns[asked].strip().casefold() == "instruction":
+        fmt, fields = "alpaca", ("instruction", "output", "input")
+    half = _half(row, fmt, dict(zip(fields, (row.get(asked), row.get(name)), strict=False)), asked, name)
+    if not row.get("context"):
+        return half
+    values, columns = half.values | {fields[2]: row.get("context")}, half.columns | {fields[2]: row.columns["context"]}
+    return replace(half, values=values, columns=columns)
+
+
+def _half(row: Row, fmt: str, values: dict, asked: str, name: str) -> Row:
+    """A half as a row of this format; `asked`, `name`: the fields that its prompt and its answer came from."""
+    columns = {field: row.columns[of] for field, of in zip(values, (asked, name), strict=True)}
+    if row.get("system"):
+        values, columns = values | {"system": row.get("system")}, columns | {"system": row.columns["system"]}
+    return replace(row, format=fmt, values=values, columns=columns)
+
+
+def _contains(messages: list, prompt) -> bool:
+    """True if messages begin with those of the prompt, or one of them has its text."""
+    if isinstance(prompt, list):
+        return bool(prompt) and messages[: len(prompt)] == prompt
+    return any(prompt in message.values() for message in messages if isinstance(message, dict))
+
+
+def _common_length(one, other) -> int:
+    """How many characters or messages both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,326 @@
+"""Preference losses and the log-probabilities under them, against fp64 references and the model's own logits; steps."""
+
+import copy
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config import TrainConfig
+from finetune.data.collate import preference_microbatches
+from finetune.distributed.env import RankEnv
+from finetune.estimate import engine_limits
+from finetune.torch_engine import loss, preference
+from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.lora.adapters import adapters_off
+from finetune.torch_engine.lora.layers import LoRALinear, layers
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from tests.support import cases, emulated_device, ranks, tiny
+from tests.support.build import torch_engine
+from tests.support.engine_access import optimizer, process_groups, trainable_params
+from tests.support.engines import CPU, ROWS, assert_same, batches, engine
+
+# fp64 has 16 digits; what is left are sums over a few hundred numbers in another order.
+EXACT = dict(rtol=1e-10, atol=1e-10)
+LENGTHS = (70, 1, 130, 99)
+
+
+def random_log_probs(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [(-5 * torch.rand(n, generator=generator, dtype=torch.float64)).requires_grad_() for n in sizes]
+
+
+def assert_equal_with_gradients(mine, theirs, inputs):
+    torch.testing.assert_close(mine, theirs, **EXACT)
+    wanted = (torch.autograd.grad(found.sum(), inputs, retain_graph=True) for found in (mine, theirs))
+    for a, b in zip(*wanted, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+# ------ losses
+
+
+def test_dpo_is_the_papers_formula_in_fp64_with_its_gradients():
+    chosen, rejected, ref_chosen, ref_rejected = random_log_probs(6, 6, 6, 6)
+    found = preference.dpo(chosen, rejected, ref_chosen.detach(), ref_rejected.detach(), beta=0.3)
+    chosen_ratio = torch.exp(chosen) / torch.exp(ref_chosen.detach())
+    rejected_ratio = torch.exp(rejected) / torch.exp(ref_rejected.detach())
+    preferred = 1 / (1 + (rejected_ratio / chosen_ratio) ** 0.3)
+    assert_equal_with_gradients(found.loss_P, -torch.log(preferred), (chosen, rejected))
+    metrics = found.sums()
+    assert metrics["rewards/chosen"] == pytest.approx(0.3 * chosen_ratio.log().sum().item())
+    assert metrics["rewards/accuracies"] == (chosen_ratio > rejected_ratio).sum().item()
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+
+
+def test_orpo_is_the_papers_formula_in_fp64_with_its_gradients():
+    chosen, rejected = random_log_probs(6, 6)
+    lengths = torch.tensor([1, 2, 3, 9, 20, 400]), torch.tensor([5, 1, 2, 400, 1, 7])
+    found = preference.orpo(chosen, rejected, *lengths, beta=0.3)
+    p, q = (torch.exp(total) ** (1 / n.double()) for total, n in zip((chosen, rejected), lengths, strict=True))
+    ratio = (p / (1 - p)) / (q / (1 - q))
+    assert_equal_with_gradients(found.loss_P, 0.3 * torch.log(1 + 1 / ratio), (chosen, rejected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orpo_is_finite_for_answers_that_are_certain_or_impossible(dtype):
+    chosen = torch.tensor([0.0, 0.0, -1e-9, -1e6, -0.6931472], dtype=dtype, requires_grad=True)
+    rejected = torch.tensor([0.0, -1e6, -1e6, 0.0, -1e-3], dtype=dtype, requires_grad=True)
+    found = preference.orpo(chosen, rejected, 1, 1, beta=0.1)
+    grads = torch.autograd.grad(found.loss_P.sum(), (chosen, rejected))
+    assert found.loss_P.isfinite().all() and all(grad.isfinite().all() for grad in grads)
+
+
+def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
+    log_probs, ref = random_log_probs(6, 6)
+    ref = ref.detach()
+    desirable = torch.tensor([True, False, False, True, True, False])
+    for mismatched in (log_probs.flip(0), ref - 1):  # the reference point is not negative
+        total = (mismatched - ref).sum().item()
+        point = preference.LabelledObjective().known(6, 0, [total, 6])
+        assert point == pytest.approx(max(0.0, total / 6), abs=1e-12)
+        found = preference.kto(log_probs, ref, desirable, point, 0.3, 1.5, 0.5)
+        good = 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (log_probs - ref - point))))
+        bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
+        assert_equal_with_gradients(found.loss_D, torch.where(desirable, good, bad), (log_probs,))
+
+
+# ------ log-probabilities through the chunked head
+
+
+@pytest.mark.parametrize("learning", ["hidden states", "the head", "an adapter of the head"])
+@pytest.mark.parametrize("scale, softcap", [(1.0, None), (0.25, 1.5)])
+def test_a_dpo_loss_through_the_chunked_head_is_the_full_logits_one_in_fp64(learning, scale, softcap, monkeypatch):
+    monkeypatch.setattr(engine_limits, "LOGITS_CHUNK_BYTES", 0)  # 128 rows at a time: chunks end inside documents
+    torch.manual_seed(0)
+    hidden = torch.randn(sum(LENGTHS), 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 50, (len(hidden),))
+    linear, adapter = torch.nn.Linear(16, 50).double(), None
+    linear.requires_grad_(learning == "the head")
+    wanted = [hidden, *linear.parameters()] if learning == "the head" else [hidden]
+    if learning == "an adapter of the head":
+        adapter = LoRALinear(linear, 4, 8, 0.0, False, False).double()
+        for parameter in (adapter.lora_A, adapter.lora_B):
+            torch.nn.init.normal_(parameter, std=0.3)
+        wanted += [adapter.lora_A, adapter.lora_B]
+    head = loss.Head(linear, scale, softcap, adapter)
+    full = torch.log_softmax(head.logits(hidden), -1).gather(1, labels[:, None]).squeeze(1)
+    mine = head.log_probs(hidden, labels)
+    torch.testing.assert_close(mine, full, **EXACT)
+
+    def dpo(log_probs):
+        one, two, three, four = torch.stack([part.sum() for part in log_probs.split(LENGTHS)])
+        refs = torch.tensor([-200.0, -400.0], dtype=torch.float64), torch.tensor([-3.0, -300.0], dtype=torch.float64)
+        return preference.dpo(torch.stack([one, three]), torch.stack([two, four]), *refs, beta=0.02).loss_P.sum()
+
+    for a, b in zip(torch.autograd.grad(dpo(mine), wanted), torch.autograd.grad(dpo(full), wanted), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_no_more_logits_exist_at_a_time_than_a_chunk_of_them(monkeypatch):
+    monkeypatch.setattr(engine_limits, "LOGITS_CHUNK_BYTES", 0)
+    linear = torch.nn.Linear(16, 500)
+    hidden, labels, saved = torch.randn(700, 16, requires_grad=True), torch.randint(0, 500, (700,)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        for learns in (False, True):
+            linear.requires_grad_(learns)
+            loss.Head(linear, 1.0, None).log_probs(hidden, labels).sum().backward()
+    assert max(saved) == 700 * 16
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+@pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
+def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradients(train_type, layout):
+    built = engine(train_type=train_type, layout=layout)
+    (batch,) = batches(layout)
+    weights = torch.linspace(-1, 2, len(batch.rows))
+    found = built.forward.document_log_probs(batch)
+    (weights * found).sum().backward()
+    mine = {n: p.grad.clone() for n, p in trainable_params(built).items()}
+    optimizer(built).zero_grad()
+    alone = [batches(layout, rows=[row])[0] for row in batch.rows]
+    for weight, total, one in zip(weights, found, alone, strict=True):
+        nll = built.forward.nll(one)  # of one document
+        assert total.item() == pytest.approx(-nll.item(), rel=1e-5)  # fp32: another batch is another order of sums
+        (-weight * nll).backward()
+    assert_same(mine, {n: p.grad for n, p in trainable_params(built).items()}, 1e-5)
+
+
+def test_log_probabilities_row_by_row_are_those_of_the_padded_batch():
+    built = engine(layout="padded")
+    (batch,) = batches("padded")
+    with torch.no_grad():
+        wanted, nll = built.forward.document_log_probs(batch), built.forward.nll(batch)
+        built.forward.padded_inputs = "rows"
+        torch.testing.assert_close(built.forward.document_log_probs(batch), wanted, rtol=1e-5, atol=1e-5)  # fp32
+        torch.testing.assert_close(built.forward.nll(batch), nll, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_type):
+    model = engine(train_type=train_type).model
+    layer = next(iter(layers(model).values()))
+    with adapters_off(model):
+        assert torch.equal(layer.weight, layer.base.weight)
+    assert not torch.equal(layer.weight, layer.base.weight)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
+def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision):
+    model = tiny.build().to(WEIGHT_DTYPES[precision])
+    built = engine(model=model)
+    built = torch_engine(built.model, replace(built.settings, precision=precision), CPU)
+    built.verify("auto")
+    (batch,) = batches()
+    found = built.forward.document_log_probs(batch)
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert -found.sum().item() == pytest.approx(built.forward.nll(batch).item(), rel=1e-4)
+
+
+# ------ steps
+
+
+PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
+LABELLED = replace(ROWS, desirable=np.array([1, 0, 0, 1, 1, 1, 0, 1], bool))
+METHODS = ("dpo", "orpo", "kto")
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def trainer_of(method, train_type="lora", layout="auto", **changes):
+    built = engine(train_type=train_type, **changes)
+    settings = replace(built.settings, preference=method, preference_beta=0.3, undesirable_weight=0.5)
+    built = torch_engine(built.model, settings, CPU)
+    built.verify(layout)
+    return built
+
+
+def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows=None, mine=slice(None)):  # noqa: B008
+    dataset = LABELLED if method == "kto" else PAIRS
+    settings = TrainConfig(preference=method, batch_layout=layout, microbatch_tokens=tokens)
+    rows = range(dataset.num_rows) if rows is None else rows
+    return preference_microbatches(dataset, rows, mine, settings, 0, batch_size)
+
+
+def trained(built, batches, steps=2):
+    results = [built.train_step(batches, 1e-2) for _ in range(steps)]
+    return results[-1], {name: torch.from_numpy(value.copy()) for name, value in built.trainable_state().items()}
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layout):
+    for batch_size, tokens in ((8, 10**6), (3, 60), (1, 1)):
+        parts = step_batches("dpo", layout, batch_size, tokens)
+        assert sorted(row for part in parts for row in part.rows) == list(range(8))
+        for part in parts:
+            chosen, rejected = preference.pair_indices(part)
+            assert [part.rows[i] + 1 for i in chosen] == [part.rows[i] for i in rejected]
+            assert part.input_ids_BS.size <= tokens or len(part.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("train_type", "layout"),
+    [
+        ("lora", "padding_free"),
+        pytest.param("qlora", "padded", marks=pytest.mark.slow),
+        pytest.param("qlora", "padding_free", marks=pytest.mark.slow),
+        pytest.param("lora", "padded", marks=pytest.mark.slow),
+    ],
+)
+@EVERY_METHOD
+def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout):
+    whole, wanted = trained(trainer_of(method, train_type, layout), step_batches(method, layout))
+    for batch_size, tokens in ((1, 10**6), (3, 60)):
+        built = trainer_of(method, train_type, layout)
+        found, weights = trained(built, step_batches(method, layout, batch_size, tokens))
+        assert found.num_rows == whole.num_rows == (8 if method == "kto" else 4)
+        assert found.num_targets == whole.num_targets > 8
+        assert found.nll == pytest.approx(whole.nll, rel=1e-5)  # fp32: sums in another order
+        assert found.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-5)
+        assert found.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+        scored = built.measure(step_batches(method, layout))
+        assert built.evaluate(step_batches(method, layout, 1)) == pytest.approx((scored.nll, whole.num_rows))
+        assert scored.nll < whole.nll and scored.metrics.keys() == whole.metrics.keys()
+        # Adam divides by the gradient's size, which magnifies rounding of small ones: 2 steps of 1e-2 each.
+        assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes):
+    built, (batch,) = trainer_of("dpo", train_type, **changes), step_batches("dpo")
+    second = trainer_of("dpo", train_type, **changes)
+    for layer in layers(second.model).values():  # B is zero and magnitudes are those of the base
+        second.model.set_submodule(next(n for n, m in second.model.named_modules() if m is layer), layer.base)
+    second.model.eval()
+    trained(built, [batch], 1)
+    built.model.train()
+    with torch.no_grad():
+        wanted = second.forward.document_log_probs(batch)
+        with adapters_off(built.model):
+            assert torch.equal(built.forward.document_log_probs(batch), wanted)
+        assert built.model.training and not torch.equal(built.forward.document_log_probs(batch), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_the_reference_of_every_architecture_is_its_model_without_adapters(architecture):
+    built, plain = engine(architecture), engine(architecture, train_type="full")
+    (batch,) = batches(built.layout)
+    plain.model.eval()
+    with torch.no_grad():
+        wanted, found = plain.forward.document_log_probs(batch), preference.reference_log_probs(built.forward, batch)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # fp32
+        assert not torch.allclose(built.forward.document_log_probs(batch), wanted, atol=1e-3)
+
+
+@EVERY_METHOD
+def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method):
+    first = trainer_of(method, lora_dropout=0.2)
+    first.train_step(step_batches(method), 1e-2)
+    state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
+    wanted, weights = trained(first, step_batches(method))
+    second = trainer_of(method, lora_dropout=0.2)
+    second.load_state(*state)
+    found, same = trained(second, step_batches(method))
+    assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+NEEDS_DEVICE = pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
+
+
+def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
+    """Losses, norms and metrics of 3 steps on each layout, kind and method, and those of one process on rank 0."""
+
+    def steps(built, method):
+        groups = process_groups(built)
+        built.objective = preference.objective_of(replace(built.settings, preference=method, preference_beta=0.3))
+        mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
+        batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
+        found = [built.train_step(batches, 1e-3)]
+        found.append(built.measure(step_batches(method, built.layout, 1)))
+        found.append(built.train_step(batches, 1e-3))
+        known = [b if b.mismatched else replace(b, reference_D=-np.arange(3.0, 3.0 + len(b.rows))) for b in batches]
+        found.append(built.train_step(known, 1e-3))
+        found.append(built.measure(step_batches(method, built.layout, 1)))
+        return [[r.loss, r.num_rows, r.grad_norm, *r.metrics.values()] for r in found]
+
+    figures = []
+    for layout, kind, method in wanted:
+        groups = ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE)
+        found = {"many": steps(cases.build(cases.CASES[kind], groups), method)}
+        figures.append(found | ({"one": steps(cases.build(cases.CASES[kind]), method)} if rank == 0 else {}))
+    return figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param(emulated_device.NAME, marks=NEEDS_DEVICE)])
+def test_preferences_on_two_ranks_train_as_on_one(device, tmp_path):
+    wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), METHODS))
+    wanted = wanted if device == "cpu" else [("FSDP2 2", "lora", method) for method in METHODS]
+    found_by_rank = ranks.run(2, preferences_on_ranks, tmp_path, device=device, wanted=wanted)
+    for case, found in zip(wanted, found_by_rank[0], strict=True):
+        # fp32: sums over ranks in another order, through 2 steps of Adam.
+        np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
