@@ -1,8 +1,9 @@
 """Several ranks against one process: every layout of ranks times every kind of training, on real Gloo processes of this
 machine.
 
-python benchmarks/parallel_matrix.py                       the whole matrix, about five minutes on two cores python
-benchmarks/parallel_matrix.py --kinds lora,nf4      some columns
+python benchmarks/parallel_matrix.py                                the whole matrix, about five minutes on two cores
+python benchmarks/parallel_matrix.py --kinds lora,nf4               some columns
+python benchmarks/parallel_matrix.py --architectures mixtral        expert parallelism too
 
 Six steps of a tiny Llama in fp32 with unequal targets on each rank. loss: largest relative difference of a step's loss;
 gradients: of the first step, by tensor, max|a - b| / max|b|; norms: of all steps' gradient norms; bytes: whether each
@@ -37,7 +38,10 @@ def main() -> None:
             for layout in layouts
             for architecture in args.architectures.split(",")
             for kind in args.kinds.split(",")
+            if not cases.LAYOUTS[layout].ep > 1 or architecture in cases.MIXTURES
         ]
+        if not wanted:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             found = ranks.run(size, cases.matrix, Path(folder), timeout_s=1800, wanted=wanted)
         for i, f in enumerate(found[0]):

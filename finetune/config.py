@@ -246,6 +246,9 @@ class TrainConfig:
     cosine_min_lr_ratio: float = flag(0.1, "steps", "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
     apply_gradient_clipping: bool = flag(True, "steps", "clip the global gradient norm to --grad_norm")
     grad_norm: float = flag(1.0, "steps", "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
+    router_aux_loss_coef: float = flag(
+        0.0, "steps", "weight of a mixture's load-balancing loss over the tokens of a step; 0: off", minimum=0.0
+    )
     seed: int = flag(42, "steps", "random seed for shuffling, dropout and adapter initialization", minimum=0)
     # adapter
     lora_rank: int = flag(16, "adapter", "LoRA rank", minimum=1, aliases=("lora_r",), adapter_only=True)
@@ -369,6 +372,9 @@ class TrainConfig:
         1, "machine", "context parallelism: ranks that split each sequence", minimum=1, resumable=True
     )
     pp_degree: int = flag(1, "machine", "pipeline parallelism: number of stages", minimum=1, resumable=True)
+    ep_degree: int = flag(
+        1, "machine", "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1, resumable=True
+    )
     pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"), resumable=True)
     sharding_strategy: str = flag(
         None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES, resumable=True

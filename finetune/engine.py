@@ -57,6 +57,8 @@ class StepResult:
     num_targets: int
     num_tokens: int
     grad_norm: float
+    # The routers' load-balancing loss, before its coefficient; None without --router_aux_loss_coef.
+    aux_loss: float | None = None
     # fp16 only: the scaled gradient overflowed; the loss scale was lowered, weights are unchanged.
     skipped: bool = False
     num_rows: int | None = None

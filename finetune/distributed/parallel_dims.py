@@ -1,18 +1,21 @@
 """The device mesh without a framework: parallel degrees, and the coordinates and process groups of each rank.
 
 Ranks are numbered row-major over AXES (the last axis varies fastest), so that ranks that communicate most are adjacent.
-Data ranks are those that take different rows: dp_replicate x dp_shard.
+Data ranks are those that take different rows: dp_replicate x dp_shard. Expert parallelism takes its ranks from them, as
+in torchtitan: ep divides dp_shard, and does not multiply the world size.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from finetune.config import RESIDUAL_INITS
 from finetune.errors import PlanError
+from quantization_wrapper import METHODS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}
+FLAGS |= {"ep": "ep_degree"}  # of the data ranks, not an axis of its own
 KEEPS_GATHERED = ("shard_grad_op", "hybrid_shard_grad_op")  # reshard_after_forward=False (ZeRO-2)
 
 
@@ -25,10 +28,11 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
-        return prod(asdict(self).values())
+        return prod(self.mesh_shape)
 
     @property
     def data_ranks(self) -> int:
@@ -39,6 +43,11 @@ class ParallelDims:
     def shards(self) -> int:
         """Number of row-wise shards of each weight: FSDP also shards over the context-parallel group."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of row-wise shards of each expert's weights: the data ranks that hold the same experts."""
+        return self.dp_shard // self.ep
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -75,13 +84,22 @@ class ParallelDims:
         return at["cp"] == at["tp"] == at["pp"] == 0
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order."""
-        at, axes = self.coordinates(rank), [axis for axis in AXES if axis in axes]
-        places = product(*(range(getattr(self, axis)) for axis in axes))
-        return [self.rank_at(at | dict(zip(axes, place, strict=True))) for place in places]
+        """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order.
+
+        The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
+        """
+        at = self.coordinates(rank)
+        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in axes}
+        if "ep" in axes:
+            first = at["dp_shard"] // self.ep * self.ep
+            ranges["dp_shard"] = range(first, first + self.ep)
+        elif "expert_shard" in axes:
+            ranges["dp_shard"] = range(at["dp_shard"] % self.ep, self.dp_shard, self.ep)
+        return [self.rank_at(at | dict(zip(ranges, place, strict=True))) for place in product(*ranges.values())]
 
     def __str__(self) -> str:
-        named = [f"{FLAGS[axis]} {degree}" for axis, degree in zip(AXES, self.mesh_shape, strict=True)]
+        degrees = dict(zip(FLAGS.values(), (*self.mesh_shape, self.ep), strict=True))
+        named = [f"{flag} {degree}" for flag, degree in degrees.items()]
         return " x ".join(n for n in named if not n.endswith(" 1")) or "one rank"
 
 
@@ -95,7 +113,7 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
     taken = prod(others.values()) * dp_degree
     if dp_shards == -1:
         dp_shards = max(1, world_size // taken)
-    dims = ParallelDims(dp_degree, dp_shards, **others)
+    dims = ParallelDims(dp_degree, dp_shards, **others, ep=values["ep_degree"])
     if dims.world_size != world_size:
         said = " x ".join(f"--{FLAGS[a]} {d}" for a, d in zip(AXES, dims.mesh_shape, strict=True) if d > 1)
         raise PlanError(
@@ -103,13 +121,36 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
             f"{world_size}. "
             f"Use --world_size {dims.world_size}, or other degrees."
         )
+    check_expert_parallelism(dims)
     return dims
+
+
+def check_expert_parallelism(dims: ParallelDims) -> None:
+    """Raises PlanError if --ep_degree does not divide the data ranks, or is beside what it does not compose with."""
+    if dims.ep == 1:
+        return
+    other = next((axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1), None)
+    if other:
+        raise PlanError(
+            f"--ep_degree {dims.ep}: contradicts --{FLAGS[other]} {getattr(dims, other)}: expert parallelism composes "
+            "with --dp_shards and --dp_degree only. Leave one out."
+        )
+    if dims.dp_shard % dims.ep:
+        fine = [str(d) for d in range(1, dims.dp_shard + 1) if dims.dp_shard % d == 0]
+        raise PlanError(
+            f"--ep_degree {dims.ep}: takes its ranks from --dp_shards {dims.dp_shard}, and does not divide it. "
+            f"Use one of {', '.join(fine)}, or other --dp_shards."
+        )
 
 
 def loads_full_model(settings) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     if settings.tp_degree * settings.pp_degree > 1:
         return "TP/PP first record the full model's logits to compare against"
+    if settings.ep_degree > 1 and settings.train_type == "qlora":
+        method = METHODS[settings.quantization_backend]
+        if settings.double_quant or settings.n_bits in method.needs_full_matrix:
+            return "EP divides experts by rows, and this quantizer's values belong to full matrices"
     if settings.llama_pro_path:
         return "the added layers are verified to be identities on the loaded weights"
     if settings.train_type != "full" and settings.init_lora_weights == "eva":
@@ -125,16 +166,15 @@ def check_model(dims: ParallelDims, shape) -> None:
     The model's transformers TP plan is checked later, when the model is loaded.
     """
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    if not shape.num_experts:
+    if shape.num_experts:
+        sizes["size of an expert"] = shape.expert_size
+    else:
         sizes["intermediate_size"] = shape.intermediate_size
     _divides("tp_degree", dims.tp, sizes)
     _divides("pp_degree", dims.pp, {"num_hidden_layers": shape.num_layers})
-    if dims.tp > 1 and shape.num_experts:
-        raise PlanError(
-            f"--tp_degree {dims.tp}: tensor parallelism does not support experts, and the model has "
-            f"{shape.num_experts} per "
-            "layer. Use --dp_shards instead."
-        )
+    if dims.ep > 1 and not shape.num_experts:
+        raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
+    _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
 
 
 def check_settings(dims: ParallelDims, values: dict) -> None:
@@ -143,6 +183,7 @@ def check_settings(dims: ParallelDims, values: dict) -> None:
         ("cp", "batch_layout", "padded", "splits only padding-free rows"),
         ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
         ("tp", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
+        ("ep", "use_cpu_offload", True, "keeps whole experts on the device"),
         ("pp", "use_activation_cpu_offload", True, "keeps the activations of several microbatches on the device"),
     ):
         if getattr(dims, axis) > 1 and values[name] == wrong:

@@ -20,7 +20,7 @@ from finetune.estimate.activations import (
 )
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
-from finetune.estimate.model_shape import STORED_TRANSPOSED, ModelShape
+from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, ModelShape
 from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
@@ -168,6 +168,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     logits = logits_bytes(m, microbatch)
     head = 4 * shape.vocab_size * h if m.full else 0
     recomputed = layer_activation_bytes(m, microbatch) if m.settings.use_gradient_checkpointing == "true" else 0
+    if m.settings.ep_degree > 1:  # hidden states on their way to the experts, and in their order
+        held += 2 * tokens * shape.experts_per_token * h * b
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
@@ -228,11 +230,11 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
         found = re.search(r"\.(\d+)\.", name)
         if found and int(found[1]) >= layers:
             continue
-        cut = dims.tp if found else 1
+        cut = dims.tp if found and shape.kind not in WITHOUT_TP_PLAN else 1
         by_rows = name.rpartition(".")[2] in READS
         linears.append((name, rows // cut, columns) if by_rows else (name, rows, columns // cut))
     kept = sum(rows * columns for _, rows, columns in linears)
-    experts = shape.expert_weights // dims.pp
+    experts = shape.expert_weights // dims.pp // dims.tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
     if dims.pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
         weights -= shape.vocab_size * shape.hidden_size
@@ -242,6 +244,7 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
         linears=tuple(linears),
         num_weights=weights,
         expert_weights=experts,
+        expert_size=shape.expert_size and shape.expert_size // dims.tp,
         num_heads=shape.num_heads and shape.num_heads // dims.tp,
         num_kv_heads=shape.num_kv_heads and shape.num_kv_heads // dims.tp,
         intermediate_size=shape.intermediate_size and shape.intermediate_size // dims.tp,
@@ -328,7 +331,25 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
     one = (all_layers - outside * m.weight) / shape.num_layers
     adapters = 0 if m.full else 4 * sum(trainable_tensors(m)) / shape.num_layers
-    return one + adapters, outside * m.weight
+    return one + adapters - _experts_elsewhere(m) / shape.num_layers, outside * m.weight
+
+
+def _experts_elsewhere(m: ModelCost) -> float:
+    """Bytes of the experts that expert parallelism does not gather: other ranks', and whole ones of this rank."""
+    degree = m.settings.ep_degree
+    if degree == 1:
+        return 0
+    stored, _ = expert_bytes(m)
+    return stored * (1 if m.settings.dp_shards == degree else 1 - 1 / degree)
+
+
+def expert_bytes(m: ModelCost) -> tuple[int, int]:
+    """(stored bytes of all experts, adapters included; bytes of their gradients)."""
+    weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
+    without = replace(m.shape, expert_weights=0, num_weights=m.shape.num_weights - weights)
+    dense = ModelCost(without, m.settings, m.device)
+    trained = 4 * (sum(trainable_tensors(m)) - sum(trainable_tensors(dense)))
+    return base_bytes(m) - base_bytes(dense) + trained, trained
 
 
 def _width_in_flight(m: ModelCost) -> float:

@@ -55,6 +55,8 @@ HEADS = ("lm_head", "embed_out")
 # Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 LEARNED_POSITIONS = ("gpt2",)
+# Mixtures without a tensor-parallel plan in transformers: experts are sliced, all else is replicated.
+WITHOUT_TP_PLAN = ("gpt_oss",)
 FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
 
 

@@ -15,6 +15,8 @@ REFUSED = {
     "tp_degree": (1, "mlx-lm's sharded layers take no adapter, and the MLX engine has data parallelism only"),
     "cp_degree": (1, "the MLX engine has data parallelism only"),
     "pp_degree": (1, "the MLX engine has data parallelism only"),
+    "router_aux_loss_coef": (0.0, "the MLX engine has no load-balancing loss"),
+    "ep_degree": (1, "the MLX engine has data parallelism only"),
     "double_quant": (False, "MLX's formats do not quantize their scales again"),
 }
 REPLACED = {

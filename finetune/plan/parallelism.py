@@ -48,7 +48,9 @@ def resolve_parallelism(draft: Draft) -> None:
         if draft.given(name):
             draft.adjust(name, DEFAULTS[name], "ranks started here meet over loopback, on a free port")
     if draft.dims.pp > 1 and values["score_dataset"]:
-        no_generation_in_a_pipeline(draft)
+        no_generation(draft, "pipeline parallelism", "--pp_degree")
+    if draft.dims.ep > 1 and values["score_dataset"]:
+        no_generation(draft, "expert parallelism", "--ep_degree")
     if draft.distribution.startswith("zero"):
         draft.notices.append("memory is predicted as for DDP replicas; DeepSpeed's ZeRO needs less")
     elif draft.dims.shards == 1:
@@ -82,18 +84,17 @@ def single_process(draft: Draft) -> None:
         adjust(name, DEFAULTS[name], "a single process needs no rendezvous")
 
 
-def no_generation_in_a_pipeline(draft: Draft) -> None:
+def no_generation(draft: Draft, where: str, flag: str) -> None:
+    """No scores: each rank generates its own answers, and here every forward needs all ranks of a group."""
     values = draft.values
     if draft.given("score_dataset"):
         raise PlanError(
-            f"--score_dataset {values['score_dataset']}: generation is not supported under pipeline parallelism. "
-            "Run score.py afterwards; use --validation_dataset with --pp_degree."
+            f"--score_dataset {values['score_dataset']}: generation is not supported under {where}. "
+            f"Run score.py afterwards; use --validation_dataset with {flag}."
         )
     if not (values["validation_dataset"] or values["validation_split"]):
-        draft.adjust("validation_dataset", values["score_dataset"], "a pipeline measures its loss")
-    draft.adjust(
-        "score_dataset", None, "generation is not supported under pipeline parallelism; run score.py afterwards"
-    )
+        draft.adjust("validation_dataset", values["score_dataset"], f"{where} measures the loss")
+    draft.adjust("score_dataset", None, f"generation is not supported under {where}; run score.py afterwards")
 
 
 def replicated_weights(draft: Draft) -> None:
@@ -191,7 +192,7 @@ def check_accelerate(draft: Draft, method: str, name: str) -> None:
         raise PlanError(f"{flag}: accelerate is not installed. pip install accelerate, or use ptd.")
     if draft.backend not in (Backend.CPU, Backend.CUDA):
         raise PlanError(f"{flag}: untested with several ranks on {draft.backend}. Use --parallel_backend ptd.")
-    for degree in ("tp_degree", "cp_degree", "pp_degree"):
+    for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree"):
         if values[degree] != 1:
             raise PlanError(
                 f"--{degree} {values[degree]}: accelerate runs data parallelism only here. Use --parallel_backend ptd, "

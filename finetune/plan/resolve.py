@@ -19,6 +19,7 @@ from finetune.config import (
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
+from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.data import context_length, data_flags
@@ -288,7 +289,10 @@ def _asked(values: dict) -> tuple:
 
 def check_group_size(draft: Draft, name: str) -> None:
     """Refuses a group size that does not divide some layer's columns, if the method needs that."""
-    values, linears = draft.values, draft.shape.linears if draft.shape and not draft.facts.prequantized else ()
+    values, linears = draft.values, []
+    if draft.shape and not draft.facts.prequantized:
+        experts = [("an expert", rows, columns) for rows, columns in draft.shape.expert_matrices()]
+        linears = [*draft.shape.linears, *experts]
     for layer, _, columns in linears:
         if quantization_wrapper.group_mismatch(name, values["n_bits"], values["group_size"], columns):
             sizes = quantization_wrapper.METHODS[name].group_sizes
@@ -362,13 +366,42 @@ def model_limits(draft: Draft) -> None:
     if shape is None:
         return
     check_model(draft.dims, shape)
+    load_balancing(draft)
     if draft.dims.tp * draft.dims.pp > 1:
         draft.notices.append(
             "transformers' tensor and pipeline plans of this model are checked when it loads, before its weights are "
             "read"
         )
+    if draft.dims.tp > 1 and shape.kind in WITHOUT_TP_PLAN:
+        draft.notices.append(
+            f"tp_degree {draft.dims.tp}: transformers has no tensor-parallel plan for {shape.kind}: its experts "
+            "are sliced, all else is replicated"
+        )
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))
+
+
+def load_balancing(draft: Draft) -> None:
+    """--router_aux_loss_coef: what has no router, or computes its loss elsewhere."""
+    values, coefficient = draft.values, draft.values["router_aux_loss_coef"]
+    if not coefficient:
+        return
+    said = f"--router_aux_loss_coef {coefficient:g}"
+    if not draft.shape.num_experts:
+        raise PlanError(f"{said}: weighs the load-balancing loss of routers, and this model has none. Omit it.")
+    for setting, refused, why in (
+        ("pp_degree", values["pp_degree"] > 1, "the routers of other stages are not in the last one's loss"),
+        ("reentrant_checkpointing", values["reentrant_checkpointing"], "router logits of its forward have no gradient"),
+        ("preference", values["preference"] != "none", "its forwards are of pairs and of a reference"),
+        ("parallel_backend", draft.distribution != "ptd", "it is computed by the built-in distribution only"),
+    ):
+        if refused:
+            given = f"--{setting} {format_value(values[setting])}"
+            raise PlanError(f"{said}: contradicts {given}: {why}. Leave one of them out.")
+    if values["train_type"] != "full":
+        draft.notices.append(
+            f"router_aux_loss_coef {coefficient:g}: the routers are frozen; the loss trains the adapters that feed them"
+        )
 
 
 def _experts_notice(values: dict, num_experts: int) -> str:

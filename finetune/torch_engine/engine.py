@@ -117,10 +117,18 @@ class TorchEngine(EngineBase):
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
-        nll, *sums = self.groups.all_gather_scalars([total.item(), *metrics.values()]).sum(0).tolist()
+        sums = [total.item(), self._aux_loss(), *metrics.values()]
+        nll, aux_loss, *sums = self.groups.all_gather_scalars(sums).sum(0).tolist()
         means = self.objective.means(dict(zip(metrics, sums, strict=True)), count, known)
-        num_rows = count if self.objective.per_row else None
-        result = StepResult(nll, num_targets, num_tokens, norm, num_rows=num_rows, metrics=means)
+        result = StepResult(
+            nll,
+            num_targets,
+            num_tokens,
+            norm,
+            aux_loss if self.forward.balance else None,
+            num_rows=count if self.objective.per_row else None,
+            metrics=means,
+        )
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
@@ -160,13 +168,21 @@ class TorchEngine(EngineBase):
         metrics = dict.fromkeys(self.objective.sums, 0.0)
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
+        balance = self.forward.balance
+        if balance:
+            self._count_routes(microbatches)
 
         def forward(batch):
             nonlocal total
+            if balance:
+                balance.recording = True
             loss, found = self.objective.loss(self.forward, batch, known)
             total += loss.detach().to(total.device).double() * fraction
             for name in found:
                 metrics[name] += found[name]
+            if balance:
+                factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
+                return loss * scale + balance.loss() * factor
             return loss * scale
 
         forwards = [partial(forward, batch) for batch in microbatches]
@@ -178,6 +194,28 @@ class TorchEngine(EngineBase):
         """(summed loss, targets or preference rows), see `measure`."""
         found = self.measure(microbatches, stop)
         return found.nll, found.num_targets if found.num_rows is None else found.num_rows
+
+    def _count_routes(self, microbatches: list[Batch]) -> None:
+        """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
+        follow.
+        """
+        balance = self.forward.balance
+        balance.begin()
+        if len(microbatches) == 1:  # its own forward says it
+            return
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        for batch in microbatches:
+            with self._memory_advice(batch):
+                balance.recording = True
+                self.parallel.call(partial(self.forward.route, batch))
+            balance.count()
+        self.parallel.reshard()
+        balance.finish_counting()
+        self.state.set_rng_state(before)
+
+    def _aux_loss(self) -> float:
+        """This rank's part of the step's load-balancing loss: the ranks of a tensor-parallel group compute the same."""
+        return self.forward.balance.total / self.groups.dims.tp if self.forward.balance else 0.0
 
     @torch.no_grad()
     def measure(self, microbatches: list[Batch], stop=None) -> StepResult:

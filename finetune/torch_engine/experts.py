@@ -10,6 +10,7 @@ E experts, T tokens, K experts per token, R rank, I in_features, O out_features,
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import quantization_wrapper
@@ -49,8 +50,9 @@ class ExpertsPair(nn.Module):
 
     def factors(self) -> list[tuple]:
         """[(A [R, I], B [O, R])] per expert, differentiable; gradients are collected once, not once per expert."""
-        a = self.lora_A.view(self.num_experts, self.rank, -1).unbind(0)
-        b = self.lora_B.view(-1, self.rank, self.num_experts).permute(2, 0, 1).unbind(0)
+        held = len(self.lora_A) // self.rank  # expert parallelism: those of this rank
+        a = self.lora_A.view(held, self.rank, -1).unbind(0)
+        b = self.lora_B.view(-1, self.rank, held).permute(2, 0, 1).unbind(0)
         return list(zip(a, b, strict=True))
 
 
@@ -84,38 +86,70 @@ class Experts(ExpertsPair):
         return dict(zip(self.adapted, holders, strict=True)) if self.adapted else {}
 
     def forward(self, hidden, top_k_index, top_k_weights):
-        """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm."""
-        base, num_chosen = self.base, top_k_index.shape[-1]
-        sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
-        counts = torch.bincount(sorted_TK, minlength=self.num_experts).tolist()
-        factors = {name: pair.factors() for name, pair in self.pairs().items()}
-        first, last = weight_names(base)
-        hit = [e for e in range(self.num_experts) if counts[e]]
-        inputs = hidden[order_TK // num_chosen].split([counts[e] for e in hit])
-        outputs = []
-        for expert, x in zip(hit, inputs, strict=True):
-            up = self.product(first, expert, x, factors)
-            inner = base._apply_gate(up) if base.has_gate else base.act_fn(up)
-            outputs.append(self.product(last, expert, inner, factors))
-        out = torch.cat(outputs)
-        if base.has_post_expert_norm:
-            out = base.post_expert_norm(out)
-        out = out * top_k_weights.reshape(-1)[order_TK].unsqueeze(-1)
-        back = torch.empty_like(order_TK)
-        back[order_TK] = torch.arange(len(order_TK), device=order_TK.device)
-        return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
+        return weighted_sum(self.base, self.run, hidden, top_k_index, top_k_weights)
 
-    def product(self, name, expert, x, factors):
-        """Applies one expert's weight, bias and adapter to x.
+    def run(self, inputs, counts: list[int], last_bias: bool = True):
+        """See run_experts."""
+        factors = {name: pair.factors() for name, pair in self.pairs().items()}
+        return run_experts(self.base, partial(self.product, factors), inputs, counts, last_bias)
+
+    def product(self, factors, name, expert, x, bias):
+        """Applies one expert's weight, this bias and its adapter to x.
 
         Saves x and the stored tensors for backward, nothing dense.
         """
         stored, weight_of = frozen_weight(self.base, name, expert)
-        bias = getattr(self.base, name + "_bias")[expert] if self.base.has_bias else None
         if name not in factors:
             return FrozenLinear.apply(x, bias, None, weight_of, *stored)
         a, b = factors[name][expert]
         return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, *stored)
+
+
+def run_trained(base, inputs, counts: list[int], last_bias: bool = True):
+    """As Experts.run, for a transformers module whose own weights train: each gradient is collected once."""
+    weights = {name: getattr(base, name).unbind(0) for name in weight_names(base)}
+
+    def product(name, expert, x, bias):
+        weight = weights[name][expert]
+        return F.linear(x, weight.t() if base.is_transposed else weight, bias)
+
+    return run_experts(base, product, inputs, counts, last_bias)
+
+
+def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
+    """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm.
+
+    `run(inputs, counts)`: the experts' outputs for inputs sorted by expert, counts[e] of expert e.
+    """
+    num_chosen = top_k_index.shape[-1]
+    sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
+    counts = torch.bincount(sorted_TK, minlength=base.num_experts).tolist()
+    out = run(hidden[order_TK // num_chosen], counts)
+    if base.has_post_expert_norm:
+        out = base.post_expert_norm(out)
+    out = out * top_k_weights.reshape(-1)[order_TK].unsqueeze(-1)
+    back = torch.empty_like(order_TK)
+    back[order_TK] = torch.arange(len(order_TK), device=order_TK.device)
+    return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
+
+
+def run_experts(base, product, inputs, counts: list[int], last_bias: bool):
+    """The experts' outputs for `inputs`, counts[e] rows of expert e, in order.
+
+    `product(weight name, expert, x, bias)`; `last_bias`: the bias of the outputs is added here, not on another rank.
+    """
+    first, last = weight_names(base)
+    biased = {first: base.has_bias, last: base.has_bias and last_bias}
+    # Gradients are collected once, not once per expert.
+    biases = {n: getattr(base, n + "_bias").unbind(0) if biased[n] else [None] * len(counts) for n in biased}
+    # One at least, so that on a rank without a token there is a graph to go back through.
+    hit = [e for e in range(len(counts)) if counts[e]] or [0]
+    outputs = []
+    for expert, x in zip(hit, inputs.split([counts[e] for e in hit]), strict=True):
+        up = product(first, expert, x, biases[first][expert])
+        inner = base._apply_gate(up) if base.has_gate else base.act_fn(up)
+        outputs.append(product(last, expert, inner, biases[last][expert]))
+    return torch.cat(outputs)
 
 
 def frozen_weight(base, name: str, expert: int):

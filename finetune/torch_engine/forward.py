@@ -10,6 +10,7 @@ import torch
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.torch_engine import attention, loss
 from finetune.torch_engine.load import autocast_dtype
+from finetune.torch_engine.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -68,6 +69,8 @@ class ModelForward:
         self.passes_bounds = False  # whether the model is told where packed documents begin
         self.shards_sequences = False  # context parallelism, once the model is distributed
         self.checks, self.reference = None, None
+        coefficient = settings.router_aux_loss_coef
+        self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.parameter_counts = parameter_counts(model)
 
     def set_attention(self) -> None:
@@ -113,6 +116,9 @@ class ModelForward:
         shard_context = None
         if self.shards_sequences:
             batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.device)
+        if self.balance is not None:
+            real = (batch.document_ids_BS >= 0) & bool(batch.rows)  # an empty batch has no rows
+            self.balance.mask_T = torch.from_numpy(real.reshape(-1)).to(self.device)
         labels = torch.from_numpy(batch.labels_BS).to(self.device)
         inputs = {
             "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
@@ -154,6 +160,13 @@ class ModelForward:
                 hidden = copy(hidden)
                 at = tuple(index[self.groups.coordinate("tp") :: self.groups.dims.tp] for index in at)
             return self.head.nll(hidden[at], labels[at], copy)
+
+    @torch.no_grad()
+    def route(self, batch: Batch) -> None:
+        """Runs the decoder only, for what hooks record of it."""
+        inputs, _ = self.inputs(batch)
+        with self.autocast():
+            base_model(self.model)(**inputs)
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable.

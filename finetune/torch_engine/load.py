@@ -14,11 +14,12 @@ from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts, llama_pro, memory_stats
+from finetune.torch_engine import experts, llama_pro, load_balancing, memory_stats
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.targets import linear_names, target_names
+from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights import empty_model, load_dense, load_weights
@@ -70,12 +71,19 @@ def memory_advice(folder, settings: TrainConfig):
 
 
 def build_on_meta(folder, settings: TrainConfig):
-    """The model of a folder's config, its parameters on meta. PlanError if its class has no plan for TP or PP."""
+    """The model of a folder's config, its parameters on meta.
+
+    PlanError if its class has no plan for TP or PP, no experts for EP, or no router for a load-balancing loss.
+    """
     model = empty_model(folder, WEIGHT_DTYPES[settings.precision])
     if settings.tp_degree > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
+    if settings.ep_degree > 1:
+        expert_parallel.reachable_experts(model, f"--ep_degree {settings.ep_degree}")
     if settings.pp_degree > 1:
         pipeline.stages_of(model, settings.pp_degree)
+    if settings.router_aux_loss_coef:
+        load_balancing.routers_of(model, f"--router_aux_loss_coef {settings.router_aux_loss_coef:g}")
     return model
 
 
@@ -102,6 +110,8 @@ def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, devi
     # What is read and dropped leaves no holes between the weights that stay. Quantizers' blocks are smaller: mapping
     # those too, each faulted in anew, takes three times as long.
     memory_stats.map_blocks_from(2**18 if settings.low_memory else 2**20 + 2**18)
+    if local_shards is not None:
+        local_shards.experts = {name: module.num_experts for name, module in experts.reachable(model).items()}
     if config and not layers.quantize_last:
         quantized = {f"{n}.weight": config for n in layers.linears}
         in_experts = [n for n in experts.parameter_names(model) if n.rpartition(".")[0] in layers.experts]

@@ -11,6 +11,7 @@ from torch import nn
 from finetune.distributed.parallel_dims import loads_full_model
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.slices import Slice
 
 
 class LocalShards:
@@ -18,6 +19,7 @@ class LocalShards:
 
     def __init__(self, groups: ProcessGroups, device: torch.device):
         self.groups, self.device, self.kept = groups, device, {}
+        self.experts = {}  # {name of a module: number of its experts}, of which expert parallelism keeps some
 
     @classmethod
     def of(cls, groups: ProcessGroups, settings) -> "LocalShards | None":
@@ -30,7 +32,20 @@ class LocalShards:
 
     def rows(self, name: str, num_rows: int) -> slice:
         """This rank's rows of the tensor `name`, which has `num_rows`."""
-        return self.groups.local_rows(num_rows)
+        if not self.num_experts_of(name):
+            return self.groups.local_rows(num_rows)
+        first = 0
+        if not name.endswith("lora_B"):  # all others have their experts one after the other
+            (experts,) = Slice(0, 1, "ep").slices(num_rows, self.groups)
+            first, num_rows = experts.start, experts.stop - experts.start
+        rows = self.groups.local_rows(num_rows, "expert_shard")
+        return slice(first + rows.start, first + rows.stop)
+
+    def num_experts_of(self, name: str) -> int:
+        """The number of experts in the module that a tensor belongs to; 0 if it is not one that ranks divide."""
+        if self.groups.dims.ep == 1:
+            return 0
+        return next((count for owner, count in self.experts.items() if name.startswith(owner + ".")), 0)
 
     def parameter(self, name: str, tensor: torch.Tensor, shape: tuple | None = None) -> nn.Parameter:
         """A frozen parameter on meta whose rows are kept.
@@ -48,6 +63,9 @@ class LocalShards:
 
     def give(self, name: str, parameter: nn.Parameter, full: torch.Tensor) -> None:
         """Keeps a copy of this rank's rows of `full`, the value of a parameter on meta."""
+        count = self.num_experts_of(name)
+        if count and name.endswith("lora_B"):
+            full = Slice(1, full.shape[1] // count, "ep").take(full, self.groups)
         rows = full[self.rows(name, len(full))]
         self.kept[parameter] = rows.to(device=self.device, dtype=parameter.dtype, copy=True)
 
@@ -62,6 +80,10 @@ class LocalShards:
                     continue
                 shape = None if num_rows is None else (num_rows, *old.shape[1:])
                 part._parameters[leaf] = self.parameter(f"{inner}.{leaf}", old.detach(), shape)
+
+    def rename(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """`new` takes the place of a parameter whose rows are kept."""
+        self.kept[new] = self.kept.pop(old)
 
     def has(self, parameter: nn.Parameter) -> bool:
         return parameter in self.kept

@@ -9,6 +9,9 @@ from finetune.errors import PlanError
 from finetune.optimizer_state import check_known
 from finetune.quantizers import bnb
 
+# Groups over which a parameter may be sharded.
+SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
+
 
 def build(named: dict, settings, device):
     """Builds the optimizer over {name: parameter}. LoRA+ (Hayou et al.
@@ -111,11 +114,11 @@ def unscale(parameters: dict, scale: float | None) -> None:
 def clip(parameters: dict, limit: float | None, groups, owned: dict) -> float:
     """Global gradient norm over all ranks, fp32; clips the gradients to `limit` if given and exceeded. Collective.
 
-    `owned`: {name: process groups over which it is sharded, of "shard" and "tp"}; a missing name is counted by another
+    `owned`: {name: process groups over which it is sharded, one of SHARDED_OVER}; a missing name is counted by another
     rank.
     """
     squares = {}
-    for over in ((), ("shard",), ("tp",), ("shard", "tp")):
+    for over in SHARDED_OVER:
         grads = [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
         # Norms in fp32 per tensor, summed in fp64: the same result however the tensors are distributed over ranks.
         square = torch.zeros((), dtype=torch.float64)

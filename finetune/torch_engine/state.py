@@ -84,12 +84,13 @@ class EngineState:
         }
 
     def writes_shards(self) -> bool:
-        """True if each rank can save its own shards: base weights train, sharded in ways that have a place in the full
+        """True if each rank can save its own shards: base weights train, and each shard is one slice of the full
         tensor.
         """
         dims = self.groups.dims
         sharded = dims.shards * dims.tp * dims.pp > 1
-        return self.settings.train_type == "full" and sharded and self.parallel.holds_slices
+        one_slice = all(cut.blocks == 1 for cut in self.place.slices.values())
+        return self.settings.train_type == "full" and sharded and one_slice and self.parallel.holds_slices
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(fp32 weights, moments) that this rank writes, each read when it is written."""
@@ -104,7 +105,7 @@ class EngineState:
 
     def _shard(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorShard:
         """`tensor` is placed as the parameter `name` is."""
-        slices = self.place.local_slice(name)
+        (slices,) = self.place.local_slices(name)
         shape = tuple(s.stop - s.start for s in slices)
         assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
         word = FROM_NUMPY[str(dtype).removeprefix("torch.")]

@@ -1,7 +1,8 @@
 """Everything that is imported from transformers' undocumented modules, so that an upgrade is checked in one place.
 
-They map the tensors of a weight file to a model's parameters and back (merged experts, renamed layers). The public
-from_pretrained and save_pretrained do the same, but hold the full model in memory.
+Most map the tensors of a weight file to a model's parameters and back (merged experts, renamed layers). The public
+from_pretrained and save_pretrained do the same, but hold the full model in memory. OutputRecorder says which module
+gives the router logits.
 """
 
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
@@ -14,8 +15,10 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils.output_capturing import OutputRecorder
 
 __all__ = [
+    "OutputRecorder",
     "converts_experts",
     "WeightConverter",
     "WeightRenaming",

@@ -75,6 +75,24 @@ def test_tied_embeddings_and_experts_are_saved_sharded(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_experts_over_ranks_are_saved_and_restored_bitwise_over_other_degrees(architecture, tmp_path):
+    """By whole experts each rank writes its own; gate and up in one tensor, each sliced, are gathered."""
+    two, four = ["EP 2", "TP 2", "FSDP2 2"], ["EP 2 x FSDP2 2", "DDP 2 x EP 2", "FSDP2 4"]
+    case = dict(folder=str(tmp_path), architecture=architecture)
+    for size, layouts in ((2, two), (4, four)):
+        ends = [*layouts, *(["alone"] if size == 2 else [])]
+        pairs = [(a, b) for a in layouts for b in ends]
+        arguments = dict(layouts=layouts, pairs=pairs, **case)
+        check(ranks.run(size, sharded_checkpoint_cases.both, tmp_path / f"ranks {size}", **arguments)[0][1])
+    for size, pairs in ((2, [("EP 2 x FSDP2 2", b) for b in two]), (4, [("TP 2", four[0]), ("EP 2", four[1])])):
+        folder = tmp_path / f"other {size}"
+        check(ranks.run(size, sharded_checkpoint_cases.resumed_as, folder, pairs=pairs, **case)[0])
+    written = {p.name for p in (tmp_path / "EP 2" / "checkpoints" / "step-2").iterdir()}
+    assert "model-rank00001.safetensors" in written and "model.safetensors" not in written
+
+
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_ends_all_and_one_that_sees_no_folder_makes_them_gather(tmp_path):
     found = ranks.run(2, sharded_checkpoint_cases.faults, tmp_path / "ranks", folder=str(tmp_path))
     for entry in found:

@@ -34,6 +34,28 @@ TRAFFIC = [
         )
     ),
 ]
+OF_EXPERTS = [
+    ("EP 2", "nf4", "mixtral"),
+    ("TP 2", "lora", "mixtral"),
+    ("TP 2", "full", "gpt_oss"),
+    ("TP 2", "nf4 recomputed", "qwen3_moe"),
+    ("TP 2", "full", "qwen2_moe"),
+    ("EP 2", "lora recomputed", "qwen3_moe"),
+    ("EP 2", "full kept", "gpt_oss"),
+    ("EP 2 x FSDP2 2", "full", "gpt_oss"),
+    ("EP 2 x FSDP2 2", "lora no_sync", "mixtral"),
+    ("EP 2 x FSDP2 2", "nf4", "qwen3_moe"),
+    ("DDP 2 x EP 2", "lora", "mixtral"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "kind", "architecture"), OF_EXPERTS)
+def test_bytes_sent_by_experts_over_ranks_are_those_of_the_formula(layout, kind, architecture, tmp_path):
+    """The formula is given the pairs of tokens and experts that the routers chose."""
+    size, case = cases.LAYOUTS[layout].world_size, dict(layout=layout, kind=kind, architecture=architecture)
+    for rank, (counted, formula) in enumerate(ranks.run(size, cases.traffic_of, tmp_path, **case)):
+        assert counted == formula, (rank, case)
 
 
 @pytest.mark.parametrize(("layout", "kind"), TRAFFIC)

@@ -1,5 +1,7 @@
 """Wishes and facts settled to a plan, or refused in one line."""
 
+import dataclasses
+
 import pytest
 
 from backend_manager import Backend
@@ -179,6 +181,13 @@ def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_wh
     with pytest.raises(PlanError, match="--context_length 1000: exceeds this model's limit of 256"):
         plan_of(shape=shape, context_length=1000)
     assert plan_of(shape=shape).settings.context_length == 256
+
+
+def test_a_group_size_that_does_not_divide_an_experts_columns_is_refused():
+    shape = ModelShape.from_config({"num_local_experts": 4, "hidden_size": 64, "intermediate_size": 96})
+    shape = dataclasses.replace(shape, expert_weights=4 * 3 * 64 * 96)
+    with pytest.raises(PlanError, match="--group_size 64: does not divide the 96 columns of an expert, as hqq needs"):
+        plan_of(shape=shape, quantization_backend="hqq", group_size=64)
 
 
 def test_the_plan_says_how_experts_are_trained():

@@ -21,8 +21,36 @@ def test_ranks_train_as_one_process_does(size, tmp_path):
     check(ranks.run(size, cases.matrix, tmp_path, wanted=wanted))
 
 
+FAST_OF_EXPERTS = [("TP 2", "lora", "mixtral"), ("EP 2", "full", "qwen3_moe"), ("EP 2", "nf4", "gpt_oss")]
+
+
+def test_experts_over_two_ranks_train_as_in_one_process(tmp_path):
+    found = ranks.run(2, cases.matrix, tmp_path, wanted=FAST_OF_EXPERTS)
+    check(found)
+    for figures in found[0][1:]:
+        assert figures["share"] == pytest.approx(1 / 2, rel=0.01), figures  # experts by whole ones, the rest by rows
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", "FSDP2 2 x TP 2", "PP 2 x TP 2", *cases.EXPERT_LAYOUTS])
+def test_mixtures_of_experts_over_ranks_train_as_in_one_process(layout, tmp_path):
+    wanted = [(layout, kind, model) for model in ("mixtral", "qwen3_moe") for kind in ("full", "lora", "nf4")]
+    if "PP" not in layout:  # transformers has no pipeline plan for it
+        wanted += [(layout, kind, "gpt_oss") for kind in ("full", "lora", "nf4")]
+    wanted += [(layout, "full", "qwen2_moe"), (layout, "nf4", "qwen2_moe")]  # shared experts
+    wanted += [(layout, kind, "mixtral") for kind in ("bnb", "hqq", "mlx", "lora recomputed", "full no_sync")]
+    check(ranks.run(cases.LAYOUTS[layout].world_size, cases.matrix, tmp_path, wanted=wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["DDP 2", "FSDP2 2", "TP 2", "CP 2", "EP 2"])
+def test_the_load_balancing_loss_does_not_depend_on_the_ranks(layout, tmp_path):
+    wanted = [(layout, kind, "mixtral") for kind in cases.BALANCED]
+    check(ranks.run(2, cases.matrix, tmp_path, wanted=wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", cases.DENSE_LAYOUTS)
 def test_the_full_matrix(layout, tmp_path):
     wanted = [(layout, kind, "llama") for kind in cases.MATRIX]
     wanted += [(layout, "nf4", architecture) for architecture in ("qwen3", "gemma3", "mixtral")]

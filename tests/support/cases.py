@@ -15,7 +15,7 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
-from finetune.estimate import communication
+from finetune.estimate import communication, model_shape
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
@@ -43,6 +43,16 @@ LAYOUTS = {
     "PP 2 x TP 2": ParallelDims(pp=2, tp=2),
     "DDP 2 x TP 2": ParallelDims(dp_replicate=2, tp=2),
 }
+# For mixtures of experts only: expert parallelism takes its ranks from the data ranks.
+EXPERT_LAYOUTS = {
+    "EP 2": ParallelDims(dp_shard=2, ep=2),
+    "EP 2 x FSDP2 2": ParallelDims(dp_shard=4, ep=2),
+    "DDP 2 x EP 2": ParallelDims(dp_replicate=2, dp_shard=2, ep=2),
+    "EP 4": ParallelDims(dp_shard=4, ep=4),
+}
+DENSE_LAYOUTS = LAYOUTS
+LAYOUTS = DENSE_LAYOUTS | EXPERT_LAYOUTS
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe")
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Case:
     recomputed: bool = False
     # Gathered weights are kept from forward to backward.
     kept: bool = False
+    # Weight of the routers' load-balancing loss.
+    aux: float = 0.0
 
     @property
     def id(self) -> str:
@@ -70,7 +82,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept)
+        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux))
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -100,7 +112,9 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
-CASES = MATRIX | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# Large enough to be seen in the gradients.
+BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
+CASES = MATRIX | BALANCED | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -131,17 +145,21 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
     """
     several_axes = sum(degree > 1 for degree in dataclasses.astuple(dims)) > 1
     amplified = (case.double_quant and not case.view_bf16) or architecture != "llama"
+    # Of an expert that few tokens reach, second moments are as small in adapters.
+    tiny_moments = case.train_type == "full" or architecture in MIXTURES
     return {
         "loss": 2e-6 if dims.tp > 1 else LOSS,
         "gradients": 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6,
         "norm": 1e-6,
-        "norms": 2e-5 if case.train_type == "full" else 5e-6 if amplified else 1e-6,
+        "norms": 2e-5 if tiny_moments else 5e-6 if amplified else 1e-6,
     }
 
 
 def is_refused(dims: ParallelDims, case: Case, architecture: str) -> bool:
-    """Whether tensor parallelism refuses the case: experts, and blocks of scales that two shards would share."""
-    return dims.tp > 1 and (case.group_size == 128 or architecture == "mixtral")
+    """Whether ranks refuse the case: blocks of scales that two tensor-parallel shards would share, experts of a dense
+    model.
+    """
+    return (dims.tp > 1 and case.group_size == 128) or (dims.ep > 1 and architecture not in MIXTURES)
 
 
 def check(figures: dict, dims: ParallelDims) -> None:
@@ -165,6 +183,8 @@ def build(
     """The engine of a tiny model; the same weights for every world size."""
     # Wide enough that half a row is a multiple of a block of scales.
     sizes = {"num_hidden_layers": 4} if groups.dims.pp > 2 or deep else {}
+    if architecture in ("qwen2_moe", "qwen3_moe"):
+        sizes["moe_intermediate_size"] = 64
     model = tiny.build(architecture, intermediate_size=128, **sizes)
     settings = dataclasses.replace(
         TrainConfig(),
@@ -175,6 +195,7 @@ def build(
         use_dora=case.use_dora,
         train_type=case.train_type,
         no_sync=case.no_sync,
+        router_aux_loss_coef=case.aux,
         use_gradient_checkpointing="true" if case.recomputed else "false",
     )
     model.requires_grad_(case.train_type == "full")
@@ -283,6 +304,8 @@ class CollectiveBytes(TorchDispatchMode):
         "all_gather": "all_gather",
         "reduce_scatter": "reduce_scatter",
         "allreduce": "all_reduce",
+        "alltoall": "all_to_all",
+        "all_to_all": "all_to_all",
         "send": "send",
     }
     CONTROL = (torch.float64, torch.int64, torch.bool)
@@ -307,6 +330,33 @@ class CollectiveBytes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class RoutedTokens:
+    """Counts the (token, expert) pairs of each expert, by hooks on the experts of a model."""
+
+    def __init__(self, engine: Engine):
+        self.modules, self.counts, self.hooks = experts.reachable(engine.model).values(), 0, []
+
+    def __enter__(self):
+        self.hooks = [module.register_forward_pre_hook(self.count) for module in self.modules]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def count(self, module, args):
+        number = getattr(module, "base", module).num_experts
+        self.counts = self.counts + torch.bincount(args[1].flatten(), minlength=number).double()
+
+    def of_ranks(self, groups, runs: int) -> tuple[int, int]:
+        """(pairs of this rank's tokens, pairs of all tokens of its group with this rank's experts)."""
+        if not self.modules:
+            return 0, 0
+        index, size = groups.place("ep")
+        counts = groups.all_gather_group(self.counts / runs, "ep")
+        return int(counts[index].sum()), int(sum(c.chunk(size)[index].sum() for c in counts))
+
+
 def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
     """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
     dims, case = LAYOUTS[layout], CASES[kind]
@@ -315,23 +365,32 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     batches = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
     count = int(max(groups.all_gather_scalars([len(batches)])[:, 0]))
     batches += [engine_access.empty_batch(engine)] * (count - len(batches))
-    with CollectiveBytes() as counted:
+    with CollectiveBytes() as counted, RoutedTokens(engine) as routed:
         engine.train_step(batches, 1e-3)
     config, inside, full = engine.model.config, ".layers.", case.train_type == "full"
 
     def padded_bytes(parameters):  # padded to rows that divide
         total = 0
         for p in parameters:
-            rows = -(-p.shape[0] // dims.shards) * dims.shards if placement.is_sharded(p) else p.shape[0]
+            shards = p.device_mesh.size(-1) if placement.is_sharded(p) else 1
+            rows = -(-p.shape[0] // shards) * shards
             total += rows * (p.numel() // p.shape[0]) * p.element_size()
         return total
 
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
     trainable, partial_names = engine_access.trainable_params(engine), engine_access.tp_partial(engine)
+    in_experts = {n for n in here if dims.ep > 1 and ".experts." in n}
+    routed, arrived = routed.of_ranks(groups, 2 if case.recomputed else 1)
     work = communication.StepTraffic(
-        layers=padded_bytes(p for n, p in here.items() if inside in n),
+        layers=padded_bytes(p for n, p in here.items() if inside in n and n not in in_experts),
+        experts=padded_bytes(here[n] for n in in_experts),
+        trained_experts=padded_bytes(trainable[n] for n in in_experts if n in trainable),
+        routed=routed,
+        arrived=arrived,
+        shared_experts=sum(n.endswith("shared_expert") for n, _ in engine.model.named_modules()),
+        attention_is_sliced=config.model_type not in model_shape.WITHOUT_TP_PLAN,
         outside=padded_bytes(p for n, p in here.items() if inside not in n),
-        trained=padded_bytes(trainable.values()),
+        trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts),
         tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
         num_layers=config.num_hidden_layers // dims.pp,
         hidden_size=config.hidden_size,
@@ -364,7 +423,7 @@ def expected_bytes(result: dict, ranks) -> dict:
     """Bytes this rank may hold of each parameter: those of its ceil(rows / N) rows."""
     out = {}
     for name, (shape, size) in result["shapes"].items():
-        rows = ranks.local_rows(shape[0])
+        rows = ranks.local_rows(shape[0], "expert_shard" if ranks.dims.ep > 1 and ".experts." in name else "shard")
         out[name] = (rows.stop - rows.start) * size * torch.Size(shape[1:]).numel()
     return out
 
@@ -403,7 +462,8 @@ def matrix(rank: int, size: int, wanted: list) -> list[dict]:
         found["held"] = sum(many["bytes"].values())
         if rank == 0:
             one = build(CASES[kind], architecture=architecture, deep=dims.pp > 2)
-            found |= compare(train(one), many)
+            alone = train(one)
+            found |= compare(alone, many) | {"share": found["held"] / sum(alone["bytes"].values())}
         figures.append(found)
     return figures
 

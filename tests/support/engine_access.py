@@ -35,7 +35,7 @@ def partitioned_moments(engine) -> dict:
 
 def tp_partial(engine):
     """Names of the parameters whose gradient a tensor-parallel rank has only a part of."""
-    return engine.parallel.placement.tp_shards.partial
+    return engine.parallel.placement.partial
 
 
 def microbatch_shape(engine, batch) -> tuple[int, int]:

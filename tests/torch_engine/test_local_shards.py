@@ -34,6 +34,13 @@ def test_weights_kept_in_host_memory_train_bitwise_as_those_on_the_device(layout
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", cases.EXPERT_LAYOUTS)
+def test_ranks_that_hold_different_experts_read_only_theirs(layout, bf16_folders, tmp_path):
+    kinds = ("full", "lora", "nf4", "mlx", "bnb 8")
+    check(layout, [(kind, bf16_folders[name]) for name in ("mixtral", "gpt_oss") for kind in kinds], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FSDP2 2", "FSDP2 3", "HSDP 2x2"])
 def test_every_kind_of_training_loads_its_rows(layout, bf16_folders, tmp_path):
     check(layout, [(kind, bf16_folders["llama"]) for kind in sharded_loading_cases.CASES], tmp_path)

@@ -56,16 +56,17 @@ class FSDP2(Local):
 
 
 def shard(
-    model, groups: ProcessGroups, reshard_after_forward: bool, local_shards=None, offload: bool = False
+    model, groups: ProcessGroups, reshard_after_forward: bool, local_shards=None, offload: bool = False, experts=()
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
 
     `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay
-    in host memory. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
+    in host memory. `experts`: names of the modules whose weights only some of the ranks hold: sharded over those, whole
+    if there is one. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
     """
     if not supports_integer_params(groups):
         view_as_bf16(model)
-    mesh = groups.mesh["dp_replicate", "shard"] if groups.dims.dp_replicate > 1 else groups.mesh["shard"]
+    mesh = _mesh(groups, groups.mesh, "shard")
     other_stages = local_shards is None  # what is on meta belongs to other pipeline stages
     ignored = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and other_stages}
     root = FSDPRoot(model, reshard_after_forward)
@@ -74,12 +75,28 @@ def shard(
     if other_stages:
         layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
+    for name in experts:
+        module = model.get_submodule(name)
+        before = [] if other_stages else list(module.named_parameters())
+        if groups.dims.expert_shards > 1:
+            own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
+            fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
+            _assign_local_rows(module, before, local_shards)
+            continue
+        for leaf, parameter in before:
+            new = nn.Parameter(local_shards.take(parameter), requires_grad=parameter.requires_grad)
+            module.load_state_dict({leaf: new}, strict=False, assign=True)
+        ignored |= set(module.parameters())
     for module, shard_module in units(root, layers, reshard_after_forward, **options):
         before = [] if other_stages else list(module.named_parameters(remove_duplicate=False))
         shard_module()
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
     return root
+
+
+def _mesh(groups: ProcessGroups, mesh, axis: str):
+    return mesh["dp_replicate", axis] if groups.dims.dp_replicate > 1 else mesh[axis]
 
 
 def units(root, modules, reshard_after_forward: bool, **options):

@@ -106,8 +106,11 @@ class Local:
     def reduce_gradients(self) -> dict:
         place, params = self.placement, {n: p for n, p in self.local_params.items() if p is not None}
         move_gradients(place.of_stage, self.local_params)
-        self._reduce_replicated([p for n, p in place.of_stage.items() if self.local_params[n] is p])
-        all_reduce_gradients([p for n, p in params.items() if n in place.tp_shards.partial], self.groups, "tp")
+        replicated = {n: p for n, p in place.of_stage.items() if self.local_params[n] is p}
+        self._reduce_replicated([p for n, p in replicated.items() if not place.in_experts_group(n)])
+        in_experts = [p for n, p in replicated.items() if place.in_experts_group(n)]
+        all_reduce_gradients(in_experts, self.groups, "expert_data")
+        all_reduce_gradients([p for n, p in params.items() if n in place.partial], self.groups, "tp")
         shared = [p for n, p in params.items() if place.pipeline.is_shared(n)]
         all_reduce_gradients(shared, self.groups, "embedding")
         return params

@@ -1,8 +1,9 @@
-"""Distributes a model over the ranks, in this order: TP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
+"""Distributes a model over the ranks, in this order: TP, EP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
 
 from finetune.errors import PlanError
 from finetune.torch_engine import checks
 from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
@@ -28,10 +29,12 @@ def parallelize(
     dims, forward = groups.dims, ModelForward(model, settings, groups, pad_id)
 
     # Only a full model can show what its shards must compute: its checks and the logits to compare against.
-    if dims.tp * dims.pp > 1:
+    if dims.tp * dims.pp > 1 or dims.ep > 1 and local_shards is None:
         checks.record_reference(forward, settings.batch_layout)
 
-    tp_shards = tensor_parallel.shard_layers(model, groups)
+    slices = tensor_parallel.shard_layers(model, groups)
+    slices.local_shards = local_shards
+    expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, settings.pp_schedule)
     if settings.use_gradient_checkpointing == "true":
@@ -40,11 +43,12 @@ def parallelize(
     if groups.sharded and distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
-        root = fsdp.shard(model, groups, reshard_after_forward, local_shards, settings.use_cpu_offload)
+        options = local_shards, settings.use_cpu_offload, slices.experts
+        root = fsdp.shard(model, groups, reshard_after_forward, *options)
     if local_shards is not None and settings.use_dora:
         fsdp.init_dora_magnitudes(root, groups)
 
-    placement = Placement(model, groups, tp_shards, forward.pipeline)
+    placement = Placement(model, groups, slices, forward.pipeline)
     if not placement.of_stage and dims.pp > 1:
         raise PlanError(
             f"--pp_degree {dims.pp}: nothing trains on stage {forward.pipeline.number}. Use a smaller degree."

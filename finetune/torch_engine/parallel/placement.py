@@ -1,13 +1,14 @@
-"""Where each trainable parameter is: its pipeline stage, its tensor-parallel slice, its FSDP rows.
+"""Where each trainable parameter is: its pipeline stage, its tensor- or expert-parallel slice, its FSDP rows.
 
 Gathers and slices parameters accordingly.
 """
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.tensor import TPShards
+from finetune.torch_engine.parallel.slices import LayerSlices
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,8 +32,9 @@ class Placement:
     `of_stage`: those of this stage.
     """
 
-    def __init__(self, model, groups: ProcessGroups, tp_shards: TPShards, pipeline):
-        self.model, self.groups, self.tp_shards, self.pipeline = model, groups, tp_shards, pipeline
+    def __init__(self, model, groups: ProcessGroups, layer_slices: LayerSlices, pipeline):
+        self.model, self.groups, self.pipeline = model, groups, pipeline
+        self.slices, self.partial = layer_slices.slices, layer_slices.partial
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.of_stage = {n: p for n, p in self.trainable.items() if not p.is_meta}
 
@@ -43,39 +45,66 @@ class Placement:
 
     def full_shape(self, name: str) -> tuple:
         """The shape of a trainable parameter on one process."""
-        shape, dim = list(unsharded_shape(self.trainable[name])), self.tp_shards.dims.get(name)
-        if dim is not None:
-            shape[dim] *= self.groups.dims.tp
+        shape, cut = list(unsharded_shape(self.trainable[name])), self.slices.get(name)
+        if cut is not None:
+            shape[cut.dim] *= self.groups.place(cut.group)[1]
         return tuple(shape)
+
+    def in_experts_group(self, name: str) -> bool:
+        """True for what ranks of an expert-parallel group hold different parts of."""
+        return name in self.slices and self.slices[name].group == "ep"
+
+    def fsdp_group(self, name: str) -> str:
+        """The group over whose ranks FSDP shards a parameter's rows, if it does."""
+        return "expert_shard" if self.in_experts_group(name) else "shard"
 
     def local_shard(self, name: str) -> torch.Tensor:
         return local_shard(self.of_stage[name].detach())
 
-    def local_slice(self, name: str) -> tuple[slice, ...]:
-        """One slice per dimension of the full tensor `name`: what this rank holds of it."""
-        shape, dim = self.full_shape(name), self.tp_shards.dims.get(name)
-        slices = [slice(0, n) for n in shape]
-        if dim is not None:
-            slices[dim] = self.groups.tp_slice(shape[dim])
-        if is_sharded(self.of_stage[name]):
-            tp_rows = slices[0]
-            rows = self.groups.local_rows(tp_rows.stop - tp_rows.start)
-            slices[0] = slice(tp_rows.start + rows.start, tp_rows.start + rows.stop)
-        return tuple(slices)
+    def local_slices(self, name: str) -> list[tuple[slice, ...]]:
+        """What this rank holds of the full tensor `name`: one slice per dimension, for each block of a sliced one."""
+        shape, cut = self.full_shape(name), self.slices.get(name)
+        full = [slice(0, n) for n in shape]
+        parts = (
+            [full]
+            if cut is None
+            else [[*full[: cut.dim], part, *full[cut.dim + 1 :]] for part in cut.slices(shape[cut.dim], self.groups)]
+        )
+        if not is_sharded(self.of_stage[name]):
+            return [tuple(part) for part in parts]
+        if len(parts) == 1 or cut.dim:
+            first = parts[0][0]
+            rows = self.groups.local_rows(first.stop - first.start, self.fsdp_group(name))
+            rows = slice(first.start + rows.start, first.start + rows.stop)
+            return [(rows, *part[1:]) for part in parts]
+        return [(rows, *parts[0][1:]) for rows in self._rows_of_blocks(name, [part[0] for part in parts])]
+
+    def _rows_of_blocks(self, name: str, blocks: list[slice]) -> list[slice]:
+        """FSDP's rows of what `blocks` make when they are concatenated."""
+        rows = self.groups.local_rows(sum(b.stop - b.start for b in blocks), self.fsdp_group(name))
+        found, at = [], 0
+        for block in blocks:
+            size = block.stop - block.start
+            start, stop = max(rows.start - at, 0), min(rows.stop - at, size)
+            if start < stop:
+                found.append(slice(block.start + start, block.start + stop))
+            at += size
+        return found or [slice(blocks[0].start, blocks[0].start)]
 
     def take_local(self, name: str, full):
         """Inverse of `gather`: this rank's slice of a full tensor, or of anything that is sliced like one."""
-        sharded = name in self.tp_shards.dims or is_sharded(self.of_stage[name])
-        return full[self.local_slice(name)] if sharded else full[...]
+        if name not in self.slices and not is_sharded(self.of_stage[name]):
+            return full[...]
+        parts = [full[part] for part in self.local_slices(name)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, self.slices[name].dim)
 
     def is_writer(self, name: str) -> bool:
         """True on the lowest rank that holds this shard of `name`: the one that saves it."""
-        dims, rank = self.groups.dims, self.groups.rank
-        at = dims.coordinates(rank)
+        at, group = self.groups.dims.coordinates(self.groups.rank), self.fsdp_group(name)
         return (
             at["dp_replicate"] == 0
-            and (is_sharded(self.of_stage[name]) or dims.shard_rank(rank) == 0)
-            and (name in self.tp_shards.dims or at["tp"] == 0)
+            and (is_sharded(self.of_stage[name]) or self.groups.place(group)[0] == 0)
+            and (name in self.slices or at["tp"] == 0)
             and self.pipeline.stage_of(name) == self.pipeline.number
         )
 
@@ -86,7 +115,8 @@ class Placement:
             if self.pipeline.stage_of(name) != self.pipeline.number:
                 continue
             over_shards = parameter is not self.of_stage[name]
-            groups[name] = (("shard",) if over_shards else ()) + (("tp",) if name in self.tp_shards.dims else ())
+            over_slices = (self.slices[name].group,) if name in self.slices else ()
+            groups[name] = ((self.fsdp_group(name),) if over_shards else ()) + over_slices
         return groups
 
     def gather(self, name: str, shard: torch.Tensor | None) -> torch.Tensor | None:
@@ -102,6 +132,6 @@ class Placement:
     def _gather_stage(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         parameter, shard = self.model.get_parameter(name), shard.detach().cpu()
         if is_sharded(parameter):
-            shard = self.groups.all_gather_rows(shard, parameter.shape[0])
-        dim = self.tp_shards.dims.get(name)
-        return shard if dim is None else self.groups.tp_all_gather(shard, dim)
+            shard = self.groups.all_gather_rows(shard, parameter.shape[0], self.fsdp_group(name))
+        cut = self.slices.get(name)
+        return shard if cut is None else cut.all_gather(shard, self.groups)

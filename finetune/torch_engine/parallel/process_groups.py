@@ -124,6 +124,9 @@ GROUPS = {
     "shard": ("dp_shard", "cp"),
     "cp": ("cp",),
     "tp": ("tp",),
+    "ep": ("ep",),
+    "expert_shard": ("expert_shard",),  # all that hold rows of the same experts
+    "expert_data": ("dp_replicate", "expert_shard"),  # and those that hold the same rows of them
     "pp": ("pp",),
     "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
 }  # and "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table
@@ -145,7 +148,8 @@ class ProcessGroups:
     """This rank, its device, and the collectives that the engine calls itself.
 
     Every method that communicates is collective; in a single process (`mesh` None) each returns what it was given.
-    `process_groups`: {name in GROUPS: process group} of those with several members.
+    `process_groups`: {name in GROUPS: process group} of those with several members; `expert_mesh`: of FSDP2 beside
+    expert parallelism.
     """
 
     rank: int = 0
@@ -153,6 +157,7 @@ class ProcessGroups:
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
     process_groups: dict = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
 
     @classmethod
     def of(cls, env: RankEnv | None, dims: ParallelDims, device: torch.device) -> "ProcessGroups":
@@ -161,10 +166,16 @@ class ProcessGroups:
             return cls(device=device)
         shape = (dims.pp, dims.dp_replicate, dims.shards, dims.tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "shard", "tp"))
-        groups = {name: _group(dims, env.rank, axes) for name, axes in GROUPS.items()}
+        expert_mesh = None
+        if dims.ep > 1:
+            shape = (dims.dp_replicate, dims.expert_shards, dims.ep)
+            expert_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "expert_shard", "ep"))
+        wanted = {n: axes for n, axes in GROUPS.items() if dims.ep > 1 or not {"ep", "expert_shard"} & {*axes}}
+        groups = {name: _group(dims, env.rank, axes) for name, axes in wanted.items()}
         if dims.pp > 1:
             groups["embedding"] = _group(dims, env.rank, ("pp",), ends_only=True)
-        return cls(env.rank, dims, device, mesh, {name: group for name, group in groups.items() if group})
+        groups = {name: group for name, group in groups.items() if group}
+        return cls(env.rank, dims, device, mesh, groups, expert_mesh)
 
     @property
     def single_process(self) -> bool:
@@ -231,23 +242,30 @@ class ProcessGroups:
             dist.all_reduce(tensor, group=self.process_groups[group])
         return tensor
 
-    def local_rows(self, num_rows: int) -> slice:
+    def place(self, group: str) -> tuple[int, int]:
+        """(this rank's index in a group, the group's size)."""
+        members = self.dims.group(self.rank, *GROUPS[group])
+        return members.index(self.rank), len(members)
+
+    def local_rows(self, num_rows: int, group: str = "shard") -> slice:
         """This rank's rows of `num_rows`: ceil(num_rows / shards), fewer or none on the last ranks, as torch.chunk
         splits.
         """
-        each, index = -(-num_rows // self.dims.shards), self.dims.shard_rank(self.rank)
+        index, shards = self.place(group)
+        each = -(-num_rows // shards)
         return slice(min(index * each, num_rows), min((index + 1) * each, num_rows))
 
-    def all_gather_rows(self, shard: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def all_gather_rows(self, shard: torch.Tensor, num_rows: int, group: str = "shard") -> torch.Tensor:
         """The full tensor of `num_rows` rows from the shards of this rank's shard group, on the CPU."""
         shard = shard.detach().cpu()
-        if not self.sharded:
+        if group not in self.process_groups:
             return shard
-        each = -(-num_rows // self.dims.shards)
+        shards = self.place(group)[1]
+        each = -(-num_rows // shards)
         if len(shard) < each:
             shard = torch.cat([shard, shard.new_zeros(each - len(shard), *shard.shape[1:])])
-        full = shard.new_empty(each * self.dims.shards, *shard.shape[1:])
-        dist.all_gather(list(full.split(each)), shard.contiguous(), group=self.process_groups["shard"])
+        full = shard.new_empty(each * shards, *shard.shape[1:])
+        dist.all_gather(list(full.split(each)), shard.contiguous(), group=self.process_groups[group])
         return full[:num_rows]
 
     def tp_slice(self, size: int) -> slice:
@@ -257,11 +275,15 @@ class ProcessGroups:
 
     def tp_all_gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
         """The full tensor from the shards along `dim` of this rank's tensor-parallel group."""
-        if self.dims.tp == 1:
-            return shard
-        shards = [torch.empty_like(shard) for _ in range(self.dims.tp)]
-        dist.all_gather(shards, shard.contiguous(), group=self.process_groups["tp"])
-        return torch.cat(shards, dim)
+        return torch.cat(self.all_gather_group(shard, "tp"), dim)
+
+    def all_gather_group(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
+        """The tensors of this shape of a group's ranks, in order."""
+        if group not in self.process_groups:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.place(group)[1])]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.process_groups[group])
+        return gathered
 
     def send_to_rank0(self, tensor: torch.Tensor | None, stage: int) -> torch.Tensor | None:
         """On rank 0, the CPU tensor of a pipeline stage's first rank; the other ranks get their own back."""

@@ -1,15 +1,12 @@
 """Tensor parallelism by the model's own plan (`base_model_tp_plan` in transformers configs).
 
 Column-parallel linears hold some output rows, row-parallel ones some input columns (Shoeybi et al. 2019, Megatron-LM).
-Shards are plain tensors, dense or packed, sliced from the quantized weight, so FSDP can shard them further. Embeddings,
-norms and head are replicated; each rank computes the logits of some of the target positions.
+Embeddings, norms and head are replicated; each rank computes the logits of some of the target positions.
 """
 
 import re
 import weakref
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -18,8 +15,11 @@ from torch import nn
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine import experts
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
+from finetune.torch_engine.parallel import expert
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.slices import LayerSlices, Slice, slice_quantized
 
 COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
@@ -91,7 +91,7 @@ def copy_to_region(tensor: torch.Tensor | None, groups: ProcessGroups):
     return _CopyToTensorParallelRegion.apply(tensor, groups.process_groups["tp"])
 
 
-class _SharedInput:
+class SharedInput:
     """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once."""
 
     def __init__(self):
@@ -108,20 +108,14 @@ class _SharedInput:
 # ---- sharding a model
 
 
-@dataclass
-class TPShards:
-    """Result of `split`: {parameter: dim it is sharded along}, and the parameters whose gradients are partial sums."""
-
-    dims: dict = field(default_factory=dict)
-    partial: set = field(default_factory=set)
-
-
-def shard_layers(model, groups: ProcessGroups) -> TPShards:
+def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide."""
     if groups.dims.tp == 1:
-        return TPShards()
-    pieces, shared, said = TPShards(), _SharedInput(), f"--tp_degree {groups.dims.tp}"
+        return LayerSlices()
+    pieces, shared, said = LayerSlices(), SharedInput(), f"--tp_degree {groups.dims.tp}"
     plan = plan_of(model, said)
+    for name, module in experts.reachable(model).items():
+        _split_experts(name, module, groups, shared, pieces, said)
     head = model.get_output_embeddings()
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     met = set()
@@ -142,7 +136,7 @@ def shard_layers(model, groups: ProcessGroups) -> TPShards:
                 ) from None
         else:
             raise PlanError(f"{said}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
-    if not met & set(COLUMN + ROW):
+    if not met & set(COLUMN + ROW) and not experts.reachable(model):
         raise PlanError(
             f"{said}: transformers' TP plan for {type(model).__name__} matches none of its layers. Use "
             "--dp_shards instead."
@@ -157,40 +151,76 @@ def plan_of(model, said: str) -> dict[str, str]:
     """
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan:
+    if not plan and experts.reachable(model):
+        plan = {}  # everything but the experts is replicated
+    elif not plan:
         raise PlanError(
             f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
         )
+    plan = {name: kind for name, kind in plan.items() if ".experts" not in name}  # by their own structure
+    if experts.has_experts(model):
+        expert.reachable_experts(model, said)
     odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
     if odd:
-        what = "experts" if any("expert" in name for name in plan) else f"layers planned as {odd[0]}"
-        raise PlanError(f"{said}: {config.model_type} has {what}, which are not supported. Use --dp_shards instead.")
+        raise PlanError(
+            f"{said}: {config.model_type} has layers planned as {odd[0]}, which are not supported. Use --dp_shards "
+            "instead."
+        )
+    plan = shared_experts_plan(plan) | plan
     decoder = model.get_decoder()
     prefix = next((n + "." for n, m in model.named_modules() if m is decoder and n), "")
     return {re.escape(prefix) + re.escape(n).replace(r"\*", r"\d+"): kind for n, kind in plan.items()}
 
 
-def _split_linear(name: str, module, kind: str, groups: ProcessGroups, shared: _SharedInput, pieces: TPShards) -> None:
+def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
+    """The plan of a dense MLP for the shared experts of the same model, which some configs leave out."""
+    found = {}
+    for name, kind in plan.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in ("gate_proj", "up_proj", "down_proj") and "shared" not in owner:
+            found |= {f"{owner}.{shared}.{leaf}": kind for shared in ("shared_expert", "shared_experts")}
+    return found
+
+
+def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput, pieces, said: str) -> None:
+    base = module.base if isinstance(module, experts.Experts) else module
+    if base.has_post_expert_norm:
+        raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
+    run = expert.runner(module)
+    try:
+        expert.slice_experts(name, module, "tp", groups, pieces)
+    except ValueError as error:
+        raise PlanError(
+            f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
+            "or another quantizer."
+        ) from None
+    run = partial(run, last_bias=groups.coordinate("tp") == 0)
+    module.forward = partial(_experts, base, run, groups, shared)
+
+
+def _split_linear(
+    name: str, module, kind: str, groups: ProcessGroups, shared: SharedInput, pieces: LayerSlices
+) -> None:
     column = kind in COLUMN
+    cut = Slice(0 if column else 1)
     base = module.base if isinstance(module, LoRALinear) else module
     path = f"{name}.base" if base is not module else name
     if isinstance(base, QuantizedLinear):
-        dims = _split_quantized(base, 0 if column else 1, groups)
-        pieces.dims |= {f"{path}.{n}": dim for n, dim in dims.items()}
+        pieces.slices |= {f"{path}.{n}": cut for n in slice_quantized(base, cut, groups)}
     elif isinstance(base, nn.Linear):
-        _keep_piece(base, "weight", 0 if column else 1, groups, path, pieces)
+        pieces.keep(base, "weight", cut, groups, path)
         base.out_features, base.in_features = base.weight.shape
     else:
         raise ValueError(f"{type(base).__name__} stores its weight transposed")
     if column:
-        _keep_piece(base, "bias", 0, groups, path, pieces)
+        pieces.keep(base, "bias", Slice(0), groups, path)
     if base is not module:
         _split_adapter(module, column, groups, name, pieces)
     forward = _column if column else _row
     module.forward = partial(forward, module, groups, kind, shared)
 
 
-def _split_adapter(layer: LoRALinear, column: bool, groups: ProcessGroups, name: str, pieces: TPShards) -> None:
+def _split_adapter(layer: LoRALinear, column: bool, groups: ProcessGroups, name: str, pieces: LayerSlices) -> None:
     layer.row_square_O = None
     if column:
         cut, partly = {"lora_B": 0, "lora_magnitude_vector": 0}, ("lora_A",)
@@ -199,69 +229,23 @@ def _split_adapter(layer: LoRALinear, column: bool, groups: ProcessGroups, name:
         cut, partly = {"lora_A": 1}, ("lora_B", "lora_magnitude_vector")
         layer.across = lambda square_O: groups.all_reduce(square_O, "tp")
     for leaf, dim in cut.items():
-        _keep_piece(layer, leaf, dim, groups, name, pieces)
+        pieces.keep(layer, leaf, Slice(dim), groups, name)
     pieces.partial |= {f"{name}.{leaf}" for leaf in partly if getattr(layer, leaf) is not None}
     layer.in_features, layer.out_features = layer.lora_A.shape[1], layer.lora_B.shape[0]
-
-
-def _keep_piece(module, leaf: str, dim: int, groups: ProcessGroups, path: str, pieces: TPShards) -> None:
-    old = getattr(module, leaf)
-    if old is None:
-        return
-    if old.shape[dim] % groups.dims.tp:
-        raise ValueError(f"its {old.shape[dim]} {('rows', 'columns')[dim]} are not divisible by {groups.dims.tp}")
-    index = (slice(None),) * dim + (groups.tp_slice(old.shape[dim]),)
-    setattr(module, leaf, nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad))
-    pieces.dims[f"{path}.{leaf}"] = dim
-
-
-def _split_quantized(layer: QuantizedLinear, dim: int, groups: ProcessGroups) -> dict[str, int]:
-    """Shards packed codes and scales; {tensor: dim} of the sharded ones. ValueError if no split gives the exact weight.
-
-    Which tensors extend along the inputs depends on the method: candidate splits are tried and the weights compared.
-    """
-    sizes = (layer.out_features, layer.in_features)
-    if sizes[dim] % groups.dims.tp:
-        raise ValueError(f"its {sizes[dim]} {('rows', 'columns')[dim]} are not divisible by {groups.dims.tp}")
-    index = (slice(None),) * dim + (groups.tp_slice(sizes[dim]),)
-    wanted = layer.weight_of(layer.stored(), torch.float32)[index]
-    shape = tuple(wanted.shape)
-    dequantize = partial(
-        layer.dequantize.func, shape=shape, **{k: v for k, v in layer.dequantize.keywords.items() if k != "shape"}
-    )
-    stored = dict(zip(layer.names, layer.stored(), strict=True))
-    even = [n for n, t in stored.items() if t.ndim > dim and t.shape[dim] % groups.dims.tp == 0]
-    ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
-    for chosen in ways:  # two values per row may belong to the full row or to each half of it
-        tensors = {
-            n: t.detach()[(slice(None),) * dim + (groups.tp_slice(t.shape[dim]),)].clone()
-            if n in chosen
-            else t.detach()
-            for n, t in stored.items()
-        }
-        try:
-            same = torch.equal(dequantize(tensors, torch.float32), wanted)
-        except (RuntimeError, ValueError):
-            same = False
-        if same:
-            break
-    else:
-        what = ("rows", "columns")[dim]
-        raise ValueError(f"{sizes[dim]} {what} split into {groups.dims.tp} shards would share scales across shards")
-    for n, tensor in tensors.items():
-        setattr(layer, n, nn.Parameter(tensor, requires_grad=False))
-    layer.dequantize, (layer.out_features, layer.in_features) = dequantize, shape
-    if layer.cached is not None:
-        layer.cached = layer.cached[index].clone()
-    return dict.fromkeys(chosen, dim)
 
 
 # ---- forwards of the linears
 
 
-def _column(module, groups: ProcessGroups, kind: str, shared: _SharedInput, x):
+def _column(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     out = type(module).forward(module, shared(x, groups))
     return _GatherFromTensorParallelRegion.apply(out, groups) if kind == "colwise_gather_output" else out
+
+
+def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_k_index, top_k_weights):
+    weights = copy_to_region(top_k_weights, groups)
+    out = experts.weighted_sum(base, run, shared(hidden, groups), top_k_index, weights)
+    return _ReduceFromTensorParallelRegion.apply(out, groups.process_groups["tp"])
 
 
 def _row(module, groups: ProcessGroups, kind: str, _, x):

@@ -1,0 +1,103 @@
+"""The load-balancing loss of a mixture's routers (Fedus et al. 2021, Switch Transformer), over all tokens of a step.
+
+transformers' load_balancing_loss_func, E / N^2 sum_e F_e P_e: F_e the assignments to expert e of E, P_e the sum of its
+router probabilities, N the tokens, all summed over the layers. transformers takes one forward, this engine the step
+(the global-batch loss of Qiu et al. 2025). Only P has a gradient and it is a sum over tokens, so a microbatch adds
+E / N^2 sum_e F_e P_e with its own P and the step's F and N, whatever the split.
+
+T tokens, E experts, K experts per token.
+"""
+
+import sys
+from inspect import signature
+
+import torch
+
+from finetune.errors import PlanError
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.transformers_internals import OutputRecorder
+
+PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+class LoadBalancing:
+    """Router logits of the forwards of one step, and their loss.
+
+    `mask_T`: which tokens of the present microbatch are real; set by whoever builds the model's inputs.
+    """
+
+    def __init__(self, model, coefficient: float, groups: ProcessGroups):
+        self.coefficient, self.groups, self.mask_T = coefficient, groups, None
+        self.top_k = model.num_experts_per_tok  # transformers' classes with such a loss have it
+        self.recording, self.logits = False, []
+        self.begin()
+        self.said = f"--router_aux_loss_coef {coefficient:g}"
+        for router, index in routers_of(model, self.said):
+            router.register_forward_hook(lambda _, __, out, index=index: self._record(out[index]))
+
+    def _record(self, logits_TE) -> None:
+        if self.recording:  # not when activations are recomputed
+            self.logits.append(logits_TE)
+
+    def begin(self) -> None:
+        """Before a step: nothing is counted."""
+        self.counts_E, self.rows, self.step_is_counted, self.total = 0, 0.0, False, 0.0
+
+    def count(self) -> None:
+        """Adds the recorded forward to the step's F and N."""
+        self._add(self._take())
+
+    def _add(self, probs: list) -> None:
+        for probs_TE in probs:
+            chosen_TK = torch.topk(probs_TE[self.mask_T], self.top_k, dim=-1).indices
+            counts_E = torch.bincount(chosen_TK.reshape(-1), minlength=probs_TE.shape[-1])
+            self.counts_E, self.rows = self.counts_E + counts_E.cpu().double(), self.rows + len(chosen_TK)
+
+    def finish_counting(self) -> None:
+        """Sums F and N over all ranks that have different tokens. Collective."""
+        both = torch.cat([self.counts_E, torch.tensor([self.rows], dtype=torch.float64)])
+        *counts, self.rows = self.groups.all_reduce(both, "data").tolist()
+        self.counts_E, self.step_is_counted = torch.tensor(counts, dtype=torch.float64), True
+
+    def loss(self) -> torch.Tensor:
+        """The recorded forward's part of the loss, fp32, differentiable.
+
+        Counts the step first, if it is this forward only; collective then.
+        """
+        probs = self._take()
+        if not self.step_is_counted:
+            self._add([p.detach() for p in probs])
+            self.finish_counting()
+        sums_E = sum(p[self.mask_T].float().sum(0) for p in probs)
+        factor_E = self.counts_E * (len(self.counts_E) / self.rows**2)
+        loss = (sums_E * factor_E.to(sums_E.device, torch.float32)).sum()
+        self.total += loss.item()
+        return loss
+
+    def _take(self) -> list:
+        """The recorded router probabilities, in the logits' dtype as transformers computes them."""
+        logits, self.logits, self.recording = self.logits, [], False
+        rows = [t.reshape(-1, t.shape[-1]) for t in logits]
+        if not rows or any(len(t) != len(self.mask_T) for t in rows):
+            raise PlanError(f"{self.said}: a router of this model does not give one row of logits per token. Omit it.")
+        return [torch.softmax(t, -1) for t in rows]
+
+
+def routers_of(model, said: str) -> list[tuple]:
+    """[(router, index of the logits in its output)]; PlanError if transformers has no such loss for this class."""
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    fits = function is not None and list(signature(function).parameters) == PARAMETERS
+    if not fits or not hasattr(model, "num_experts_per_tok"):
+        raise PlanError(
+            f"{said}: transformers has no load-balancing loss for {type(model).__name__}. Omit --router_aux_loss_coef."
+        )
+    found = []
+    for owner in model.modules():
+        record = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        for name, module in owner.named_modules() if isinstance(record, OutputRecorder) else ():
+            if isinstance(module, record.target_class) and (record.layer_name or "") in name:
+                found.append((module, record.index))
+    found = list(dict(found).items())
+    if not found:
+        raise PlanError(f"{said}: no router of {type(model).__name__} gives its logits. Omit --router_aux_loss_coef.")
+    return found

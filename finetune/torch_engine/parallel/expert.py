@@ -1,0 +1,168 @@
+"""Experts over ranks: each sliced over a tensor-parallel group, or whole on one rank of an expert-parallel group.
+
+Expert parallelism (Lepikhin et al. 2020, GShard): each rank holds some of the experts and takes rows of its own, so
+the rest of the model is data parallel over the group. Tokens travel to their experts and back by all-to-all; an
+expert's gradient is then that of the whole group's tokens. Beside it, FSDP2 shards the experts over the data ranks that
+hold the same ones.
+
+E experts, F expert size, H hidden size, R rank of an adapter.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from finetune.errors import PlanError
+from finetune.torch_engine import experts
+from finetune.torch_engine.experts import Experts, QuantizedExperts
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.slices import LayerSlices, Slice, slice_quantized
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of a group and from them; gradients travel back."""
+
+    @staticmethod
+    def forward(ctx, x, sent: list[int], received: list[int], group):
+        ctx.splits = sent, received, group
+        return _all_to_all(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received, group = ctx.splits
+        return _all_to_all(grad, received, sent, group), None, None, None
+
+
+def _all_to_all(x, sent: list[int], received: list[int], group) -> torch.Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+# ---- expert parallelism
+
+
+def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
+    """Keeps this rank's experts of every layer. PlanError if the model's experts cannot be reached or divided."""
+    if groups.dims.ep == 1:
+        return
+    said = f"--ep_degree {groups.dims.ep}"
+    found = reachable_experts(model, said)
+    for name, module in found.items():
+        base = module.base if isinstance(module, Experts) else module
+        if base.has_post_expert_norm:
+            raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
+        run = runner(module)
+        try:
+            slice_experts(name, module, "ep", groups, slices)
+        except ValueError as error:
+            raise PlanError(f"{said}: {name} cannot be divided: {error}. Use --dp_shards instead.") from None
+        dispatched = partial(run_over_ranks, run, groups)
+        module.forward = partial(experts.weighted_sum, base, dispatched)
+        slices.experts.append(name)
+
+
+def run_over_ranks(run, groups: ProcessGroups, inputs, counts: list[int]):
+    """`run` by the ranks that hold the experts: the outputs for this rank's `inputs`, sorted by expert.
+
+    Every rank of the group takes part in every call, forward and backward, with or without tokens.
+    """
+    group, ranks = groups.process_groups["ep"], groups.dims.ep
+    ours = torch.tensor(counts, device=inputs.device).view(ranks, -1)
+    theirs = torch.empty_like(ours)  # [source, expert of this rank]
+    dist.all_to_all_single(theirs, ours, group=group)
+    sent, received = ours.sum(1).tolist(), theirs.sum(1).tolist()
+    order, back = _by_expert(theirs)
+    arrived = _AllToAll.apply(inputs, sent, received, group)
+    outputs = run(arrived[order], theirs.sum(0).tolist())
+    return _AllToAll.apply(outputs[back], received, sent, group)
+
+
+def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, its inverse) that sorts rows by expert, which arrive by source and then by expert: `counts`."""
+    expert_of_row = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    order = torch.argsort(expert_of_row.repeat_interleave(counts.flatten()), stable=True)
+    return order, torch.argsort(order)
+
+
+# ---- both
+
+
+def runner(module):
+    """What computes the experts of a module: our adapters over frozen weights, or its own weights that train."""
+    return module.run if isinstance(module, Experts) else partial(experts.run_trained, module)
+
+
+def reachable_experts(model, said: str) -> dict[str, nn.Module]:
+    """{name: module} of all experts of a model; PlanError if some have no interface, or it has none."""
+    unreached, found = experts.unreached(model), experts.reachable(model)
+    if unreached:
+        raise PlanError(f"{said}: transformers has no interface to {unreached[0]}. Use --dp_shards instead.")
+    if not found:
+        raise PlanError(f"{said}: {type(model).__name__} has no experts held as one parameter. Use --dp_shards.")
+    return found
+
+
+def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: LayerSlices) -> None:
+    """Keeps this rank's part of every tensor of an experts module. ValueError if one does not divide.
+
+    `group`: "ep", whole experts; "tp", rows of the first projection and columns of the last, in every expert.
+    """
+    base = module.base if isinstance(module, Experts) else module
+    path = f"{name}.base" if base is not module else name
+    first, last = experts.weight_names(base)
+    halves = 2 if base.has_gate and base.is_concatenated else 1  # gate and up, one after the other
+    for weight_name in (first, last):
+        side = None if group == "ep" else 0 if weight_name == first else 1  # dim of [O, I] that is sliced
+        blocks = halves if side == 0 else 1
+        weight = getattr(base, weight_name)
+        if isinstance(weight, QuantizedExperts):
+            _slice_quantized(weight, side, blocks, groups, slices)
+        else:
+            dim = 0 if side is None else 2 - side if base.is_transposed else 1 + side
+            slices.keep(base, weight_name, Slice(dim, blocks, group), groups, path)
+        if base.has_bias and side != 1:
+            cut = Slice(0 if side is None else 1, blocks, group)
+            slices.keep(base, weight_name + "_bias", cut, groups, path)
+        elif base.has_bias:
+            slices.partial.add(f"{path}.{weight_name}_bias")
+    for weight_name, pair in module.pairs().items() if isinstance(module, Experts) else ():
+        owner = name if pair is module else f"{name}.base_layer"
+        if group == "ep":  # A [E * R, I], B [O, R * E]
+            slices.keep(pair, "lora_A", Slice(0, 1, group), groups, owner)
+            slices.keep(pair, "lora_B", Slice(1, pair.rank, group), groups, owner)
+        elif weight_name == first:
+            slices.keep(pair, "lora_B", Slice(0, halves, group), groups, owner)
+            slices.partial.add(f"{owner}.lora_A")
+        else:
+            slices.keep(pair, "lora_A", Slice(1, 1, group), groups, owner)
+            slices.partial.add(f"{owner}.lora_B")
+
+
+def _slice_quantized(weight: QuantizedExperts, side, blocks: int, groups: ProcessGroups, slices: LayerSlices) -> None:
+    stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
+    if side is None:
+        _check_divides(weight.num_experts, groups.dims.ep)
+        if not stacked:
+            (mine,) = Slice(0, 1, "ep").slices(weight.num_experts, groups)
+            weight.parts = weight.parts[mine]
+        elif slices.local_shards is not None:
+            slices.slice_rows(weight.parts[0], Slice(0, 1, "ep"), groups)
+        else:
+            slice_quantized(weight.parts[0], Slice(0, 1, "ep"), groups)
+        weight.num_experts //= groups.dims.ep
+        return
+    for part in weight.parts:
+        experts_in_part = weight.num_experts if stacked else 1
+        slice_quantized(part, Slice(side, blocks * experts_in_part if side == 0 else 1), groups)
+    if side == 0:
+        weight.out_features //= groups.dims.tp
+    else:
+        weight.in_features //= groups.dims.tp
+
+
+def _check_divides(count: int, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"{count} experts are not divisible by {ranks}")

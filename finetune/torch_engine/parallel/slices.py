@@ -1,0 +1,127 @@
+"""Slices of a layer's tensors over a tensor-parallel or an expert-parallel group, dense or packed.
+
+Slices are plain tensors, cut from the quantized weight, so FSDP can shard them further.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+
+import torch
+from torch import nn
+
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How a tensor is sliced along `dim` over a group: "tp" or "ep".
+
+    The dimension consists of `blocks` equal blocks and every rank holds a slice of each, such as of gate and up in one
+    tensor.
+    """
+
+    dim: int
+    blocks: int = 1
+    group: str = "tp"
+
+    def divides(self, size: int, groups: ProcessGroups) -> bool:
+        return size % (self.blocks * groups.place(self.group)[1]) == 0
+
+    def slices(self, size: int, groups: ProcessGroups) -> list[slice]:
+        """This rank's slices of a dimension of `size`, one per block."""
+        (index, count), block = groups.place(self.group), size // self.blocks
+        each = block // count
+        starts = range(index * each, size, block)
+        return [slice(start, start + each) for start in starts]
+
+    def take(self, tensor: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
+        """A copy of this rank's part of a full tensor."""
+        index, count = groups.place(self.group)
+        parts = tensor.unflatten(self.dim, (self.blocks, count, -1)).select(self.dim + 1, index)
+        return parts.flatten(self.dim, self.dim + 1).clone()
+
+    def all_gather(self, shard: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
+        """The full tensor of these shards. Collective."""
+        shards = [s.unflatten(self.dim, (self.blocks, -1)) for s in groups.all_gather_group(shard, self.group)]
+        return torch.stack(shards, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+
+@dataclass
+class LayerSlices:
+    """{parameter: its Slice}, and the parameters whose gradients are partial sums on each tensor-parallel rank.
+
+    `experts`: names of the modules whose experts are sliced over the expert-parallel group. `local_shards`: holds this
+    rank's rows already, and the parameters are on meta.
+    """
+
+    slices: dict = field(default_factory=dict)
+    partial: set = field(default_factory=set)
+    experts: list = field(default_factory=list)
+    local_shards: object = None
+
+    def keep(self, module, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
+        """Replaces a parameter by this rank's slice of it. ValueError if it does not divide."""
+        old = getattr(module, leaf, None)
+        if old is None:
+            return
+        _check(old.shape[cut.dim], cut, groups)
+        self._replace(module, leaf, cut.take(old.detach(), groups))
+        self.slices[f"{path}.{leaf}"] = cut
+
+    def slice_rows(self, layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> None:
+        """Slices the rows of packed tensors that all extend along them, which may be on meta."""
+        for name in layer.names:
+            _check(getattr(layer, name).shape[0], cut, groups)
+            self._replace(layer, name, cut.take(getattr(layer, name).detach(), groups))
+        layer.out_features //= groups.place(cut.group)[1]
+        keywords = layer.dequantize.keywords | {"shape": (layer.out_features, layer.in_features)}
+        layer.dequantize = partial(layer.dequantize.func, **keywords)
+
+    def _replace(self, module, leaf: str, tensor: torch.Tensor) -> None:
+        old = getattr(module, leaf)
+        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        if self.local_shards is not None:
+            self.local_shards.rename(old, new)
+        setattr(module, leaf, new)
+
+
+def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> list[str]:
+    """Slices packed codes and scales; names of the sliced tensors. ValueError if no slices give the exact weight.
+
+    Which tensors extend along the inputs depends on the method: candidates are tried and the weights compared.
+    """
+    sizes = (layer.out_features, layer.in_features)
+    _check(sizes[cut.dim], cut, groups)
+    wanted = cut.take(layer.weight_of(layer.stored(), torch.float32), groups)
+    shape = tuple(wanted.shape)
+    dequantize = partial(
+        layer.dequantize.func, shape=shape, **{k: v for k, v in layer.dequantize.keywords.items() if k != "shape"}
+    )
+    stored = dict(zip(layer.names, layer.stored(), strict=True))
+    even = [n for n, t in stored.items() if t.ndim > cut.dim and cut.divides(t.shape[cut.dim], groups)]
+    ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
+    for chosen in ways:  # two values per row may belong to the full row or to each half of it
+        tensors = {n: cut.take(t.detach(), groups) if n in chosen else t.detach() for n, t in stored.items()}
+        try:
+            same = torch.equal(dequantize(tensors, torch.float32), wanted)
+        except (RuntimeError, ValueError):
+            same = False
+        if same:
+            break
+    else:
+        what, count = ("rows", "columns")[cut.dim], groups.place(cut.group)[1]
+        raise ValueError(f"{sizes[cut.dim]} {what} split into {count} shards would share scales across shards")
+    for n, tensor in tensors.items():
+        setattr(layer, n, nn.Parameter(tensor, requires_grad=False))
+    layer.dequantize, (layer.out_features, layer.in_features) = dequantize, shape
+    if layer.cached is not None:
+        layer.cached = cut.take(layer.cached, groups)
+    return list(chosen)
+
+
+def _check(size: int, cut: Slice, groups: ProcessGroups) -> None:
+    if not cut.divides(size, groups):
+        what = ("rows", "columns", "columns")[cut.dim]
+        raise ValueError(f"its {size} {what} are not divisible by {cut.blocks * groups.place(cut.group)[1]}")
