@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from finetune.errors import is_out_of_memory
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.attention import own_implementation
@@ -89,10 +90,11 @@ def generate(
             return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
         try:
             out = continued(True)
-        except (AttributeError, LookupError, TypeError, ValueError, NotImplementedError):
-            if rows_done.called:
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            if rows_done.called or is_out_of_memory(error):
                 raise
-            out = continued(False)  # a model whose cache transformers cannot make from its config, as BLT's
+            # A model whose cache transformers cannot make from its config, as BLT's, or not in this dtype, as xLSTM's.
+            out = continued(False)
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings
