@@ -102,7 +102,7 @@ def table(rows: list[dict]) -> str:
         name = row["model_type"]
         if "not_built" in row:
             lines.append(f"| {name} | {row['class']} | not built | | | | |")
-            notes[f"{name}: transformers does not build it from a config ({row['not_built']})"] = None
+            notes[f"{name}: transformers does not build it from a config ({' '.join(row['not_built'].split())})"] = None
             continue
         cells = [cell(row.get(kind)) for kind in KINDS]
         layout = (row.get("full") or {}).get("layout", "")
@@ -110,7 +110,7 @@ def table(rows: list[dict]) -> str:
         for kind in KINDS:
             said = (row.get(kind) or {}).get("refused") or (row.get(kind) or {}).get("error")
             if said:
-                notes.setdefault(f"{name}: {said}")
+                notes.setdefault(f"{name}: {' '.join(said.split())}")
                 break
     counts = {k: sum(cell(row.get(k)) == "yes" for row in rows) for k in KINDS}
     total = f"{len(rows)} classes; equal to transformers + PEFT: " + ", ".join(f"{k} {n}" for k, n in counts.items())

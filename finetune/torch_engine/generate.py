@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from finetune.errors import is_out_of_memory
+from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.attention import own_implementation
@@ -94,7 +94,15 @@ def generate(
             if rows_done.called or is_out_of_memory(error):
                 raise
             # A model whose cache transformers cannot make from its config, as BLT's, or not in this dtype, as xLSTM's.
-            out = continued(False)
+            try:
+                out = continued(False)
+            except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    raise
+                raise PlanError(
+                    f"--precision: {type(model).__name__} does not generate in {weights_dtype(model)} "
+                    f"({first_line(error)}). Try --precision fp32."
+                ) from error
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings

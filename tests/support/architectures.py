@@ -405,6 +405,7 @@ def trains_resumes_and_answers(model_type: str, train_type: str, folder: Path) -
     shutil.rmtree(steps_of(cut)[0])
     fine_tune(output_dir=str(cut), resume="auto", model_name=flags["model_name"], dataset=flags["dataset"])
     settled = json.loads((whole / "run_plan.json").read_text())["settled"]
-    code = generate.main(["--checkpoint", str(whole), "--prompt", "question 3", "--max_new_tokens", "4"])
+    asked = ["--checkpoint", str(whole), "--prompt", "question 3", "--max_new_tokens", "4", "--precision", "fp32"]
+    code = generate.main(asked)
     resumed = losses(cut)[-4:] == losses(whole)
     return {"layout": settled["batch_layout"], "resumed": resumed, "answered": code == 0}
