@@ -54,6 +54,8 @@ EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embe
 HEADS = ("lm_head", "embed_out")
 # Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
+OTHER_LAYERS = re.compile(r"mamba_|ssm_|state_size|time_step|linear_(key|num|head|conv)|altup_|lru_|conv_L|kda_|hc_")
+EAGER_ATTENTION = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "xlstm")
 LEARNED_POSITIONS = ("gpt2",)
 # Mixtures without a tensor-parallel plan in transformers: experts are sliced, all else is replicated.
 WITHOUT_TP_PLAN = ("gpt_oss",)
@@ -90,6 +92,7 @@ class ModelShape:
     exact: bool = False  # read from safetensors headers
     stored_bytes: int | None = None
     new_layers: int = 0  # layers added by expand.py
+    outside: str | None = None  # the key of its config that says the memory formulas do not describe its layers
 
     @classmethod
     def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
@@ -135,6 +138,7 @@ class ModelShape:
             softcap=bool(text.get("attn_logit_softcapping")),
             dropout=float(text.get("attn_pdrop", 0.1 if kind == "gpt2" else 0.0) or 0.0),
             stored_bytes=stored_bytes,
+            outside=_outside(text, kind),
         )
         counted = _from_tensors(tensors, kind, known["tied"], bool(experts)) if tensors else _computed(known, text)
         return cls(**known, **counted, exact=bool(tensors))
@@ -146,7 +150,9 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """True if enough dimensions are known to predict memory."""
+        """True if memory can be predicted: enough dimensions, and layers that the formulas describe."""
+        if self.outside:
+            return False
         counted = self.num_weights and self.num_layers and self.hidden_size and self.vocab_size
         return bool(counted and self.num_heads and self.num_kv_heads and self.head_dim)
 
@@ -169,6 +175,16 @@ class ModelShape:
         if self.num_experts and self.expert_size:
             sizes.append(2 * self.hidden_size * self.expert_size)
         return max(sizes, default=0)
+
+
+def _outside(text: dict, kind: str) -> str | None:
+    """The key of a config that says its layers are not those of the memory formulas, if there is one.
+
+    State-space and linear attention, AltUp, and families whose attention keeps every probability.
+    """
+    if kind in EAGER_ATTENTION:
+        return "model_type"
+    return next((key for key in sorted(text) if OTHER_LAYERS.match(key) and text[key]), None)
 
 
 def read_headers(weight_files) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,8 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     """Checkpointing and batch_size if they are auto, microbatch_tokens if it is unset: whatever fits."""
     values, shape, memory_budget = draft.values, draft.shape, draft.memory_budget()
     default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, TrainConfig(**values).row_length)
-    if memory_budget and shape and shape.known and shape.linears:
+    predicted = bool(memory_budget and shape and shape.known and shape.linears)
+    if predicted:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         if auto_cache and values["cache_dequantized"] == "true":
             drop_dequant_cache(draft, memory_budget, default_tokens)
@@ -75,7 +76,12 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, memory_budget)
-    elif values["batch_size"] == "auto":
+    if shape and shape.outside:
+        draft.notices.append(
+            f"memory is not predicted: the formulas do not describe this model's layers ({shape.outside} in its "
+            "config.json). If it runs out, lower --batch_size, or set --use_gradient_checkpointing true"
+        )
+    if not predicted and values["batch_size"] == "auto":
         draft.adjust("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
     if values["use_gradient_checkpointing"] == "auto":
         if values["reentrant_checkpointing"]:
