@@ -6,7 +6,7 @@ from tests.support import cases, ranks
 
 TRAFFIC = [
     ("FSDP2 2", "nf4"),
-    ("TP 2", "lora recomputed"),
+    pytest.param("TP 2", "lora recomputed", marks=pytest.mark.slow),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (

@@ -146,7 +146,7 @@ def kill_until_done(flags, folder, whole, kills, seed):
     return failed, differ, done
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tmp_path, kills):
     flags, whole = long_run
     failed, differ, done = kill_until_done(flags, tmp_path / "out", whole, kills, seed=kills)

@@ -10,10 +10,8 @@ from tests.support.commands import command, finish
 from tests.support.runs import losses, same_files
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["nf4 bf16", pytest.param("nf4 as bf16", marks=pytest.mark.slow), pytest.param("mlx", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4 bf16", "nf4 as bf16", "mlx"])
 def test_a_forward_over_ranks_sees_the_full_models_codes_and_scales_bit_for_bit(kind, tmp_path):
     for found in ranks.run(2, cases.packed_in_forward, tmp_path, kind=kind):
         assert found == {"layers": 14, "different": []}
