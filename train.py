@@ -228,7 +228,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         if resumed_from:
             log.saved(resumed_from)
         log.start(data, predicted_for_batch(plan, data, engine.pad_id, opened.loads_own_shards))
-        data = with_reference(engine, data, plan, output_dir.root, log.say, stop.requested)
+        data = with_reference(engine, data, plan, output_dir.root, log.say, stop)
         run_steps(engine, data, plan, state, log, output_dir, stop)
         data.close()
     state.output_dir = str(output_dir.root)

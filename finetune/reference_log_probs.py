@@ -20,7 +20,7 @@ PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
 
-def with_reference(engine, data, plan, root: Path, say, stopping):
+def with_reference(engine, data, plan, root: Path, say, stop):
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
     s = plan.settings
     if s.preference not in REFERENCED or s.precompute_ref_log_probs != "true":
@@ -31,8 +31,8 @@ def with_reference(engine, data, plan, root: Path, say, stopping):
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
-        found = {use: _computed(engine, dataset, s, stopping, say) for use, dataset in datasets.items()}
-        if stopping():
+        found = {use: _computed(engine, dataset, s, stop, say) for use, dataset in datasets.items()}
+        if stop.requested():
             return data
         if engine.rank == 0 and s.save_model:
             with storage(root):
@@ -43,13 +43,14 @@ def with_reference(engine, data, plan, root: Path, say, stopping):
     return replace(data, **known)
 
 
-def _computed(engine, dataset, settings, stopping, say) -> list[float]:
+def _computed(engine, dataset, settings, stop, say) -> list[float]:
     """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
     s, rows, found = settings, dataset.num_rows, {}
     batches = microbatches(dataset, range(rows), s.batch_layout, rows, s.microbatch_tokens, engine.pad_id)
     began = said = time.monotonic()
     for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):
-        found |= engine.reference_log_probs([batches[i] for i in part], stopping)
+        stop.sync(engine.all_reduce_max)  # of several ranks, all hear a signal at the same part
+        found |= engine.reference_log_probs([batches[i] for i in part], stop.requested)
         now, done = time.monotonic(), len(found)
         if now - said > SAY_EVERY_S and done < len(dataset):
             said, left = now, (now - began) * (len(dataset) / max(1, done) - 1)

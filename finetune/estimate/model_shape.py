@@ -269,7 +269,9 @@ def shape_of_files(files) -> ModelShape:
     Prequantized files hold packed codes, whose shapes say little, so the config is used.
     """
     size = sum(Path(f).stat().st_size for f in files.weight_files)
-    plain = not files.stored and not files.config.get("quantization_config")
+    text = files.config.get("text_config")
+    parts = (files.config, text if isinstance(text, dict) else {})
+    plain = not files.stored and not any(part.get("quantization_config") for part in parts)
     exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
     tensors = read_headers(files.weight_files) if exact else None
     if tensors and isinstance(

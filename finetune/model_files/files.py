@@ -254,6 +254,7 @@ def stored_format(config: dict, said: str) -> dict | None:
 
 # Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/decoded_weights.py.
 DECODED = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
+BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}
 DECODED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 UNQUANTIZED = "Give the unquantized model it was made from."
 
@@ -261,11 +262,21 @@ UNQUANTIZED = "Give the unquantized model it was made from."
 def not_decoded(how: dict) -> str | None:
     """Why weights of this quantization_config cannot be decoded; None if they can."""
     method, bits = how.get("quant_method"), how.get("bits", how.get("w_bit", 4))
-    if method in ("gptq", "awq") and bits not in ((4,) if method == "awq" else (2, 4, 8)):
+    if method == "compressed-tensors":
+        if how.get("format") not in DECODED_FORMATS:
+            return f"in the format {how.get('format')!r}, which is not decoded"
+        groups = how.get("config_groups")
+        known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
+        weights = [g.get("weights") for g in groups.values()] if known else []
+        if not weights or not all(isinstance(w, dict) for w in weights):
+            return "with config_groups that say nothing of its weights"
+        each = [w.get("num_bits") for w in weights]
+        bits = each[0] if all(n == each[0] for n in each) else each
+        for key in ("transform_config", "sparsity_config"):
+            if how.get(key):
+                return f"with a {key}, which is not decoded"
+    if method not in ("fp8", "mxfp4") and (type(bits) is not int or bits not in BITS[method]):
         return f"at {bits!r} bits, which are not decoded"
-    kind = how.get("format")
-    if method == "compressed-tensors" and kind not in DECODED_FORMATS:
-        return f"in the format {kind!r}, which is not decoded"
     return None
 
 

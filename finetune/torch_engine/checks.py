@@ -166,7 +166,7 @@ def check_causal(model, autocast) -> None:
 
     try:
         with autocast():
-            # Always four: a forward over shards is collective, and ranks need not agree on what is equal.
+            # Always five: a forward over shards is collective, and ranks need not agree on what is equal.
             own, leaked, seen, short = (
                 model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
                 for i in (ids, other_end, other_start, ids[:, : middle + 1])
@@ -178,6 +178,11 @@ def check_causal(model, autocast) -> None:
             f"--model_name: {name} does not run with these adapters and dtypes ({_first_line(error)}). "
             "Use another --train_type, or another model."
         ) from error
+    if len(own) != middle + 1 or len(short) != middle + 1:
+        raise PlanError(
+            f"--model_name: {name} does not give a row of logits for each token, so it is not a causal language model. "
+            "Give another."
+        )
     if not own.isfinite().all():
         raise PlanError(
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "

@@ -17,7 +17,7 @@ import torch
 DTYPE = torch.bfloat16
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the column at each place of a word of 4-bit codes is stored
-IGNORED = ("input_scale", "input_zero_point", "weight_g_idx", "k_scale", "v_scale", "q_scale", "output_scale")
+IGNORED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def _of(name, head, leaf, shape, shapes, config) -> tuple[str, Decoded] | None:
     if leaf == "weight" and scale:
         zero = f"{head}.weight_zero_point"
         more = (zero,) if zero in shapes else ()
-        return name, Decoded((name, scale, *more), shape, scaled)
+        blocks = tuple(config.get("weight_block_size") or ())
+        return name, Decoded((name, scale, *more), shape, lambda *t: scaled(*t, blocks=blocks))
     return None
 
 
@@ -83,31 +84,47 @@ def _packed_rows(head, shape, shapes, config) -> tuple[str, Decoded]:
     groups = config.get("config_groups") or {}
     bits = next((g["weights"]["num_bits"] for g in groups.values() if g.get("weights")), 4)
     weight_shape = shape[0], shape[1] * 32 // bits
-    more = (f"{head}.weight_zero_point",) if f"{head}.weight_zero_point" in shapes else ()
-    parts = (f"{head}.weight_packed", f"{head}.weight_scale", f"{head}.weight_shape", *more)
-    return f"{head}.weight", Decoded(parts, weight_shape, lambda *t: packed_rows(*t, bits=bits))
+    more = [n for n in ("weight_zero_point", "weight_g_idx") if f"{head}.{n}" in shapes]
+    parts = tuple(f"{head}.{n}" for n in ("weight_packed", "weight_scale", "weight_shape", *more))
+
+    def decode(packed, scale, shape, *rest):
+        named = dict(zip(more, rest, strict=True))
+        return packed_rows(packed, scale, shape, *map(named.get, ("weight_zero_point", "weight_g_idx")), bits=bits)
+
+    return f"{head}.weight", Decoded(parts, weight_shape, decode)
 
 
 # ---- formulas
 
 
-def scaled(codes_OI, scale, zero=None) -> torch.Tensor:
-    """fp8 or int8 codes times their scale: one number, one per row, or one per block of rows and columns."""
+def scaled(codes_OI, scale, zero=None, group_of_I=None, blocks: tuple = ()) -> torch.Tensor:
+    """fp8 or int8 codes times their scale: one number, one per row, or one per block of rows and columns.
+
+    `group_of_I`: each column's group, where columns were ordered by activation.
+    """
     codes, scale = codes_OI.float(), scale.float()
+    if group_of_I is not None and (group_of_I >= 0).all():
+        scale = scale[:, group_of_I.long()]
+        zero = None if zero is None else zero[:, group_of_I.long()]
     if zero is not None:
-        codes = codes - spread(zero.float(), codes.shape)
-    return codes * spread(scale, codes.shape)
+        codes = codes - spread(zero.float(), codes.shape, blocks)
+    return codes * spread(scale, codes.shape, blocks)
 
 
-def spread(scale, shape: tuple[int, int]) -> torch.Tensor:
-    """Scales [], [O], [O, G] or [O / a, I / b] at every weight of [O, I]; the last block may be cut."""
+def spread(scale, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
+    """Scales [], [O], [O, G] or [O / a, I / b] at every weight of [O, I]; the last block may be cut.
+
+    `blocks`: (a, b), if the config gives them. ValueError if the scales do not fit the weight.
+    """
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
     for axis, size in enumerate(shape):
         if scale.shape[axis] not in (1, size):
-            block = next((b for b in (128, 64, 32, 16) if -(-size // b) == scale.shape[axis]), None)
-            block = block or -(-size // scale.shape[axis])
+            count = scale.shape[axis]
+            block = blocks[axis] if blocks else size // count if count and size % count == 0 else 128
+            if not count or -(-size // block) != count:
+                raise ValueError(f"its scales are {list(scale.shape)} for a weight of {list(shape)}")
             scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
     return scale
 
@@ -133,6 +150,8 @@ def gptq(qweight, qzeros, scales_GO, group_of_I=None, bits: int = 4, older: bool
     if group_of_I is None:
         group_of_I = torch.arange(len(codes_IO)) // (len(codes_IO) // len(scales_GO))
     group = group_of_I.long()
+    if not (0 <= group.min() and group.max() < len(scales_GO)):
+        raise ValueError(f"its g_idx names groups that its {len(scales_GO)} scales do not have")
     return ((codes_IO - zeros_GO[group]).float() * scales_GO.float()[group]).t()
 
 
@@ -148,10 +167,10 @@ def _in_order(codes):
     return codes.unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1)
 
 
-def packed_rows(words, scale_OG, shape, zero=None, bits: int = 4) -> torch.Tensor:
+def packed_rows(words, scale_OG, shape, zero=None, group_of_I=None, bits: int = 4) -> torch.Tensor:
     """compressed-tensors' packed integers: codes are stored plus half their range, zero points packed along rows."""
     rows, columns = shape.tolist()
     codes = unpacked(words, bits, 1)[:rows, :columns] - 2 ** (bits - 1)
     if zero is not None:
         zero = unpacked(zero, bits, 0)[:rows] - 2 ** (bits - 1)
-    return scaled(codes, scale_OG, zero)
+    return scaled(codes, scale_OG, zero, group_of_I)

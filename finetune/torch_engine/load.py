@@ -18,7 +18,7 @@ from finetune.torch_engine import experts, llama_pro, load_balancing, memory_sta
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
-from finetune.torch_engine.lora.targets import linear_names, target_names
+from finetune.torch_engine.lora.targets import linear_names, read_by_code, target_names
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
@@ -121,6 +121,13 @@ def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, devi
     if config and not layers.quantize_last:
         for name in layers.experts:
             experts.wrapped(model, name)
+    read = read_by_code(model) if settings.train_type != "full" else {}
+    if read:
+        first = next(iter(read))
+        notices.append(
+            f"{len(read)} linears, such as {first}, stay as they are, without adapter or quantization: "
+            f"{read[first]}'s code computes with their weight itself"
+        )
     return notices
 
 

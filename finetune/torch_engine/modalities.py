@@ -10,10 +10,18 @@ from transformers import PreTrainedModel
 
 def auto_class(config) -> type:
     """The auto class of a config: a multimodal one's is that of the full model, whose names its files have."""
-    multimodal = config is not config.get_text_config()
+    multimodal = config is not text_config(config)
     if multimodal and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
+
+
+def text_config(config):
+    """The part of a config that the language model has; of one with several, the config itself."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
 
 
 class LeftOut(nn.Module):
@@ -30,7 +38,7 @@ class LeftOut(nn.Module):
 def leave_out_towers(model) -> None:
     """Replaces towers (models of their own beside the language model) and records their names in `model.left_out`."""
     model.left_out = ()
-    if model.config is model.config.get_text_config():
+    if model.config is text_config(model.config):
         return
     language, head = model.get_decoder(), model.get_output_embeddings()
     kept = {id(m) for m in (model, language, head) if m is not None}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,12 @@ from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
+from finetune.torch_engine.modalities import text_config
 from finetune.torch_engine.weight_files import PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights import config_dtype, load_dense
 
+# What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SHARD_SIZE = "50GB"  # save_pretrained's own
 
 
@@ -132,12 +136,16 @@ class StreamedSave:
         )
         if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
             config = published
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
+            for part in {id(c): c for c in (config, text_config(config))}.values():
+                if hasattr(part, "quantization_config"):
+                    del part.quantization_config
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
+        for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
+            if (Path(self.model.name_or_path) / name).is_file():
+                shutil.copyfile(Path(self.model.name_or_path) / name, folder / name)
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}

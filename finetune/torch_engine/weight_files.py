@@ -10,7 +10,9 @@ from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.model_files.files import DECODED
 from finetune.torch_engine import decoded_weights
+from finetune.untrusted import untrusted
 
+GIVE_ANOTHER = "Download the model again, or give the unquantized model it was made from."
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
 
 
@@ -58,7 +60,8 @@ class WeightFiles:
                 self.file_of[name] = file
         if decoding:
             shapes = {name: self.shape(name) for name in self.file_of}
-            self.decoded = decoded_weights.decoded(shapes, decoding)
+            with untrusted(f"{files[0].parent}: its quantized tensors do not fit config.json", GIVE_ANOTHER):
+                self.decoded = decoded_weights.decoded(shapes, decoding)
             self.stored_in = dict(self.file_of)
             self.file_of |= {name: self.stored_in[one.parts[0]] for name, one in self.decoded.items()}
             for part in decoded_weights.parts_of(self.decoded, shapes):
@@ -69,7 +72,8 @@ class WeightFiles:
         if name in self.decoded:
             one = self.decoded[name]
             tensors = [self._open[self.stored_in[part]].get_tensor(part) for part in one.parts]
-            weight = one.decode(*tensors).to(decoded_weights.DTYPE)
+            with untrusted(f"{name} cannot be decoded", GIVE_ANOTHER):
+                weight = one.decode(*tensors).to(decoded_weights.DTYPE)
             return weight.contiguous() if rows is None else weight[rows].contiguous()
         if name in self.cut:
             return torch.from_numpy(self.cut[name][... if rows is None else rows])

@@ -7,6 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from finetune.errors import PlanError
 from tests.support import architectures
+from tests.support.commands import command, finish
 from tests.support.runs import losses
 from train import fine_tune
 
@@ -85,3 +86,12 @@ def test_two_ranks_of_fsdp2_train_as_one_process(model_type, train_type, tmp_pat
     fine_tune(**flags, batch_size=4, output_dir=str(tmp_path / "one"))
     fine_tune(**flags, batch_size=2, world_size=2, output_dir=str(tmp_path / "two"))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_that_share_weights_are_not_sharded(tmp_path):
+    architectures.write_model("zamba", tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, architectures.QUESTIONS)))
+    flags = dict(model_name=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), backend="cpu")
+    done = finish(command(**flags, world_size=2, max_steps=1, batch_size=2))
+    assert done.returncode == 2 and "Use --sharding_strategy ddp" in done.stderr

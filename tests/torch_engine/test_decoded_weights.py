@@ -42,7 +42,7 @@ def test_fp8_blocks_are_decoded_as_transformers_does():
 
 def test_a_last_block_that_is_cut_has_its_own_scale():
     weight, scale = torch.ones(130, 200), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    found = D.scaled(weight, scale)
+    found = D.scaled(weight, scale, blocks=(128, 128))
     assert (found[:128, :128] == 1).all() and (found[:128, 128:] == 2).all()
     assert (found[128:, :128] == 3).all() and (found[128:, 128:] == 4).all()
 
@@ -102,6 +102,27 @@ def test_packed_integers_are_those_of_the_library():
     q = (codes(4, 6, 64) - 8).to(torch.int8)
     packed = library.pack_to_int32(q, 4)
     assert torch.equal(D.packed_rows(packed, torch.ones(6, 1), torch.tensor([6, 64]), bits=4), q.float())
+
+
+def test_columns_ordered_by_activation_and_zero_points():
+    q, zero = codes(4, 6, 64) - 8, codes(4, 6, 4) - 8
+    scale, order = torch.rand(6, 4, generator=RNG), torch.randperm(64, generator=RNG) % 4
+    expected = (q - zero[:, order]) * scale[:, order]
+    packed = words(q + 8, 4, 1)
+    stored_zero = words(torch.nn.functional.pad(zero + 8, (0, 0, 0, 2)), 4, 0)  # packed along rows
+    found = D.packed_rows(packed, scale, torch.tensor([6, 64]), stored_zero, order.to(torch.int32))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("scale", "blocks"), [((60, 5), ()), ((3, 7), ()), ((2, 2), (64, 64)), ((0, 2), ())])
+def test_scales_that_do_not_fit_are_refused(scale, blocks):
+    with pytest.raises(ValueError, match="its scales are"):
+        D.scaled(torch.ones(96, 256), torch.ones(*scale), blocks=blocks)
+
+
+def test_blocks_of_any_declared_size():
+    found = D.scaled(torch.ones(100, 300), torch.tensor([[1.0, 2.0, 3.0]]), blocks=(100, 110))
+    assert (found[:, :110] == 1).all() and (found[:, 110:220] == 2).all() and (found[:, 220:] == 3).all()
 
 
 # ---- folders
@@ -176,6 +197,16 @@ def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
         ({"quant_method": "gptq", "bits": 3}, "gptq, at 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
         ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "gptq", "bits": "4"}, "at '4' bits"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": ["x"]}, "config_groups"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 3}}},
+            },
+            "at 3 bits",
+        ),
     ],
 )
 def test_what_is_not_decoded_is_refused_with_the_reason(how, said, tmp_path):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.parallel.parallelism import Local
@@ -74,6 +75,7 @@ def shard(
     layers = decoder_layers(model)
     if other_stages:
         layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
+    refuse_shared(layers)
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
     for name in experts:
         module = model.get_submodule(name)
@@ -93,6 +95,18 @@ def shard(
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
     return root
+
+
+def refuse_shared(layers) -> None:
+    """Raises PlanError if layers share a weight, as Zamba's blocks do: FSDP shards each layer's weights once."""
+    owner = {}
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if owner.setdefault(parameter, layer) is not layer:
+                raise PlanError(
+                    f"--sharding_strategy: layers of this model share weights, such as {name}, which FSDP2 does not "
+                    "shard. Use --sharding_strategy ddp."
+                )
 
 
 def _mesh(groups: ProcessGroups, mesh, axis: str):
