@@ -58,6 +58,7 @@ def test_bytes_sent_by_experts_over_ranks_are_those_of_the_formula(layout, kind,
         assert counted == formula, (rank, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), TRAFFIC)
 def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
     size, case = cases.LAYOUTS[layout].world_size, dict(layout=layout, kind=kind, architecture="llama")

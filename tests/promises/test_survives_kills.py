@@ -20,7 +20,9 @@ from train import fine_tune
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     argv = command(base, "--num_epochs 400 --world_size 2 --batch_size 2", output_dir=tmp_path / "out")
     process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -146,7 +148,7 @@ def kill_until_done(flags, folder, whole, kills, seed):
     return failed, differ, done
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tmp_path, kills):
     flags, whole = long_run
     failed, differ, done = kill_until_done(flags, tmp_path / "out", whole, kills, seed=kills)

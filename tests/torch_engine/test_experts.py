@@ -249,6 +249,7 @@ def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora
             torch.testing.assert_close(theirs(input_ids=IDS).logits, mine, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_from_the_shell_a_mixture_trains_on_quantized_experts_and_peft_reads_it(make_tokenizer, rows_file, tmp_path):
     folder, out = tmp_path / "model", tmp_path / "out"
     tokenizer = make_tokenizer(folder, bos=False)

@@ -19,6 +19,7 @@ def check(layout: str, wanted: list, folder):
             assert result["losses"] and result["norms"] and result["gradients"], said
 
 
+@pytest.mark.slow
 def test_two_ranks_that_read_their_rows_hold_the_shards_of_a_full_load(bf16_folders, tmp_path):
     wanted = [(kind, bf16_folders["llama"]) for kind in ("full", "nf4", "dora", "hqq")]
     check("FSDP2 2", [*wanted, ("lora", bf16_folders["llama_tied"])], tmp_path)

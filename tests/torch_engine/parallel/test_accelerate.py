@@ -17,6 +17,7 @@ def against_one_process(method, kinds, folder, architecture="llama"):
         cases.check(figures, ParallelDims(dp_replicate=2))
 
 
+@pytest.mark.slow
 def test_ddp_through_accelerate_trains_as_one_process_does(tmp_path):
     against_one_process("ddp", ["full", "nf4"], tmp_path)
 

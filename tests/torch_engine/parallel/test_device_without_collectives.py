@@ -23,6 +23,7 @@ def check(found: list) -> None:
             cases.check_strategy(figures)
 
 
+@pytest.mark.slow
 def test_strategies_train_as_one_process_does_and_as_gloo_does_on_the_cpu(tmp_path):
     staged = ranks.run(2, cases.strategies, tmp_path / "staged", device=DEVICE, wanted=FAST)
     check(staged)
