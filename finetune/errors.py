@@ -8,6 +8,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+# What code of other people's models raises when inputs, dtypes or lengths do not suit it.
+MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 class PlanError(ValueError):
     """An error the user can fix: one line naming the flag or file, the fact and the remedy.
 

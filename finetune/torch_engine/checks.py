@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.errors import PlanError, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.torch_engine import attention, loss
 from finetune.torch_engine.forward import (
     PADDED_INPUTS,
@@ -172,7 +172,7 @@ def check_causal(model, autocast) -> None:
                 for i in (ids, other_end, other_start, ids[:, : middle + 1])
             )
             _run_in_training_mode(model, ids)
-    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
+    except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         raise PlanError(
             f"--model_name: {name} does not run with these adapters and dtypes ({_first_line(error)}). "
@@ -246,12 +246,10 @@ def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: 
             )
             model.set_attn_implementation(attention.NAME)
             packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
-    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
+    except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
-    # What another length of the same document changes is rounding: measured on this model, in this dtype.
-    dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
-    rounding = max(_largest_difference(padded, alone), torch.finfo(dtype).eps)
+    rounding = _rounding(model, autocast, padded, alone)
     leak = _largest_difference(changed[first_length:], packed[first_length:])
     off = _largest_difference(packed, alone)
     # Equal shapes round equally, except of experts, which multiply as many rows as were routed to them.
@@ -276,6 +274,12 @@ def _largest_difference(logits_TV, expected_TV) -> float:
     """The largest difference of a token's logits, relative to their norm; nan if any is not finite."""
     norms = expected_TV.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return ((logits_TV - expected_TV).norm(dim=-1) / norms).max().item()
+
+
+def _rounding(model, autocast, longer_TV, alone_TV) -> float:
+    """What more tokens after a document change of its logits: rounding, measured on this model, in this dtype."""
+    dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
+    return max(_largest_difference(longer_TV, alone_TV), torch.finfo(dtype).eps)
 
 
 def _has_experts(model) -> bool:
@@ -322,14 +326,12 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
     with autocast():
         alone = [_logits(model, row[:n]) for row, n in zip(ids, lengths, strict=True)]
         longer = [_logits(model, torch.cat([row[:n], row[:7]]))[:n] for row, n in zip(ids, lengths, strict=True)]
-        rounding = max(map(_largest_difference, longer, alone))
-        dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
-        rounding = max(rounding, torch.finfo(dtype).eps)
+        rounding = _rounding(model, autocast, torch.cat(longer), torch.cat(alone))
         for word in PADDED_INPUTS:
             try:
                 given = {"ids": ids, "positions": positions, "real": real.long()}
                 rows = padded_logits(model, word, **{n: t.to(model.device) for n, t in given.items()})
-            except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+            except MODEL_ERRORS as error:
                 _reraise_if_not_the_models(error)
                 off[word] = _first_line(error)
                 continue
@@ -355,7 +357,7 @@ def check_head(model, layout, autocast, passes_bounds: bool = False) -> Check:
         with autocast():
             own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
             theirs = model(**inputs).logits[0].float()
-    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError) as error:
+    except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"the decoder does not run without the model around it ({_first_line(error)})")
     if own.shape != theirs.shape:

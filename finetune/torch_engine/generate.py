@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from finetune.errors import PlanError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.attention import own_implementation
@@ -84,29 +84,37 @@ def generate(
     try:
         if _counts_positions(model, ids, mask):
             model.prepare_inputs_for_generation = partial(_without_positions, model.prepare_inputs_for_generation)
-            with contextlib.ExitStack() as after:
-                after.callback(delattr, model, "prepare_inputs_for_generation")
-                out = continued(False)
-            return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
-        try:
-            out = continued(True)
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            if rows_done.called or is_out_of_memory(error):
-                raise
-            # A model whose cache transformers cannot make from its config, as BLT's, or not in this dtype, as xLSTM's.
             try:
                 out = continued(False)
-            except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    raise
-                raise PlanError(
-                    f"--precision: {type(model).__name__} does not generate in {weights_dtype(model)} "
-                    f"({first_line(error)}). Try --precision fp32."
-                ) from error
+            finally:
+                del model.prepare_inputs_for_generation
+        else:
+            out = _with_or_without_cache(continued, rows_done, model)
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings
     return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
+
+
+def _with_or_without_cache(continued, rows_done: _RowsDone, model):
+    """continued(True); continued(False) if that fails before the first token.
+
+    transformers cannot make the cache of every model from its config (BLT), or in every dtype (xLSTM).
+    """
+    try:
+        return continued(True)
+    except MODEL_ERRORS as error:
+        if rows_done.called or is_out_of_memory(error):
+            raise
+    try:
+        return continued(False)
+    except MODEL_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        raise PlanError(
+            f"--precision: {type(model).__name__} does not generate in {weights_dtype(model)} ({first_line(error)}). "
+            "Try --precision fp32."
+        ) from error
 
 
 def _counts_positions(model, ids, mask) -> bool:

@@ -60,10 +60,17 @@ def leave_out_towers(model) -> None:
             tied.pop(target)
 
 
-def in_language_part(model, name: str) -> bool:
-    """Whether a module belongs to the language model, not to what brings other modalities into it."""
+def language_prefix(model) -> str:
+    """What the names of the language model's modules begin with, in a model with towers; empty in others."""
     language = model.get_decoder()
     if not getattr(model, "left_out", ()) or language is None or language is model:
-        return True
-    path = next(n for n, m in model.named_modules() if m is language)
-    return name.startswith(path + ".")
+        return ""
+    return next(n for n, m in model.named_modules() if m is language) + "."
+
+
+def forget_quantization(config) -> None:
+    """Removes what a config and its text part say of quantized weights: they are read dense, or by prequantized.py."""
+    for part in (config, text_config(config)):
+        for name in ("quantization_config", "quantization"):
+            if hasattr(part, name):
+                delattr(part, name)

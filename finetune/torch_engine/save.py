@@ -15,7 +15,7 @@ from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
-from finetune.torch_engine.modalities import text_config
+from finetune.torch_engine.modalities import forget_quantization
 from finetune.torch_engine.weight_files import PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights import config_dtype, load_dense
 
@@ -136,9 +136,7 @@ class StreamedSave:
         )
         if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
             config = published
-            for part in {id(c): c for c in (config, text_config(config))}.values():
-                if hasattr(part, "quantization_config"):
-                    del part.quantization_config
+            forget_quantization(config)
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
         if self.model.can_generate():

@@ -73,10 +73,7 @@ def empty_model(folder, dtype: torch.dtype):
 def _built(folder, dtype, **options):
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     # Prequantized formats are read by prequantized.py, not by transformers.
-    for part in {id(c): c for c in (config, modalities.text_config(config))}.values():
-        for name in ("quantization_config", "quantization"):
-            if hasattr(part, name):
-                delattr(part, name)
+    modalities.forget_quantization(config)
     with _parameters_on_meta():
         return modalities.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
 

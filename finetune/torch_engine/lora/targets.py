@@ -14,7 +14,7 @@ from finetune.lora_targets import default_targets, named_targets
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts, transformers_internals
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
-from finetune.torch_engine.modalities import in_language_part
+from finetune.torch_engine.modalities import language_prefix
 
 # What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
 PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
@@ -30,12 +30,10 @@ def linear_names(model) -> list[str]:
     head = model.get_output_embeddings()
     routed = experts.has_experts(model)
     parts = {id(part) for part in experts.quantized_parts(model)}
-    read, plain, names = read_by_code(model), {}, []
+    read, prefix, plain, names = read_by_code(model), language_prefix(model), {}, []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
-        if not linear or module is head or id(module) in parts or name in read:
-            continue
-        if not in_language_part(model, name):
+        if not linear or module is head or id(module) in parts or name in read or not name.startswith(prefix):
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
         kind = type(module)

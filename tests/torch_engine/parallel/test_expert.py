@@ -42,8 +42,12 @@ def test_a_run_over_experts_is_that_of_one_process(mixture, kind, tmp_path):
     flags = {k: v for k, v in flags.items() if "lora" in kind or k != "lora_rank"}
     more = " ".join(kind.split()[1:])
     train(flags, more, ONE, "6", output_dir=tmp_path / "one")
-    out = train(flags, more, "--batch_size 2 --lr_scheduler constant --max_steps 6 --world_size 2 --ep_degree 2",
-                output_dir=tmp_path / "two")  # fmt: skip
+    out = train(
+        flags,
+        more,
+        "--batch_size 2 --lr_scheduler constant --max_steps 6 --world_size 2 --ep_degree 2",
+        output_dir=tmp_path / "two",
+    )
     assert "ranks: 2 (dp_shards 2 x ep_degree 2)" in out
     if "lora" not in kind:
         assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
@@ -52,8 +56,9 @@ def test_a_run_over_experts_is_that_of_one_process(mixture, kind, tmp_path):
         assert all(f.exists() for f in (tmp_path / "two" / n for n in ("model.safetensors", "config.json")))
         return
     assert_same_run(tmp_path / "two", tmp_path / "one")
-    shapes = ({k: v.shape for k, v in load_file(tmp_path / n / "adapter_model.safetensors").items()}
-              for n in ("one", "two"))  # fmt: skip
+    shapes = (
+        {k: v.shape for k, v in load_file(tmp_path / n / "adapter_model.safetensors").items()} for n in ("one", "two")
+    )
     assert next(shapes) == next(shapes)
     config, other = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("one", "two"))
     assert config == other
