@@ -4,9 +4,10 @@ python benchmarks/same_numbers.py --record FILE            run every cell, write
 python benchmarks/same_numbers.py --compare FILE           run them again: bitwise equal, or what differs first
 python benchmarks/same_numbers.py --compare FILE --only "FSDP2 2"
 
-Each cell is `python train.py ...` on a tiny random model. Kept are the numbers of every step and evaluation and the
-digest of every tensor that the run wrote, moments and random state included. They depend on the processor and on torch,
-so a record is compared only where it was made. Only flags and file formats of the project are used, none of its code.
+Each cell is `python train.py ...` on a tiny random model, or `pretrain.py`. Kept are the numbers of every step and
+evaluation and the digest of every tensor that the run wrote, moments and random state included. They depend on the
+processor and on torch, so a record is compared only where it was made. Only flags and file formats of the project are
+used, none of its code.
 """
 
 import argparse
@@ -28,9 +29,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, STOPPED_AT, ROWS_PER_STEP = 6, 3, 8
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "bitsandbytes", "hqq", "optimum-quanto")
+PACKAGES = (
+    *("torch", "transformers", "safetensors", "numpy", "bitsandbytes", "hqq", "optimum-quanto"),
+    *("mlx", "mlx-lm", "accelerate"),
+)
 STEP_FIELDS = ("step", "loss", "grad_norm", "lr", "num_tokens", "num_targets")
-EVAL_FIELDS = ("step", "loss", "num_targets", "exact_match")
+EVAL_FIELDS = ("step", "loss", "num_targets", "exact_match", "num_rows", "perplexity", "targets_right", "rows_right")
+# Of preference rows; an event without them has none.
+REWARD_FIELDS = (*(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")), "kl", "num_rows")
 # What a run would otherwise settle by the machine's memory or speed is given.
 COMMON = dict(
     backend="cpu",
@@ -64,6 +70,24 @@ LAYOUTS = {
     "HSDP 2x2": dict(dp_degree=2, dp_shards=2),
     "FSDP2 2 x TP 2": dict(dp_shards=2, tp_degree=2),
 }
+EXPERT_LAYOUTS = {"EP 2": dict(dp_shards=2, ep_degree=2)}
+PAIRS, LABELS = dict(dataset="pairs.jsonl"), dict(dataset="labels.jsonl")
+PAIRS_VALIDATED = dict(validation_dataset="pairs_validation.jsonl", eval_every=2)
+PREFERENCES = {
+    "dpo": PAIRS | dict(preference="dpo"),
+    "orpo": PAIRS | dict(preference="orpo", preference_beta=0.2),
+    "kto": LABELS | dict(preference="kto", desirable_weight=1.5),
+    "kto of pairs": PAIRS | dict(preference="kto"),
+}
+STREAMED = dict(streaming="true", shuffle_buffer=16)
+MLX = dict(backend="mlx", batch_layout="padded")  # mlx-lm's models take no document boundaries
+# Keys of pretrain.py.
+RECURSIVE = {
+    **{"arch.hidden_size": 32, "arch.num_heads": 2, "arch.L_layers": 1, "arch.expansion": 2},
+    **{"arch.forward_dtype": "float32", "log_every_n_steps": 1, "device": "cpu", "seed": 7},
+    **{"epochs": 2, "eval_interval": 1, "global_batch_size": 8, "gradient_accumulation_steps": 1},
+    **{"lr_warmup_steps": 2, "lr": 3e-3},
+}
 LLAMA = dict(
     vocab_size=260,
     hidden_size=64,
@@ -92,11 +116,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of train.py. `resumed`: it then loses all that followed step STOPPED_AT, and is resumed."""
+    """One run. `resumed`: it then loses all that followed step STOPPED_AT, and is resumed.
+
+    `recipe`: of pretrain.py, whose keys the flags then are; else the run is train.py's.
+    """
 
     flags: dict
     world_size: int = 1
     resumed: bool = False
+    recipe: str | None = None
 
 
 def quantized(method: str, bits: int = 4) -> dict:
@@ -104,8 +132,8 @@ def quantized(method: str, bits: int = 4) -> dict:
 
 
 def of_ranks(layout: str, flags: dict, resumed: bool = False) -> Cell:
-    degrees = LAYOUTS[layout]
-    size = math.prod(degrees.values())
+    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    size = math.prod(n for name, n in degrees.items() if name != "ep_degree")
     data_ranks = degrees.get("dp_degree", 1) * degrees.get("dp_shards", 1)
     placed = dict(world_size=size, batch_size=ROWS_PER_STEP // data_ranks) | {"dp_shards": 1} | degrees
     return Cell(placed | flags, size, resumed)
@@ -147,6 +175,26 @@ def matrix() -> dict[str, Cell]:
         "gemma2 lora": lora | dict(model_name="gemma2"),
         "gpt2 full": full | dict(model_name="gpt2"),
     }
+    for name, flags in PREFERENCES.items():
+        cells |= {f"{name} {kind}": KINDS[kind] | flags for kind in ("lora", "nf4")}
+    cells |= {
+        "orpo full": full | PREFERENCES["orpo"],
+        "dpo validated accumulated dropout": lora | PREFERENCES["dpo"] | ACCUMULATED | DROPOUT | PAIRS_VALIDATED,
+        "dpo precomputed padded": lora | PREFERENCES["dpo"] | PADDED | dict(precompute_ref_log_probs="true"),
+        "kto accumulated": lora | PREFERENCES["kto"] | ACCUMULATED,
+        "streamed": lora | STREAMED,
+        "streamed mixture": lora | STREAMED | dict(dataset=["rows.jsonl:2", "chat.jsonl:1"], train_on_prompt="true"),
+        "mixture": lora | dict(dataset=["rows.jsonl:2", "chat.jsonl:1"]),
+        "windows of text": full | dict(dataset="text.txt", context_length=24, window_overlap=4),
+        "scored": lora | dict(score_dataset="validation.jsonl", score_samples=4, score_max_new_tokens=8),
+        "adamw_8bit": full | dict(optimizer="adamw_8bit"),
+        "qwen3_moe load-balanced": full | ACCUMULATED | dict(model_name="qwen3_moe", router_aux_loss_coef=0.05),
+        "mlx full": full | MLX,
+        "mlx lora accumulated dropout": lora | MLX | ACCUMULATED | DROPOUT,
+        "mlx dora validated": lora | MLX | DORA | VALIDATED,
+        "mlx qlora": ADAPTER | MLX | dict(train_type="qlora", group_size=32, quantization_backend="mlx"),
+        "mlx recomputed padded": lora | MLX | RECOMPUTED | PADDED,
+    }
     for method, widths in WIDTHS.items():
         cells |= {f"{method}/{bits}": quantized(method, bits) | (BF16 if bits != 4 else {}) for bits in widths}
     cells = {name: Cell(dict(batch_size=ROWS_PER_STEP) | flags) for name, flags in cells.items()}
@@ -156,6 +204,18 @@ def matrix() -> dict[str, Cell]:
     cells |= {f"{layout} lora": of_ranks(layout, lora) for layout in ("TP 2", "FSDP2 2 x TP 2")}
     cells["FSDP2 2 lora dropout accumulated"] = of_ranks("FSDP2 2", lora | ACCUMULATED | DROPOUT)
     cells["FSDP2 2 full resumed"] = of_ranks("FSDP2 2", full, resumed=True)
+    cells["FSDP2 2 dpo nf4"] = of_ranks("FSDP2 2", nf4 | PREFERENCES["dpo"])
+    cells["FSDP2 2 kto lora resumed"] = of_ranks("FSDP2 2", lora | PREFERENCES["kto"], resumed=True)
+    cells["DDP 2 orpo lora accumulated"] = of_ranks("DDP 2", lora | PREFERENCES["orpo"] | ACCUMULATED)
+    cells["DDP 2 streamed"] = of_ranks("DDP 2", lora | STREAMED)
+    cells |= {f"EP 2 {kind}": of_ranks("EP 2", KINDS[kind] | dict(model_name="qwen3_moe")) for kind in ("full", "nf4")}
+    cells["accelerate DDP 2 lora"] = of_ranks("DDP 2", lora | dict(parallel_backend="accelerate"))
+    cells |= {
+        "recursive": Cell(RECURSIVE | {"arch.L_cycles": 2, "arch.H_cycles": 2}, recipe="cfg_chat_recursive"),
+        "recursive plain": Cell(RECURSIVE | {"arch.plain": "true"}, recipe="cfg_chat_recursive"),
+        "recursive ema supervised": Cell(RECURSIVE | {"ema": "true", "arch.halt_max_steps": 3}, recipe="cfg_chat"),
+        "recursive ranks 2": Cell(RECURSIVE, 2, recipe="cfg_chat"),
+    }
     return cells
 
 
@@ -174,8 +234,16 @@ def write_data(folder: Path) -> None:
     chats = [
         {"messages": [{"role": r, "content": text(3)} for r in ("user", "assistant") * (1 + i % 2)]} for i in range(60)
     ]
-    for name, kept in (("rows", rows[:50]), ("validation", rows[50:]), ("chat", chats)):
+    pairs = [{"prompt": f"{text(5)}: ", "chosen": text(4), "rejected": f"{text(4)} no"} for _ in range(60)]
+    labels = [{"prompt": f"{text(5)}: ", "completion": text(4), "label": i % 3 > 0} for i in range(50)]
+    for name, kept in (
+        *(("rows", rows[:50]), ("validation", rows[50:]), ("chat", chats)),
+        *(("pairs", pairs[:50]), ("pairs_validation", pairs[50:]), ("labels", labels)),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    (folder / "text.txt").write_text(" ".join(f"{text(9)}." for _ in range(120)))
+    turns = [{"conversations": [{"from": w, "value": text(3)} for w in ("human", "gpt")]} for _ in range(32)]
+    (folder / "turns.json").write_text(json.dumps(turns))
 
 
 def write_models(folder: Path) -> None:
@@ -198,19 +266,39 @@ def write_models(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    command("expand.py", dict(model_name="llama", output_dir="expanded", num_new_blocks=2), folder)
+    for failed in (
+        command("expand.py", flags_of(dict(model_name="llama", output_dir="expanded", num_new_blocks=2)), folder),
+        command(
+            "dataset/build_chat_dataset.py",
+            *[["--input-file", "turns.json", "--output-dir", "turns", "--tokenizer", "bpe:300", "--max-length", "96"]],
+            folder,
+        ),
+    ):
+        assert not failed, failed
 
 
 # ---- one cell
 
 
-def command(script: str, flags: dict, folder: Path) -> str | None:
-    """Runs a script of the project in `folder`; None, or how it failed."""
+def flags_of(flags: dict) -> list[str]:
+    return [part for k, values in flags.items() for v in ensure_list(values) for part in (f"--{k}", str(v))]
+
+
+def ensure_list(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def command(script: str, argv: list[str], folder: Path, ranks: int = 1) -> str | None:
+    """Runs a script of the project in `folder`, under torchrun if `ranks` says so; None, or how it failed."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FSDP_BACKEND")
     env = {k: v for k, v in os.environ.items() if k not in ours}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    argv = [sys.executable, "-W", "ignore", str(ROOT / script)]
-    argv += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    program = [str(ROOT / script)]
+    if script.startswith("dataset/"):
+        program = ["-m", script.removesuffix(".py").replace("/", ".")]
+        env["PYTHONPATH"] = str(ROOT)
+    argv = [sys.executable, "-W", "ignore", *torchrun, *program, *argv]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=folder, env=env)
     if done.returncode:
         return f"exit code {done.returncode}: " + " | ".join((done.stdout + done.stderr).splitlines()[-3:])
@@ -220,18 +308,27 @@ def command(script: str, flags: dict, folder: Path) -> str | None:
 def run_cell(name: str, cell: Cell, folder: Path) -> dict:
     """What the cell's run wrote: steps, evals, tensors; or how it failed."""
     out = folder / name.replace(" ", "_").replace("/", "-")
+    if cell.recipe:
+        keys = cell.flags | dict(data_paths="[turns]", checkpoint_path=out.name)
+        argv = ["--config-name", cell.recipe, *(f"{k}={v}" for k, v in keys.items())]
+        return kept_of(out, command("pretrain.py", argv, folder, cell.world_size))
     flags = COMMON | dict(model_name="llama", dataset="rows.jsonl", output_dir=out.name) | cell.flags
     if "llama_pro_path" in flags:
         del flags["model_name"]
     if cell.resumed:
         flags |= dict(save_every=1, keep_last=STEPS)
-    failed = command("train.py", flags, folder)
+    failed = command("train.py", flags_of(flags), folder)
     if cell.resumed and not failed:
         for step in range(STOPPED_AT + 1, STEPS + 1):
             shutil.rmtree(out / "checkpoints" / f"step-{step}")
         for written in (out / "train_state.json", *out.glob("*.safetensors")):
             written.unlink()
-        failed = command("train.py", dict(resume=out.name), folder)
+        failed = command("train.py", ["--resume", out.name], folder)
+    return kept_of(out, failed)
+
+
+def kept_of(out: Path, failed: str | None) -> dict:
+    """What a run's folder holds, which is then removed; or how it failed."""
     found = {"failed": failed} if failed else read_run(out)
     shutil.rmtree(out, ignore_errors=True)
     return found
@@ -240,13 +337,18 @@ def run_cell(name: str, cell: Cell, folder: Path) -> dict:
 def read_run(out: Path) -> dict:
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     kept = {
-        kind: [{name: e.get(name) for name in names} for e in events if e["event"] == kind]
+        kind: [
+            {k: e.get(k) for k in names} | {k: e[k] for k in REWARD_FIELDS if k in e}
+            for e in events
+            if e["event"] == kind
+        ]
         for kind, names in (("step", STEP_FIELDS), ("eval", EVAL_FIELDS))
     }
-    last = max((out / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))
+    steps = [*(out / "checkpoints").glob("step-*"), *out.glob("step_*")]
+    last = max(steps, key=lambda p: int(p.name[5:]))
     tensors = {}
     for place in (out, out / "best", last):
-        for file in sorted(place.glob("*.safetensors")):
+        for file in sorted(place.rglob("*.safetensors") if place == last else place.glob("*.safetensors")):
             tensors |= {f"{file.relative_to(out)}: {k}": v for k, v in tensors_of(file).items()}
     return kept | {"tensors": tensors}
 
