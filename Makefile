@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
-QUICK := tests/plan tests/test_train.py tests/test_inference.py tests/promises/test_dry_run.py
+QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/promises/test_dry_run.py
 .PHONY: train test test-all test-rig lint setup setup-test clean
 
 train: .venv/.installed

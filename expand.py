@@ -13,7 +13,7 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune import process, safetensors_io
+from finetune import safetensors_io
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -32,8 +32,9 @@ from finetune.model_files.llama_pro import (
     split,
     write,
 )
-from finetune.new_folder import check_new, new_folder
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.new_folder import check_new, new_folder
+from finetune.system.terminal import say
 
 
 def build_parser() -> Parser:

@@ -13,12 +13,12 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune import process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.new_folder import check_new, new_folder
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.new_folder import check_new, new_folder
+from finetune.system.terminal import say
 
 
 def build_parser() -> Parser:
@@ -79,7 +79,7 @@ def convert_adapter(args) -> int:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
-    from finetune import adapter_formats as formats
+    from finetune.adapters import formats as formats
     from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_model
 
@@ -157,9 +157,9 @@ def main(argv=None) -> int:
             raise PlanError(f"--{flag}: is required. See --help.")
     if args.to != "hf":
         return convert_adapter(args)
-    from finetune import inference
+    from finetune import open_checkpoint
     from finetune.model_files.tokenizer import load_tokenizer
-    from finetune.torch_engine.save import merge_to_folder
+    from finetune.torch_engine.weights.save import merge_to_folder
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
@@ -167,10 +167,10 @@ def main(argv=None) -> int:
             f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
         )
     check_new(target, "--output_dir")
-    files = inference.base_of(args.checkpoint)
+    files = open_checkpoint.base_of(args.checkpoint)
     with storage(target), new_folder(target) as folder:
         off = merge_to_folder(checkpoint, files, folder, args.dtype)
-        load_tokenizer(inference.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
+        load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
     say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     return 0
 

@@ -9,19 +9,19 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.terminal import say
 
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
 def build_parser() -> Parser:
-    from finetune import inference
+    from finetune import open_checkpoint
 
     parser = Parser(prog="generate.py", description=__doc__)
-    inference.add_flags(parser)
+    open_checkpoint.add_flags(parser)
     parser.add_argument("--prompt", help="prompt to answer")
     parser.add_argument("--system", help="system message, for chat models")
     parser.add_argument("--raw", action="store_true", help="continue the prompt verbatim, without the chat template")
@@ -109,13 +109,13 @@ def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     check(args)
-    from finetune import inference
+    from finetune import open_checkpoint
 
-    recursive = inference.is_recursive(args.checkpoint)
+    recursive = open_checkpoint.is_recursive(args.checkpoint)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
-    engine, tokenizer, ends = (inference.open_recursive if recursive else inference.open_engine)(args)
+    engine, tokenizer, ends = (open_checkpoint.open_recursive if recursive else open_checkpoint.open_engine)(args)
     engine.seed(args.seed)
     turns = [("system", args.system)] if args.system else []
 

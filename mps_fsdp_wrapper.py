@@ -26,7 +26,7 @@ from backend_manager import GIB, BackendManager, first_line
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError
 from finetune.torch_engine.memory_stats import current_resident_bytes
-from finetune.torch_engine.parallel import device_shims, fsdp, full_state, self_test, staged_gloo
+from finetune.torch_engine.parallel import device_shims, fsdp, self_test, staged_gloo, wrapper_checkpoint
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups, prepare_device
 
@@ -413,12 +413,12 @@ class MPSFSDPWrapper:
     # ---- checkpoints, memory
 
     def save_checkpoint(self, model, checkpoint_path, optimizer=None, **metadata) -> None:
-        """Writes weights, buffers, optimizer state and metadata in full; see full_state.save. Collective."""
-        full_state.save(model, checkpoint_path, optimizer, metadata)
+        """Writes weights, buffers, optimizer state and metadata in full; see wrapper_checkpoint.save. Collective."""
+        wrapper_checkpoint.save(model, checkpoint_path, optimizer, metadata)
 
     def load_checkpoint(self, model, checkpoint_path, optimizer=None) -> dict:
         """Restores what save_checkpoint wrote, on any number of ranks; the metadata. Collective. Raises PlanError."""
-        return full_state.load(model, checkpoint_path, optimizer)
+        return wrapper_checkpoint.load(model, checkpoint_path, optimizer)
 
     def get_memory_stats(self) -> dict[str, float]:
         """GiB: allocated_gb by tensors, reserved_gb by the driver, process_memory_gb resident, limit_gb to be used."""

@@ -14,15 +14,12 @@ if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leave
 import os
 import time
 
-from finetune import process, recipe
+from finetune import recipe
 from finetune.checkpoint.output_dir import open_output_dir
 from finetune.checkpoint.store import PRETRAINED, replace_text, storage
-from finetune.data.pretrain import PretrainData, load_pretrain_data
+from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.estimate import recursive as estimate
-from finetune.evaluation import evaluate_arrays
-from finetune.loop import run_steps
-from finetune.metrics import Metrics
 from finetune.plan.pretrain import (
     PretrainPlan,
     finalize,
@@ -33,8 +30,12 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
-from finetune.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
-from finetune.terminal import say
+from finetune.run.evaluation import evaluate_arrays
+from finetune.run.loop import run_steps
+from finetune.run.metrics import Metrics
+from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
+from finetune.system import process
+from finetune.system.terminal import say
 
 
 def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
@@ -52,7 +53,7 @@ def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
     from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
-    from finetune.torch_engine.recursive_engine import build
+    from finetune.torch_engine.recursive.engine import build
 
     set_num_threads(env.local_size)
     set_cpu_matmul(plan.settings.cpu_matmul)

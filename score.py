@@ -12,18 +12,18 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune import process
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.terminal import say
 
 
 def build_parser() -> Parser:
-    from finetune import inference
+    from finetune import open_checkpoint
     from finetune.config import DATASET_FORMATS
 
     parser = Parser(prog="score.py", description=__doc__)
-    inference.add_flags(parser)
+    open_checkpoint.add_flags(parser)
     parser.add_argument("--dataset", required=True, metavar="FILE|NAME", help="rows with answers")
     parser.add_argument(
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
@@ -49,14 +49,15 @@ def build_parser() -> Parser:
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
-    from finetune import evaluation, inference
+    from finetune import open_checkpoint
     from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
     from finetune.data.columns import RowOptions
-    from finetune.data.mixture import Source
     from finetune.data.prepare import Read, check_columns, needs_chat_template
-    from finetune.data.sources import read_rows
+    from finetune.data.reading.mixture import Source
+    from finetune.data.reading.sources import read_rows
     from finetune.data.tokenize import generation_examples, tokenize
+    from finetune.run import evaluation
 
     for name in ("context_length", "max_new_tokens", "batch_size"):
         if getattr(args, name) < 1:
@@ -67,7 +68,7 @@ def main(argv=None) -> int:
     options = RowOptions(args.dataset_format)
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
-    engine, tokenizer, ends = inference.open_engine(args)
+    engine, tokenizer, ends = open_checkpoint.open_engine(args)
     read = Read.of(raw, options, Source(args.dataset))
     ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
     length = min(args.context_length, engine.context_limit() or args.context_length)

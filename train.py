@@ -11,8 +11,8 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune import process
 from finetune.cli import Parser, add_flags, parse_overrides, parse_value, with_config
+from finetune.system import process
 
 
 def build_parser() -> Parser:
@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
-from finetune import doctor, parity, report
+from finetune import doctor
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
@@ -42,26 +42,27 @@ from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import sampled_lengths
 from finetune.data.prepare import eva_batches, load_data, named_sources, needs_chat_template, read_datasets
-from finetune.data.sources import check_local
+from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
 from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.model_shape import planned_shape
 from finetune.estimate.remedies import report_lines
-from finetune.loop import run_steps
-from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
-from finetune.other_names import answer
+from finetune.older.other_names import answer
 from finetune.plan.backend import ENGINES, check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.reference_log_probs import with_reference
-from finetune.terminal import say
+from finetune.run import parity, report
+from finetune.run.loop import run_steps
+from finetune.run.metrics import Metrics
+from finetune.run.reference_log_probs import with_reference
+from finetune.system.terminal import say
 
 
 def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
@@ -177,14 +178,14 @@ def open_engine(plan: RunPlan, env: RankEnv) -> Opened:
 
 def open_mlx(plan: RunPlan) -> Opened:
     """MLX's engine, on one process or on the ranks of mlx.launch; its logits are compared with transformers' first."""
-    from finetune.mlx_engine import fingerprint
     from finetune.mlx_engine import load as mlx
-    from finetune.torch_engine import reference
+    from finetune.mlx_engine import logit_check
+    from finetune.torch_engine import transformers_logits
 
     files, s = plan.files, plan.settings
 
     def load(batches=None, initial_adapter=None):
-        fingerprint.check(files, s, reference.logits)
+        logit_check.check(files, s, transformers_logits.logits)
         return mlx.load_model(files.folder, files.config, s)
 
     def build(model, pad_id: int):
@@ -243,9 +244,9 @@ def join_groups(plan: RunPlan, env: RankEnv):
     Collective.
     """
     from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
-    from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
+    from finetune.torch_engine.weights.local_shards import LocalShards
 
     set_num_threads(env.local_size)
     set_cpu_matmul(plan.settings.cpu_matmul)

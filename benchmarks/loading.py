@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from finetune import process  # noqa: E402
+from finetune.system import process  # noqa: E402
 
 GIB = 2**30
 SHAPES = {
@@ -203,9 +203,9 @@ def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
 
     from finetune.distributed.env import RankEnv
     from finetune.distributed.parallel_dims import ParallelDims
-    from finetune.torch_engine.local_shards import LocalShards
     from finetune.torch_engine.parallel.placement import local_shard
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
+    from finetune.torch_engine.weights.local_shards import LocalShards
     from tests.support.build import load_model, torch_engine
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

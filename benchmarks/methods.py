@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import quantization_wrapper  # noqa: E402
-from finetune import process  # noqa: E402
+from finetune.system import process  # noqa: E402
 
 SHAPE = dict(
     hidden_size=512,

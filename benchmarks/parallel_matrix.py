@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from finetune.metrics import table
+from finetune.run.metrics import table
 from tests.support import cases, ranks
 
 

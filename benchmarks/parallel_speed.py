@@ -241,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve(*json.loads(args.serve))
-    from finetune.metrics import table
+    from finetune.run.metrics import table
 
     print(table(on_paper() if args.paper else compare(args.ranks, args.rounds, args.methods.split(","))))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from finetune.data.chat_tokens import read_conversations  # noqa: E402
-from finetune.metrics import read_events  # noqa: E402
+from finetune.data.pretraining.chat_tokens import read_conversations  # noqa: E402
+from finetune.run.metrics import read_events  # noqa: E402
 
 
 def train(folder: Path, overrides: list[str]) -> float:
@@ -29,9 +29,9 @@ def train(folder: Path, overrides: list[str]) -> float:
 
 def exact(checkpoint: Path, conversations: list) -> float:
     """The share of conversations whose last answer is generated exactly, greedily."""
-    from finetune.data.chat_tokens import ChatTokenizer
-    from finetune.torch_engine.recursive_generate import RecursiveGenerator
-    from finetune.torch_engine.recursive_weights import open_model
+    from finetune.data.pretraining.chat_tokens import ChatTokenizer
+    from finetune.torch_engine.recursive.generate import RecursiveGenerator
+    from finetune.torch_engine.recursive.weights import open_model
 
     tokenizer = ChatTokenizer.load(checkpoint.parent)
     generator = RecursiveGenerator(open_model(checkpoint, False, "float32", "cpu"), tokenizer.pad_id)

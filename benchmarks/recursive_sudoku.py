@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from finetune import recipe  # noqa: E402
-from finetune.data import puzzles  # noqa: E402
-from finetune.data.arrays import Rows  # noqa: E402
-from finetune.data.carry import Carry  # noqa: E402
-from finetune.data.pretrain import NoTokenizer, PretrainData  # noqa: E402
+from finetune.data.pretraining import puzzles  # noqa: E402
+from finetune.data.pretraining.arrays import Rows  # noqa: E402
+from finetune.data.pretraining.carry import Carry  # noqa: E402
+from finetune.data.pretraining.data import NoTokenizer, PretrainData  # noqa: E402
 from finetune.data.sampler import Cursor  # noqa: E402
 from finetune.schedule import SHAPES  # noqa: E402
 
@@ -57,7 +57,7 @@ def run(args) -> dict:
     import torch
 
     from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS
-    from finetune.torch_engine.recursive_engine import build
+    from finetune.torch_engine.recursive.engine import build
 
     torch.set_num_threads(1)
     values = recipe.read_recipe("cfg_puzzle") | recipe.read_arguments([*COMMON, *RECURSIVE, *args.overrides])[1]

@@ -55,8 +55,8 @@ def run(args) -> dict:
     """Trains one model; held-out nats per character after each supervision step."""
     import torch
 
-    from finetune.torch_engine.recursive import RecursiveModel, token_losses
-    from finetune.torch_engine.recursive_optim import build_optimizer
+    from finetune.torch_engine.recursive.model import RecursiveModel, token_losses
+    from finetune.torch_engine.recursive.optim import build_optimizer
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -182,8 +182,8 @@ def speed(args) -> None:
 def our_step(arch: ArchConfig):
     import torch
 
-    from finetune.torch_engine.recursive import RecursiveModel, token_losses
-    from finetune.torch_engine.recursive_optim import build_optimizer
+    from finetune.torch_engine.recursive.model import RecursiveModel, token_losses
+    from finetune.torch_engine.recursive.optim import build_optimizer
 
     torch.manual_seed(0)
     model, ids = RecursiveModel(arch, 103, LENGTH), torch.randint(0, 103, (BATCH, LENGTH))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from finetune.metrics import table
+from finetune.run.metrics import table
 from tests.support import ranks
 
 KINDS = ("full", "lora", "nf4")

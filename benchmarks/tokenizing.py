@@ -42,9 +42,9 @@ def cpu_s() -> float:
 def ours(file: Path, tokenizer) -> dict:
     """Wall and CPU seconds of a start: rows read, rendered, tokenized, their targets marked; and the tokens."""
     from finetune.config import TrainConfig
-    from finetune.data.mixture import Source
     from finetune.data.overlong import Cut
     from finetune.data.prepare import read_source, tokenized_once
+    from finetune.data.reading.mixture import Source
     from finetune.data.tokenize import Limits
 
     wall, cpu = time.perf_counter(), cpu_s()

@@ -44,8 +44,8 @@ def w1_samples():
 
 
 def demo_samples(folder):
+    from finetune.data.reading.sources import read_rows
     from finetune.data.sampler import epoch_order
-    from finetune.data.sources import read_rows
     from finetune.data.tokenize import tokenize
     from finetune.model_files.tokenizer import load_tokenizer
     from finetune.plan.demo import DEMO_DATASET
@@ -80,7 +80,7 @@ def ours(args, begin):
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
-    from finetune.process import prepare_environment
+    from finetune.system.process import prepare_environment
     from finetune.torch_engine.device import set_cpu_matmul
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
     from tests.support.build import load_model, torch_engine

@@ -9,14 +9,14 @@ import random
 import re
 from pathlib import Path
 
-from finetune import process
 from finetune.cli import Parser
-from finetune.data.arrays import new_dataset, write_rows
-from finetune.data.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
+from finetune.data.pretraining.arrays import new_dataset, write_rows
+from finetune.data.pretraining.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_folder, hub_problem, looks_like_hub_id
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.terminal import say
 
 SMALLEST_BPE = 256 + len(MARKERS)  # every byte and every marker
 OFFLINE_BPE = 2048

@@ -7,12 +7,12 @@ python -m dataset.build_puzzle_dataset --kind sudoku --input-file puzzles.csv --
 import json
 from pathlib import Path
 
-from finetune import process
 from finetune.cli import Parser
-from finetune.data import puzzles
-from finetune.data.arrays import new_dataset, write_rows
+from finetune.data.pretraining import puzzles
+from finetune.data.pretraining.arrays import new_dataset, write_rows
 from finetune.errors import PlanError
-from finetune.terminal import say
+from finetune.system import process
+from finetune.system.terminal import say
 
 LARGEST_MAZE = 63
 

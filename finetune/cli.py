@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.errors import PlanError
-from finetune.other_names import answer
+from finetune.older.other_names import answer
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it

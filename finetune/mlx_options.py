@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from finetune.errors import PlanError
-from finetune.json_files import OPTIONAL_NUMBER, JsonFileError, read_json
+from finetune.system.json_files import OPTIONAL_NUMBER, JsonFileError, read_json
 
 SCHEMA = {
     "compile?": str,

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.errors import NonFiniteError
-from finetune.json_files import read_json
+from finetune.system.json_files import read_json
 
 INDEX = "parts.json"
 INDEX_SCHEMA = {

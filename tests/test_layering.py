@@ -16,6 +16,10 @@ SCRIPTS = (
 )
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
 FOLDERS = (
+    "adapters",
+    "run",
+    "system",
+    "older",
     "torch_engine",
     "mlx_engine",
     "quantizers",
@@ -27,7 +31,19 @@ FOLDERS = (
     "distributed",
 )
 # Folders without a framework, and the single files of finetune/, which are "file".
-SHARED = {"file", "plan", "estimate", "data", "model_files", "checkpoint", "distributed"}
+SHARED = {
+    "file",
+    "adapters",
+    "run",
+    "system",
+    "older",
+    "plan",
+    "estimate",
+    "data",
+    "model_files",
+    "checkpoint",
+    "distributed",
+}
 BOTTOM = {"quantization_wrapper", "backend_manager"}
 # Room -> (rooms it may import at module level, packages it may import at module level).
 ARROWS = {
@@ -56,11 +72,11 @@ UPWARDS_INSIDE_FUNCTIONS = {
 }
 READS_STATE_DICTS = {
     "finetune.torch_engine.older_state",
-    "finetune.torch_engine.parallel.full_state",
-    "finetune.torch_engine.recursive_weights",
+    "finetune.torch_engine.parallel.wrapper_checkpoint",
+    "finetune.torch_engine.recursive.weights",
 }
 # Everything goes through terminal.say, which cleans it; backend_manager imports nothing of ours.
-MAY_PRINT = {"finetune.terminal", "backend_manager"}
+MAY_PRINT = {"finetune.system.terminal", "backend_manager"}
 
 
 def shipped() -> dict[str, Path]:
@@ -138,7 +154,7 @@ def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_on
 
 def test_shared_modules_import_an_engine_only_to_open_one():
     """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
-    may = {*SCRIPTS, "finetune.inference", "quantization_wrapper"}
+    may = {*SCRIPTS, "finetune.open_checkpoint", "quantization_wrapper"}
     for module in MODULES:
         if room(module) in ENGINES or module in may:
             continue
@@ -208,7 +224,7 @@ def test_only_the_terminal_module_prints():
 
 
 def test_only_metrics_says_something_while_a_run_lasts():
-    loop = {"finetune.loop": ("train", "evaluate", "run_steps"), "train": ("run",), "pretrain": ("run",)}
+    loop = {"finetune.run.loop": ("train", "evaluate", "run_steps"), "train": ("run",), "pretrain": ("run",)}
     found = [n for m in loop for n in TREES[m].body if isinstance(n, ast.FunctionDef) and n.name in loop[m]]
     assert len(found) == 5 and not any(calls(f, "say") or calls(f, "print") for f in found)
 

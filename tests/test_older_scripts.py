@@ -12,13 +12,13 @@ from finetune.config import FIELDS
 from finetune.distributed.env import rank_env
 from finetune.engine import MemoryStats, StepResult
 from finetune.errors import PlanError
-from finetune.metrics import Metrics
 from finetune.model_files.files import find_model_of
-from finetune.other_names import OTHER_NAMES
+from finetune.older.other_names import OTHER_NAMES
 from finetune.plan.backend import selection
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import TrainState
+from finetune.run.metrics import Metrics
 from tests.support import tiny
 from tests.support.commands import command, finish
 from tests.support.plans import NOW, adjustment, capabilities, plan_of

@@ -21,10 +21,10 @@ from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.distributed.env import RankEnv
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.estimate.recursive import parameters
-from finetune.metrics import read_events
 from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
 from finetune.plan.run_plan import SavedRun, TrainState
 from finetune.recipe import read_arguments, read_recipe
+from finetune.run.metrics import read_events
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
 from tests.support.pretraining import TINY
@@ -437,7 +437,7 @@ def test_no_memory_ends_with_a_code_and_advice(device, said):
 
 def test_no_worker_process_and_no_pinned_memory_is_used():
     """Rows are numpy arrays of this process, on every device: there is nothing to turn off on MPS."""
-    for file in ("pretrain.py", "finetune/data/pretrain.py", "finetune/torch_engine/recursive_engine.py"):
+    for file in ("pretrain.py", "finetune/data/pretraining/data.py", "finetune/torch_engine/recursive/engine.py"):
         text = (ROOT / file).read_text()
         assert "DataLoader" not in text and "pin_memory" not in text and "num_workers" not in text
 

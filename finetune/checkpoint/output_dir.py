@@ -45,7 +45,7 @@ from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
-from finetune.untrusted import rust_errors
+from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"

@@ -16,10 +16,10 @@ from finetune.checkpoint.lock import check_not_in_use
 from finetune.checkpoint.store import MANIFEST, newest_run, read_manifest, steps_of, verified_json
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
-from finetune.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 from finetune.model_files.files import local_path
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 
 PLAN, STATE = "run_plan.json", "train_state.json"
 # Files that every checkpoint has beside its weights and moments.

@@ -20,8 +20,8 @@ import numpy as np
 
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
-from finetune.json_files import JsonFileError, read_json
 from finetune.safetensors_io import digest_of
+from finetune.system.json_files import JsonFileError, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

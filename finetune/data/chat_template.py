@@ -8,7 +8,7 @@ import tempfile
 
 from finetune.data.render_process import BURST_S
 from finetune.errors import PlanError
-from finetune.isolated import python_command
+from finetune.system.isolated import python_command
 
 # Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
 CHATML_TEMPLATE = (

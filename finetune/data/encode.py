@@ -11,9 +11,9 @@ from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.data.overlong import Cut, cut_document
-from finetune.data.pairs import labelled_of, pair_of
+from finetune.data.preference_rows import labelled_of, pair_of
 from finetune.errors import PlanError
-from finetune.untrusted import untrusted
+from finetune.system.untrusted import untrusted
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from finetune.config import TrainConfig
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.columns import RowReader
 from finetune.data.encode import RowEncoder
-from finetune.data.mixture import sources_of
 from finetune.data.prepare import options_of
-from finetune.data.sources import DATASET_ALIASES, read_rows
+from finetune.data.reading.mixture import sources_of
+from finetune.data.reading.sources import DATASET_ALIASES, read_rows
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 

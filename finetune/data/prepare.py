@@ -14,12 +14,12 @@ from finetune.data.collate import largest_microbatch, microbatches, preference_m
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.encode import RowEncoder
 from finetune.data.formats import needs_template
-from finetune.data.mixture import Source, sources_of
 from finetune.data.overlong import Cut
-from finetune.data.rows import BadRow, RawDataset, skip_or_raise
+from finetune.data.reading.mixture import Source, sources_of
+from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
+from finetune.data.reading.sources import find_files, read_rows
+from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.sampler import Cursor, rank_rows, rows_so_far, split_validation, step_rows, total_steps
-from finetune.data.sources import find_files, read_rows
-from finetune.data.stream import SourceStream, Stream, StreamedFile
 from finetune.data.token_cache import LEAST_BYTES, TokenCache
 from finetune.data.tokenize import (
     Limits,

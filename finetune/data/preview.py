@@ -19,7 +19,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.terminal import clean, say
+from finetune.system.terminal import clean, say
 
 SAMPLES, BINS, BAR = 3, 10, 40
 REMEDIES = {

@@ -18,10 +18,10 @@ import numpy as np
 
 from finetune.data.columns import RowOptions
 from finetune.data.tokenize import Limits, TokenizedDataset
-from finetune.json_files import JsonFileError, read_json
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of
+from finetune.system.json_files import JsonFileError, read_json
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
 MOST_BYTES = 20 * 2**30  # of all entries; the least recently used go first
@@ -111,4 +111,4 @@ def _key(content) -> str:
 def _code_digest() -> str:
     """Of the modules that decide what rows become: another version of them makes its own entries."""
     folder = Path(__file__).parent
-    return _key([file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))])
+    return _key([file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))])

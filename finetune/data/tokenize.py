@@ -10,10 +10,10 @@ from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.encode import Encoded, RowEncoder
 from finetune.data.formats import describe_format
 from finetune.data.overlong import CUTS, Cut, last_answer_start
-from finetune.data.rows import RawDataset
+from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
 from finetune.errors import PlanError
-from finetune.terminal import clean
+from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
 

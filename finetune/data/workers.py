@@ -14,11 +14,11 @@ from dataclasses import asdict
 import numpy as np
 
 from finetune.data.columns import RowOptions
-from finetune.data.rows import RawDataset
+from finetune.data.reading.rows import RawDataset
 from finetune.data.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
 from finetune.errors import PlanError
-from finetune.isolated import python_command
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.system.isolated import python_command
 
 LEAST_ROWS = 2048  # fewer are tokenized before the processes have started
 BATCH_ROWS = 256

@@ -18,7 +18,7 @@ from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import EXPECTED, RankLostError
 from finetune.plan.run_plan import TrainState
-from finetune.process import StopSignal
+from finetune.system.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
 ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.model_files.llama_pro import read_record
-from finetune.untrusted import untrusted
+from finetune.system.untrusted import untrusted
 
 # Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
 # that

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict, replace
 
-from finetune import process
 from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import received_end, send_plan
 from finetune.errors import RankLostError, first_line
 from finetune.mlx_engine.ranks import Ranks
 from finetune.model_files.files import find_model_of
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.system import process
 
 
 def run_launched(run, announced_plan, env: RankEnv) -> TrainState:

@@ -12,11 +12,11 @@ from finetune.errors import OutOfMemoryError, PlanError, is_out_of_memory
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.engine import MLXEngine
 from finetune.mlx_engine.layers import AffineLinear, DropoutKeys
-from finetune.mlx_engine.lora import PREFIX, add_adapters, set_recomputation
 from finetune.mlx_engine.ranks import Ranks
+from finetune.mlx_engine.targets import PREFIX, add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
-from finetune.terminal import log_error
-from finetune.untrusted import untrusted
+from finetune.system.terminal import log_error
+from finetune.system.untrusted import untrusted
 
 ADAPTER = "adapter_model.safetensors"
 

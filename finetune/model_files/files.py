@@ -18,13 +18,13 @@ from numpy.lib import format as npy
 import quantization_wrapper
 from finetune import safetensors_io
 from finetune.errors import PlanError, first_line
-from finetune.model_files import older_expansion
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
-from finetune.terminal import say
-from finetune.untrusted import untrusted
+from finetune.older import expansion
+from finetune.system.terminal import say
+from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,7 +110,7 @@ def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
     """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
     if values.get("llama_pro_path"):
         folder = local_path(values["llama_pro_path"], f"--llama_pro_path {values['llama_pro_path']}")
-        if older_expansion.is_bare(folder):
+        if expansion.is_bare(folder):
             return _older_expansion(values, folder, fetch)
         return find_model(values["llama_pro_path"], fetch=fetch, flag="--llama_pro_path", weights=fetch)
     return find_model(values.get("model_name") or DEMO_MODEL, values.get("revision"), fetch=fetch, weights=fetch)
@@ -127,11 +127,11 @@ def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | No
     base = find_model(base_name, values.get("revision"), fetch=fetch, weights=False)
     if base is None:
         return None
-    config, tensors = older_expansion.expanded_config(folder, base.config, said)
+    config, tensors = expansion.expanded_config(folder, base.config, said)
     if not fetch:
         files = tuple(sorted(folder.glob("*.safetensors")))
         return ModelFiles(values["llama_pro_path"], folder, None, config, files, base.tokenizer_files, "local folder")
-    written = older_expansion.complete(folder, config, tensors, base.tokenizer_files, said)
+    written = expansion.complete(folder, config, tensors, base.tokenizer_files, said)
     say(f"{folder}: wrote {', '.join(written)}, from {base_name}")
     return find_model(values["llama_pro_path"], flag="--llama_pro_path")
 
@@ -252,7 +252,7 @@ def stored_format(config: dict, said: str) -> dict | None:
     return None
 
 
-# Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/decoded_weights.py.
+# Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/weights/decoded.py.
 DECODED = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")
 BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}
 DECODED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")

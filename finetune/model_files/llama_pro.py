@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.errors import PlanError
-from finetune.untrusted import untrusted
+from finetune.system.untrusted import untrusted
 
 RECORD = "llama_pro.json"  # in an expanded folder: lists the added layers
 TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # written by a run

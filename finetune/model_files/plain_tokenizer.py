@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import TokenizerTrial
-from finetune.untrusted import untrusted
+from finetune.system.untrusted import untrusted
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_CONFIG_BYTES = 64 * 2**20

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 from finetune.errors import PlanError
-from finetune.isolated import python_command
-from finetune.untrusted import untrusted
+from finetune.system.isolated import python_command
+from finetune.system.untrusted import untrusted
 
 
 def load_tokenizer(folder: Path):

@@ -4,7 +4,7 @@ import numpy as np
 
 from finetune.config import TrainConfig
 from finetune.data.columns import parse_columns, parse_names
-from finetune.data.mixture import sources_of
+from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.plan.draft import Draft

@@ -3,7 +3,7 @@
 import math
 
 from finetune.config import REFERENCED
-from finetune.data.mixture import dataset_words
+from finetune.data.reading.mixture import dataset_words
 from finetune.data.sampler import num_rows_of
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.estimate.budget import rows_for_data

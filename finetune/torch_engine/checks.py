@@ -11,7 +11,8 @@ import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
-from finetune.torch_engine import attention, loss
+from finetune.torch_engine import loss
+from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.forward import (
     PADDED_INPUTS,
     ModelForward,
@@ -80,7 +81,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
     forward.layout = "padding_free" if padding_free.holds else "padded"
     if forward.layout == "padded":
         forward.padded_inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
-    name = attention.NAME if padding_free.holds else attention.own_implementation(model)
+    name = per_document.NAME if padding_free.holds else per_document.own_implementation(model)
     model.set_attn_implementation(name)
     return padding_free, call(check_head, model, forward.layout, forward.autocast, forward.passes_bounds)
 
@@ -231,7 +232,7 @@ def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: 
     The second ignores the first. `passes_bounds`: the model is told where documents begin, for layers that are no
     attention.
     """
-    attention.register()
+    per_document.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
@@ -244,7 +245,7 @@ def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: 
             alone, padded = (
                 torch.cat([_logits(model, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
             )
-            model.set_attn_implementation(attention.NAME)
+            model.set_attn_implementation(per_document.NAME)
             packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
@@ -300,7 +301,7 @@ def packed_inputs(documents, device, passes_bounds: bool = False):
         **(document_bounds(positions, device) if passes_bounds else {}),
         "input_ids": torch.cat(documents).unsqueeze(0).to(device),
         "position_ids": positions.unsqueeze(0).to(device),
-        "documents": attention.documents_of(positions, device),
+        "documents": per_document.documents_of(positions, device),
         "use_cache": False,
     }
 
@@ -315,7 +316,7 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
 
     Raises PlanError if none of them does.
     """
-    model.set_attn_implementation(attention.own_implementation(model))
+    model.set_attn_implementation(per_document.own_implementation(model))
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, max(4, vocab), (2, 17), generator=generator)

@@ -21,7 +21,7 @@ from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.state import EngineState
-from finetune.torch_engine.weights import config_dtype
+from finetune.torch_engine.weights.stream import config_dtype
 
 
 class TorchEngine(EngineBase):

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.torch_engine import attention, loss
+from finetune.torch_engine import loss
+from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.load import autocast_dtype
 from finetune.torch_engine.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.tensor import copy_to_region
-from finetune.torch_engine.weights import parameter_counts
+from finetune.torch_engine.weights.stream import parameter_counts
 
 
 def no_autocast():
@@ -76,9 +77,9 @@ class ModelForward:
     def set_attention(self) -> None:
         """The attention that training runs through."""
         if self.layout == "padding_free":
-            name = context.NAME if self.groups.dims.cp > 1 else attention.NAME
+            name = context.NAME if self.groups.dims.cp > 1 else per_document.NAME
         else:
-            name = attention.own_implementation(self.model)
+            name = per_document.own_implementation(self.model)
         self.model.set_attn_implementation(name)
 
     def nll_fraction(self) -> float:
@@ -126,7 +127,7 @@ class ModelForward:
             "use_cache": False,
         }
         if self.layout == "padding_free":
-            documents = shard_context or attention.documents_of(batch.position_ids_BS, self.device)
+            documents = shard_context or per_document.documents_of(batch.position_ids_BS, self.device)
             inputs["documents"] = documents
             if self.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)

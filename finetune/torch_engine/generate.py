@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
-from finetune.torch_engine.attention import own_implementation
+from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.lora.layers import LoRALinear
 

@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 from finetune.errors import PlanError
-from finetune.torch_engine.weights import config_dtype, load_dense
-from finetune.untrusted import untrusted
+from finetune.system.untrusted import untrusted
+from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
 def full_config(folder) -> tuple[dict, str]:

@@ -14,6 +14,7 @@ from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.system.untrusted import untrusted
 from finetune.torch_engine import experts, llama_pro, load_balancing, memory_stats
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
@@ -22,8 +23,7 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
-from finetune.torch_engine.weights import empty_model, load_dense, load_weights
-from finetune.untrusted import untrusted
+from finetune.torch_engine.weights.stream import empty_model, load_dense, load_weights
 
 WEIGHT_DTYPES = {
     "fp32": torch.float32,

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.adapter_config import shortest_targets
+from finetune.adapters.config import shortest_targets
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
+from finetune.system.untrusted import untrusted
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import PREFIX
-from finetune.torch_engine.save import write_model_folder
-from finetune.torch_engine.weights import config_dtype, load_dense
-from finetune.untrusted import untrusted
+from finetune.torch_engine.weights.save import write_model_folder
+from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 # Words of module wrappers within the older names.
 WRAPPERS = re.compile(

@@ -15,7 +15,7 @@ from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
 from finetune.torch_engine.parallel.placement import local_shard
-from finetune.torch_engine.save import StreamedSave
+from finetune.torch_engine.weights.save import StreamedSave
 
 
 class EngineState:

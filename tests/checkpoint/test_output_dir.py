@@ -16,9 +16,9 @@ from finetune.checkpoint.output_dir import with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
-from finetune.metrics import read_events
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
+from finetune.run.metrics import read_events
 from tests.support.commands import refused
 from tests.support.plans import plan_of
 from tests.support.runs import copy_up_to, resign, rewrite_json, steps

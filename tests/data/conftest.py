@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.sources import read_rows
+from finetune.data.reading.sources import read_rows
 from tests.support.rows import ROWS, jsonl
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from finetune.data.chat_template import CHATML_TEMPLATE, TemplateRenderer, ensure_chat_template, request_of
-from finetune.data.rows import RawDataset
+from finetune.data.reading.rows import RawDataset
 from finetune.data.tokenize import tokenize
 from finetune.errors import PlanError
 from generate import prompt_ids

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.data.columns import detect_format
 from finetune.errors import PlanError
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from finetune.config import TrainConfig
-from finetune.data.mixture import Source
 from finetune.data.prepare import check_columns, options_of
-from finetune.data.sources import read_rows
+from finetune.data.reading.mixture import Source
+from finetune.data.reading.sources import read_rows
 from finetune.data.tokenize import tokenize
 from finetune.errors import PlanError
 from tests.support.chats import with_template

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from finetune.data.columns import RowOptions
-from finetune.data.mixture import Source
 from finetune.data.overlong import Cut
 from finetune.data.prepare import Read, tokenized_once
-from finetune.data.sources import read_rows
+from finetune.data.reading.mixture import Source
+from finetune.data.reading.sources import read_rows
 from finetune.data.token_cache import META, TokenCache
 from finetune.data.tokenize import Limits, tokenize
 from finetune.data.workers import progress_line, tokenize_on_cores

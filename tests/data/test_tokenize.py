@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from finetune.data.overlong import truncate
-from finetune.data.sources import read_rows
+from finetune.data.reading.sources import read_rows
 from finetune.data.tokenize import generation_examples, render_sample, tokenize
 from finetune.errors import PlanError
 from tests.support.rows import ROWS, jsonl, write

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import (
     ACCELERATE,

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import export
 from finetune.errors import PlanError
 from finetune.mlx_engine import model as models
-from tests.mlx_engine.test_fingerprint import LLAMA3, MIXED_LAYERS
+from tests.mlx_engine.test_logit_check import LLAMA3, MIXED_LAYERS
 from tests.support.mlx_engines import config_of, save
 
 SHAPES = {

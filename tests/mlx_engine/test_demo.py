@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from finetune.metrics import read_events
-from finetune.mlx_engine import fingerprint
+from finetune.mlx_engine import logit_check
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import find_model
-from finetune.torch_engine import reference
+from finetune.run.metrics import read_events
+from finetune.torch_engine import transformers_logits
 from tests.promises.test_demo import assert_answers_elsewhere
 from tests.support.commands import command, finish
 
@@ -15,15 +15,15 @@ from tests.support.commands import command, finish
 @pytest.mark.slow
 def test_the_demo_models_logits_are_transformers(tmp_path):
     files, ids = find_model(DEMO_MODEL), np.arange(100, 140)
-    theirs = reference.logits(files.folder, ids)
+    theirs = transformers_logits.logits(files.folder, ids)
     config = dict(files.config)
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     new = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}  # as transformers 5 writes it
     # fp32 products of two libraries over 30 layers, on logits of up to 30.
-    assert np.abs(fingerprint.logits(files.folder, new, ids) - theirs).max() < 1e-3
+    assert np.abs(logit_check.logits(files.folder, new, ids) - theirs).max() < 1e-3
     untranslated = {k: v for k, v in new.items() if k != "rope_parameters"}
-    assert np.abs(fingerprint.logits(files.folder, untranslated, ids) - theirs).max() > 1
+    assert np.abs(logit_check.logits(files.folder, untranslated, ids) - theirs).max() > 1
 
 
 @pytest.mark.slow

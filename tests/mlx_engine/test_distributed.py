@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from backend_manager import CAPABILITIES, Backend
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
-from finetune.metrics import read_events
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
+from finetune.run.metrics import read_events
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import ranks
 from tests.support.commands import command, finish, free_port, wait_for_steps

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import score
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps, words
 from tests.support.runs import copy_up_to, losses, same_files, steps

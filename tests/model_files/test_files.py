@@ -281,7 +281,7 @@ def test_sizes_that_no_model_of_these_files_has_are_refused_before_it_is_built(f
     ids=str,
 )
 def test_whatever_transformers_raises_for_a_config_is_one_line(tiny_model, tmp_path, change):
-    from finetune.torch_engine.weights import load_dense
+    from finetune.torch_engine.weights.stream import load_dense
 
     folder = with_config(tiny_model, tmp_path, **change)
     with contextlib.suppress(PlanError):

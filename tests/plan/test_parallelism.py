@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from backend_manager import CAPABILITIES, Backend
-from finetune import report
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import RunPlan
+from finetune.run import report
 from tests.support.accelerated import FSDP2, ZERO2, ZERO3, needs_deepspeed
 from tests.support.commands import command, finish
 from tests.support.plans import plan_of

@@ -16,7 +16,7 @@ from finetune.estimate.memory import LOADING_BYTES, base_bytes, loading_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
-from finetune.report import plan_lines
+from finetune.run.report import plan_lines
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.load import WEIGHT_DTYPES
 from quantization_wrapper import QuantizationConfig, QuantizationMethod, pairs

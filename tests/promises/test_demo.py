@@ -6,9 +6,9 @@ import peft
 import pytest
 import transformers
 
-from finetune.metrics import read_events
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import find_model
+from finetune.run.metrics import read_events
 from tests.support.commands import ROOT, command, finish
 
 

@@ -23,7 +23,7 @@ from finetune import errors
 from finetune.cli import read_config
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import detect_format
-from finetune.data.mixture import sources_of
+from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan

@@ -13,7 +13,7 @@ import train
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import NonFiniteError, PlanError
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import ranks, tiny
 from tests.support.commands import ROOT, by_hand, command, finish, words
 from tests.support.rows import json_lines

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import train
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import hub
 from tests.support.commands import words
 

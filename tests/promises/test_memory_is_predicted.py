@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support.commands import ROOT, command, finish
 from tests.support.planned import dry_run, shape_of
 from train import fine_tune

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from examples import make_questions
-from finetune.metrics import read_events
 from finetune.recipe import of_flat, read_arguments, read_recipe
+from finetune.run.metrics import read_events
 from tests.support import pretraining
 from tests.support.commands import ROOT
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from finetune.checkpoint.store import newest_checkpoint, steps_of
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import ROOT, TORCHRUN, command, finish, rank_processes, wait_for_steps, words
 from tests.support.rows import json_lines

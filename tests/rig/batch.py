@@ -21,8 +21,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune import process
 from finetune.errors import EXPECTED, NonFiniteError
+from finetune.system import process
 from tests.rig.children import HANG_S
 from tests.rig.materials import Place
 from tests.rig.oracle import Caught, Outcome

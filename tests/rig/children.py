@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import train
-from finetune import process
+from finetune.system import process
 from tests.rig import intercept
 
 HANG_S = 30.0

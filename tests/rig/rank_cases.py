@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.rig.children import HANG_S, argv_of, start_ranks
 from tests.rig.kill_cases import finish, wait_for_first_write
 from tests.rig.materials import TWO_RANKS, Place

@@ -16,7 +16,7 @@ from finetune.checkpoint.store import steps_of
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine.attention import own_implementation
+from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.experts import Experts, QuantizedExperts, weight_names
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import disk_name

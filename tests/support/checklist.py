@@ -218,7 +218,7 @@ SHOWN_BY = {
     ],
     "TR_01": [
         "test_pretrain.py::test_a_run_trains_saves_and_publishes",
-        "torch_engine/test_recursive_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
+        "torch_engine/recursive/test_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
     ],
     "TR_02": [
         "test_pretrain.py::test_bad_input_is_one_line_and_exit_code_2",
@@ -237,17 +237,17 @@ SHOWN_BY = {
     "TR_08": ["test_pretrain.py::test_several_ranks_are_refused_on_mps_before_anything_is_read"],
     "TR_09": [
         "promises/test_recursive_guide.py::test_the_guides_example_trains_and_answers",
-        "torch_engine/test_recursive_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
+        "torch_engine/recursive/test_weights.py::test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line",
     ],
     "TR_10": [
-        "data/test_chat_tokens.py::test_every_format_is_built_and_read_back",
-        "data/test_chat_tokens.py::test_a_long_row_loses_its_front_or_the_tail_of_its_answer",
-        "data/test_chat_tokens.py::test_a_hub_tokenizer_that_is_not_reachable_is_replaced_with_a_reason",
+        "data/pretraining/test_chat_tokens.py::test_every_format_is_built_and_read_back",
+        "data/pretraining/test_chat_tokens.py::test_a_long_row_loses_its_front_or_the_tail_of_its_answer",
+        "data/pretraining/test_chat_tokens.py::test_a_hub_tokenizer_that_is_not_reachable_is_replaced_with_a_reason",
     ],
     "TR_11": ["promises/test_recursive_guide.py::test_the_guides_example_script_works_offline"],
     "TR_12": [
         "test_pretrain.py::test_a_run_trains_saves_and_publishes",
-        "torch_engine/test_recursive_weights.py::test_a_step_holds_raw_and_averaged_weights_and_the_run_the_averaged",
+        "torch_engine/recursive/test_weights.py::test_a_step_holds_raw_and_averaged_weights_and_the_run_the_averaged",
     ],
     "TR_13": ["test_pretrain.py::test_no_memory_ends_with_a_code_and_advice"],
     "TR_14": [
@@ -257,7 +257,7 @@ SHOWN_BY = {
     "TR_15": ["test_pretrain.py::test_no_worker_process_and_no_pinned_memory_is_used"],
     "TR_16": [
         "test_pretrain.py::test_the_true_number_of_parameters_is_printed",
-        "torch_engine/test_recursive.py::test_the_parameters_are_those_that_the_plan_counts",
+        "torch_engine/recursive/test_model.py::test_the_parameters_are_those_that_the_plan_counts",
     ],
     "TR_17": ["test_backend_manager.py::test_an_unavailable_backend_says_so_with_what_is_available"],
 }

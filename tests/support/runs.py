@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from finetune.checkpoint.store import MANIFEST, newest_checkpoint, steps_of
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from finetune.safetensors_io import digest_of
 from tests.support.cases import LOSS
 

@@ -14,8 +14,8 @@ from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.model_files.files import find_model
 from finetune.torch_engine import memory_stats
-from finetune.torch_engine.local_shards import LocalShards
 from finetune.torch_engine.parallel import placement, process_groups
+from finetune.torch_engine.weights.local_shards import LocalShards
 from tests.support import cases, engine_access
 from tests.support.build import load_model, torch_engine
 

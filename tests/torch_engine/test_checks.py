@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
-from finetune.torch_engine import attention
+from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.checks import check_causal, check_head, check_padding_free, no_autocast
 from tests.support import tiny
 from tests.support.engines import CPU, batches, engine
@@ -58,7 +58,7 @@ def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type
         if "documents" in kwargs:
             first, second = 12, kwargs["input_ids"].shape[1] - 12
             positions = torch.cat([torch.arange(first), torch.arange(second)])
-            kwargs["documents"] = attention.documents_of(positions, CPU)
+            kwargs["documents"] = per_document.documents_of(positions, CPU)
         return args, kwargs
 
     model.register_forward_pre_hook(one_token_early, with_kwargs=True)

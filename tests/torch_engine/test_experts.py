@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import quantization_wrapper
 from finetune.errors import PlanError
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
 from finetune.torch_engine.lora.init import residual_init

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from finetune.torch_engine import attention
+from finetune.torch_engine.attention import per_document
 from tests.support.engines import ROWS, engine
 
 
@@ -18,7 +18,7 @@ def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length():
             logits = plain.model(input_ids=torch.tensor([ids])).logits[0, -1]
             assert logits.argmax() == token
             ids.append(token)
-    assert built.layout == "padding_free" and built.model.config._attn_implementation == attention.NAME
+    assert built.layout == "padding_free" and built.model.config._attn_implementation == per_document.NAME
     stopped = built.generate(prompts, 8, eos_ids={127}, stop_row=lambda row, ids: row == 1 and len(ids) >= 2)
     assert stopped[0] == together[0] and stopped[1] == together[1][:2]
 

@@ -9,7 +9,7 @@ import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.torch_engine.lora.targets import linear_names
-from finetune.torch_engine.weights import load_dense
+from finetune.torch_engine.weights.stream import load_dense
 from tests.support import cases, tiny
 from tests.support.build import load_model
 from tests.support.engines import CPU

@@ -12,7 +12,7 @@ from finetune.errors import PlanError
 from finetune.model_files.files import find_model
 from finetune.torch_engine import older_state
 from finetune.torch_engine.lora.adapters import attach_adapter
-from finetune.torch_engine.weights import load_dense
+from finetune.torch_engine.weights.stream import load_dense
 
 RANK, LEAVES = 4, ("q_proj", "v_proj", "down_proj")
 IDS = torch.arange(3, 20)[None]

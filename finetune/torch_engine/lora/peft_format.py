@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.adapter_config import adapter_config, shortest_targets
+from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts

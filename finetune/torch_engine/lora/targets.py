@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import quantization_wrapper
+from finetune.adapters.targets import default_targets, named_targets
 from finetune.errors import PlanError
-from finetune.lora_targets import default_targets, named_targets
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts, transformers_internals
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
-from finetune.torch_engine.attention import dense_up_to
+from finetune.torch_engine.attention.per_document import dense_up_to
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from finetune import process
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, write_failure, write_result
 from finetune.errors import EXPECTED, RankLostError, first_line
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.system import process
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
     create_store,

@@ -12,8 +12,8 @@ from finetune.errors import PlanError
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import target_names
-from finetune.torch_engine.save import write_model_folder
-from finetune.torch_engine.weights import load_dense
+from finetune.torch_engine.weights.save import write_model_folder
+from finetune.torch_engine.weights.stream import load_dense
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, SETTINGS, adapted, write
 from tests.support.runs import steps

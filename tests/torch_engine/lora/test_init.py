@@ -11,7 +11,7 @@ import transformers
 import generate
 import quantization_wrapper
 from finetune.errors import PlanError
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters, layers

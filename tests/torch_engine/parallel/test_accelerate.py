@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from tests.support import cases, ranks
 from tests.support.accelerated import CONFIGS, needs_deepspeed
 from tests.support.cases import LOSS

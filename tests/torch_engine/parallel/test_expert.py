@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.metrics import read_events
+from finetune.run.metrics import read_events
 from finetune.torch_engine.parallel.slices import Slice
 from tests.support import tiny
 from tests.support.cases import LOSS

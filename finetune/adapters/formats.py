@@ -1,0 +1,166 @@
+"""Adapters between PEFT's format, which is ours, and mlx-lm's. Numpy only; the one place where anything is transposed.
+
+PEFT: A [R, I], B [O, R], scale alpha/R. mlx-lm: lora_a [I, R], lora_b [R, O], a literal `scale`, layers named by their
+path. E experts share A [E * R, I] and B [O, R * E] in PEFT; mlx-lm has [E, R, I] and [E, O, R], gate and up apart.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from finetune import safetensors_io
+from finetune.errors import PlanError
+from finetune.system.untrusted import untrusted
+
+PREFIX = "base_model.model."
+PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
+LEAVES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
+# Where mlx-lm keeps the experts that transformers 5 holds as mlp.experts.
+EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp", "qwen2_moe": "mlp.switch_mlp"}
+LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
+NOT_CONVERTED = {
+    "rank_pattern": "ranks that differ by layer",
+    "alpha_pattern": "scales that differ by layer",
+    "modules_to_save": "full modules",
+    "layer_replication": "replicated layers",
+    "fan_in_fan_out": "transposed layers",
+}
+
+
+def is_mlx_lm(folder: Path) -> bool:
+    """True for a folder with an adapter of mlx-lm."""
+    return (folder / MLX_LM_FILE).is_file() and not (folder / PEFT_FILE).is_file()
+
+
+def read(folder: Path) -> tuple[dict, dict]:
+    """(tensors as fp32, config) of an adapter in either format. Raises PlanError."""
+    file = folder / (MLX_LM_FILE if is_mlx_lm(folder) else PEFT_FILE)
+    with untrusted(f"{folder}: its adapter cannot be read", "Give a complete adapter."):
+        from safetensors.numpy import load_file
+
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"{CONFIG} is not a JSON object")
+        return {name: np.asarray(t, np.float32) for name, t in load_file(file).items()}, config
+
+
+def base_name(config: dict, said: str) -> str:
+    """The base model an adapter names, in either format. Raises PlanError."""
+    name = config.get("base_model_name_or_path") or config.get("model")
+    if not isinstance(name, str):
+        raise PlanError(f"{said}: its {CONFIG} names no base model. Give a complete adapter.")
+    return name
+
+
+def linear_names(weight_files) -> set[str]:
+    """Names of the layers with a matrix in a model's files."""
+    found = set()
+    for path in weight_files:
+        header = safetensors_io.read_header(path)
+        found |= {n.removesuffix(".weight") for n, e in header.items() if n != "__metadata__" and len(e["shape"]) == 2}
+    return found
+
+
+# ---- PEFT -> mlx-lm
+
+
+def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, dict]:
+    """(tensors, adapter_config.json) as mlx-lm reads them. Raises PlanError for what it has no place for."""
+    for key, what in NOT_CONVERTED.items():
+        if config.get(key):
+            raise PlanError(
+                f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm does not support. Use --to hf."
+            )
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    out, num_experts = {}, model_config.get("num_local_experts") or model_config.get("num_experts")
+    for key, array in tensors.items():
+        name = key.removeprefix(PREFIX)
+        leaf = next((leaf for leaf in LEAVES if name.endswith("." + leaf)), None)
+        module = name.removesuffix(f".{leaf}") if leaf else name
+        if leaf is None or (module.endswith("base_layer") and "experts" not in module):
+            raise PlanError(f"--to mlx-lm: {name} adapts embeddings or a head, which is not converted. Use --to hf.")
+        if re.search(r"\.experts(\.base_layer)?$", module):
+            out |= _experts(module, leaf, array, num_experts, model_config["model_type"])
+        else:
+            out[f"{module}.{LEAVES[leaf]}"] = np.ascontiguousarray(array.T)
+    dora, paths = bool(config.get("use_dora")), sorted({name.rpartition(".")[0] for name in out})
+    layers = len({LAYER.match(path)[2] for path in paths if LAYER.match(path)})
+    text = model_config.get("text_config") or model_config
+    # mlx-lm counts layers from the end: of other layers it needs the full paths.
+    keys = _keys(paths) if layers == text.get("num_hidden_layers") else paths
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    return out, {
+        "fine_tune_type": "dora" if dora else "lora",
+        "model": config.get("base_model_name_or_path"),
+        "num_layers": layers,
+        "lora_parameters": parameters,
+    }
+
+
+def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int, model_type: str) -> dict:
+    """mlx-lm's tensors of one pair of expert matrices: gate_up_proj is the nested one, down_proj the outer."""
+    if model_type not in EXPERTS:
+        raise PlanError(f"--to mlx-lm: where mlx-lm has the experts of {model_type} is not known. Use --to hf.")
+    block, fused = re.sub(r"mlp\.experts(\.base_layer)?$", EXPERTS[model_type], module), module.endswith("base_layer")
+    names = ("gate_proj", "up_proj") if fused else ("down_proj",)
+    if leaf == "lora_A.weight":
+        parts = [array.reshape(num_experts, -1, array.shape[1])] * len(names)
+    else:
+        parts = np.split(array.reshape(array.shape[0], -1, num_experts).transpose(2, 0, 1), len(names), axis=1)
+    return {f"{block}.{n}.{LEAVES[leaf]}": np.ascontiguousarray(p) for n, p in zip(names, parts, strict=True)}
+
+
+def _keys(paths: list[str]) -> list[str]:
+    """The layers' paths inside a block if every block has the same, else their full paths: mlx-lm matches both."""
+    found = [LAYER.match(path) for path in paths]
+    if all(found):
+        inside = {m[3] for m in found}
+        if len(inside) * len({m[2] for m in found}) == len(paths):
+            return sorted(inside)
+    return paths
+
+
+# ---- mlx-lm -> PEFT
+
+
+def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
+    """(tensors, adapter_config.json) as PEFT reads them. Raises PlanError.
+
+    `layers`: names of the base's linears. Names carry the block's number, so `num_layers`, which mlx-lm counts from the
+    end, needs no translation.
+    """
+    back, out = {ours: leaf for leaf, ours in LEAVES.items()}, {}
+    with untrusted(f"{CONFIG}: is not mlx-lm's", "Give a complete adapter of mlx_lm.lora."):
+        kind, parameters = config.get("fine_tune_type", "lora"), config["lora_parameters"]
+        rank, scale = int(parameters["rank"]), float(parameters["scale"])
+    if kind not in ("lora", "dora"):
+        raise PlanError(f"--to peft: mlx-lm's fine_tune_type {kind} is not an adapter. Use mlx_lm.fuse.")
+    for name, array in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf not in back or array.ndim > 2 or "embed" in module:
+            raise PlanError(f"--to peft: {name} {list(array.shape)} is not of a linear layer. Use mlx_lm.fuse.")
+        out[f"{PREFIX}{module}.{back[leaf]}"] = np.ascontiguousarray(array.T)
+    modules = {name.rpartition(".")[0] for name in tensors}
+    missing = sorted(modules - layers)
+    if not modules or missing:
+        fact = f"adapts {missing[0]}, which this base does not have" if modules else "holds no tensor"
+        raise PlanError(f"--to peft: {MLX_LM_FILE} {fact}. Give the base it was trained on.")
+    return out, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.get("model"),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "use_dora": kind == "dora",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "bias": "none",
+        "modules_to_save": None,
+        "inference_mode": True,
+    }

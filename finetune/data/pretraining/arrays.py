@@ -1,0 +1,269 @@
+"""Data sets of pretrain.py on disk: the arrays of TinyRecursiveModels, written by dataset/, read here.
+
+DIR/{train,test}/all__{inputs,labels,puzzle_identifiers,puzzle_indices,group_indices}.npy (int32) and dataset.json;
+DIR/tokenizer/ for text. inputs and labels are [rows, seq_len]: labels[s] is what position s must answer.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from finetune.engine import IGNORE_INDEX
+from finetune.errors import PlanError, first_line
+from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.new_folder import new_folder
+
+NAMES = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+SCHEMA = {
+    "pad_id": int,
+    "ignore_label_id": (int, type(None)),
+    "vocab_size": int,
+    "seq_len": int,
+    "num_puzzle_identifiers": int,
+    "sets": [str],
+    "symmetries?": (str, type(None)),
+}
+SYMMETRIES = (None, "sudoku", "maze")
+CELLS = (16, 36, 81)  # of a Sudoku
+WRITTEN = {"train", "test", "tokenizer", "config.json"}  # all that a data set has: nothing else is ever replaced
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one split of one or more data sets. `symmetries`: how a row may be varied in each epoch.
+
+    `counts`: what the log says of them. `starts`: {path: its first row}.
+    """
+
+    inputs_NS: np.ndarray
+    labels_NS: np.ndarray
+    puzzle_ids_N: np.ndarray
+    pad_id: int
+    vocab_size: int
+    num_puzzles: int
+    symmetries: str | None
+    starts: dict
+
+    def __len__(self) -> int:
+        return len(self.inputs_NS)
+
+    @property
+    def seq_len(self) -> int:
+        return self.inputs_NS.shape[1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Positions up to the last that is not padding, in each row."""
+        used = (self.inputs_NS != self.pad_id) | (self.labels_NS != IGNORE_INDEX)
+        return self.seq_len - np.argmax(used[:, ::-1], axis=1)
+
+    @property
+    def counts(self) -> dict:
+        return {"rows": len(self), "targets": int((self.labels_NS != IGNORE_INDEX).sum())}
+
+    @property
+    def sources(self) -> "Sources":
+        return Sources(self)
+
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for array in (self.inputs_NS, self.labels_NS, self.puzzle_ids_N):
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
+
+    def cut(self, seq_len: int) -> tuple["Rows", int]:
+        """(these rows in their first `seq_len` positions, the number of those left out: they had no target there)."""
+        labels = self.labels_NS[:, :seq_len]
+        kept = (labels != IGNORE_INDEX).any(1)
+        cut = replace(
+            self, inputs_NS=self.inputs_NS[kept, :seq_len], labels_NS=labels[kept], puzzle_ids_N=self.puzzle_ids_N[kept]
+        )
+        return cut, int((~kept).sum())
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The name of each row, for messages."""
+
+    rows: Rows
+
+    def __getitem__(self, row: int) -> str:
+        path = max((start, path) for path, start in self.rows.starts.items() if start <= row)[1]
+        return f"{path}:{row - self.rows.starts[path] + 1}"
+
+
+@contextlib.contextmanager
+def new_dataset(output: Path) -> Iterator[Path]:
+    """A folder to write a data set to, which at the end takes the place of `output`: absent, empty, or a data set.
+
+    Raises PlanError before anything is written.
+    """
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise PlanError(f"--output-dir {output}: is a file or a link. Give another folder.")
+    found = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
+    if found and (found - WRITTEN or not (output / "train" / "dataset.json").is_file()):
+        names = ", ".join(sorted(found - WRITTEN)[:3]) or "no train/dataset.json"
+        raise PlanError(f"--output-dir {output}: is not a data set: it has {names}. Give another folder.")
+    written = output.parent / f".{output.name}.new"
+    shutil.rmtree(written, ignore_errors=True)
+    with new_folder(written) as beside:
+        yield beside
+    if output.exists():
+        shutil.rmtree(output)
+    written.rename(output)
+
+
+def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:
+    """Writes one split. `facts`: further keys of dataset.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = len(inputs)
+    each = np.arange(count + 1, dtype=np.int32)
+    puzzles = facts.pop("puzzle_identifiers", np.zeros(count, np.int32))
+    arrays = dict(zip(NAMES, (inputs, labels, puzzles, each, each), strict=True))
+    for name, array in arrays.items():
+        np.save(folder / f"all__{name}.npy", np.asarray(array, np.int32))
+    content = {
+        "pad_id": pad_id,
+        "ignore_label_id": IGNORE_INDEX,
+        "blank_identifier_id": 0,
+        "vocab_size": vocab_size,
+        "seq_len": int(np.shape(inputs)[1]),
+        "num_puzzle_identifiers": int(np.max(puzzles, initial=0)) + 1,
+        "total_groups": count,
+        "mean_puzzle_examples": 1.0,
+        "total_puzzles": count,
+        "sets": ["all"],
+        **facts,
+    }
+    (folder / "dataset.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_split(path: str, split: str) -> Rows | None:
+    """A split of a data set; None for a split that the data set does not have. Raises PlanError."""
+    folder = Path(path).expanduser() / split
+    if not folder.parent.is_dir():
+        raise PlanError(f"data_paths {path}: no such folder. Build it with python -m dataset.build_chat_dataset.")
+    try:
+        content = read_json(folder / "dataset.json", SCHEMA)
+    except FileNotFoundError:
+        if split == "test":
+            return None
+        raise PlanError(
+            f"data_paths {path}: has no {split}/dataset.json. Build it with python -m dataset.build_chat_dataset."
+        ) from None
+    except JsonFileError as error:
+        raise PlanError(f"{error}. Build the data set again.") from None
+    _check_facts(folder, content)
+    inputs, labels, puzzles = (_array_of_sets(folder, kind, content) for kind in NAMES[:3])
+    if split == "test" and not len(inputs):
+        return None
+    _check(folder, content, inputs, labels, puzzles)
+    labels = labels.astype(np.int64)
+    if content["ignore_label_id"] is not None:
+        labels[labels == content["ignore_label_id"]] = IGNORE_INDEX
+    facts = content["pad_id"], content["vocab_size"], max(1, content["num_puzzle_identifiers"])
+    return Rows(inputs, labels, puzzles, *facts, content.get("symmetries"), {path: 0})
+
+
+def _array_of_sets(folder: Path, kind: str, content: dict) -> np.ndarray:
+    arrays = [_array(folder / f"{name}__{kind}.npy") for name in content["sets"]]
+    if len({(array.ndim, array.shape[1:]) for array in arrays}) > 1:
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        raise PlanError(f"{folder}: {kind} of its sets have the shapes {shapes}. Build the data set again.")
+    if not arrays[0].ndim:
+        raise PlanError(f"{folder}: {kind} is a single number, must be an array. Build the data set again.")
+    return np.concatenate(arrays)
+
+
+def _array(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, allow_pickle=False)
+    except FileNotFoundError:
+        raise PlanError(f"{file}: no such file. Build the data set again.") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise PlanError(f"{file}: is not an array of numbers ({first_line(error)}). Build it again.") from None
+
+
+def _check_facts(folder: Path, content: dict) -> None:
+    """Raises PlanError for what dataset.json cannot say."""
+    file, sets, vocab, size = folder / "dataset.json", content["sets"], content["vocab_size"], content["seq_len"]
+    if not sets or any(not name or name in (".", "..") or "/" in name or "\\" in name for name in sets):
+        raise PlanError(f'{file}: sets is {sets}, must be names such as ["all"]. Build the data set again.')
+    if not 0 <= content["pad_id"] < vocab:
+        raise PlanError(f"{file}: pad_id is {content['pad_id']}; the vocabulary is 0 to {vocab - 1}. Build it again.")
+    symmetries = content.get("symmetries")
+    if symmetries not in SYMMETRIES:
+        raise PlanError(f"{file}: symmetries is {symmetries!r}. Use sudoku, maze or null.")
+    if symmetries and (size < 1 or math.isqrt(size) ** 2 != size or (symmetries == "sudoku" and size not in CELLS)):
+        raise PlanError(f"{file}: symmetries is {symmetries!r}, and {size} cells are not its square. Build it again.")
+
+
+def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
+    rows, size, vocab = len(inputs), content["seq_len"], content["vocab_size"]
+    if not rows:
+        raise PlanError(f"{folder}: has no rows. Build the data set from more conversations.")
+    for name, array, shape in (("inputs", inputs, (rows, size)), ("labels", labels, (rows, size))):
+        if array.shape != shape or array.dtype.kind not in "iu":
+            raise PlanError(f"{folder}/all__{name}.npy: is {array.dtype} {array.shape}, must be integers {shape}.")
+    if puzzles.shape != (rows,) or puzzles.dtype.kind not in "iu":
+        raise PlanError(f"{folder}: puzzle_identifiers are {puzzles.shape}, must be ({rows},). Build it again.")
+    if inputs.min() < 0 or inputs.max() >= vocab or labels.max() >= vocab:
+        raise PlanError(f"{folder}: has token {max(inputs.max(), labels.max())}; the vocabulary is 0 to {vocab - 1}.")
+    negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    negative = negative[negative != content["ignore_label_id"]]  # None: no label is equal to it
+    if len(negative):
+        ignored = content["ignore_label_id"]
+        raise PlanError(f"{folder}: has label {negative[0]}; only {ignored} is ignored. Build the data set again.")
+    known = max(1, content["num_puzzle_identifiers"])
+    if puzzles.min() < 0 or puzzles.max() >= known:
+        wrong = puzzles.min() if puzzles.min() < 0 else puzzles.max()
+        raise PlanError(f"{folder}: has puzzle identifier {wrong}; they are 0 to {known - 1}. Build it again.")
+
+
+def joined(splits: list[Rows]) -> Rows:
+    """The rows of several data sets as one, padded to the longest. Raises PlanError if they do not belong together."""
+    first = splits[0]
+    if len(splits) == 1:
+        return first
+    size = max(rows.seq_len for rows in splits)
+    for rows in splits[1:]:
+        for what in ("vocab_size", "pad_id", "symmetries"):
+            if getattr(rows, what) != getattr(first, what):
+                one, other = next(iter(first.starts)), next(iter(rows.starts))
+                raise PlanError(
+                    f"data_paths: {one} has {what} {getattr(first, what)}, {other} {getattr(rows, what)}. "
+                    "Build both with one tokenizer."
+                )
+
+    def wide(array, fill):
+        return np.pad(array, ((0, 0), (0, size - array.shape[1])), constant_values=fill)
+
+    starts, at = {}, 0
+    for rows in splits:
+        starts[next(iter(rows.starts))] = at
+        at += len(rows)
+    return replace(
+        first,
+        inputs_NS=np.concatenate([wide(rows.inputs_NS, rows.pad_id) for rows in splits]),
+        labels_NS=np.concatenate([wide(rows.labels_NS, IGNORE_INDEX) for rows in splits]),
+        puzzle_ids_N=np.concatenate([rows.puzzle_ids_N for rows in splits]),
+        num_puzzles=max(rows.num_puzzles for rows in splits),
+        starts=starts,
+    )
+
+
+def tokenizer_folder(paths: tuple[str, ...]) -> Path | None:
+    """The tokenizer of these data sets; None for puzzles. Raises PlanError if they have different ones."""
+    files = [Path(path).expanduser() / "tokenizer" / "tokenizer.json" for path in paths]
+    found = [file for file in files if file.is_file()]
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+    if len(digests) > 1 or (found and len(found) != len(files)):
+        raise PlanError(f"data_paths {list(paths)}: their tokenizers differ. Build them with one --tokenizer.")
+    return found[0].parent if found else None

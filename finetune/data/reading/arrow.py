@@ -1,0 +1,127 @@
+"""Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from backend_manager import system_memory
+from finetune.data.reading.rows import BadRow, first_repeated, hash_file
+from finetune.errors import PlanError, first_line
+from finetune.system.untrusted import untrusted
+
+BATCH_ROWS = 64  # in memory at a time; a page of a few bytes may hold a GiB
+ROW_BYTES = 100  # of a row in memory whatever it holds
+FEWER = "Read fewer with --dataset_samples, or split the file."
+EXPANSION = (2**28, 1000)  # bytes in memory that a compressed file may take: so many, and so many for each of its own
+
+
+def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    import pyarrow.parquet
+
+    with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow, label)
+            yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label)
+            hash_file(path, hasher)  # last: who reads only its first rows need not wait for it
+
+
+def stream_parquet(path: Path, label: str, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the rows after the first `skip`, of a file of any size: neither read ahead nor held."""
+    import pyarrow.parquet
+
+    with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+            _check_columns(file.schema_arrow, label)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            before = [sum(sizes[:i]) for i in range(len(sizes))]
+            groups = [i for i, size in enumerate(sizes) if before[i] + size > skip]
+            if groups:
+                first = before[groups[0]]
+                batches = file.iter_batches(BATCH_ROWS, row_groups=groups)
+                yield from islice(_arrow_rows(batches, path, label, first, limited=False), skip - first, None)
+
+
+def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields rows of an Arrow file or stream. Not memory-mapped: a file that shrinks meanwhile would be a SIGBUS."""
+    import pyarrow
+
+    with untrusted(f"{label}: not a readable Arrow file", "Write it again."):
+        with pyarrow.OSFile(str(path), "rb") as source:
+            if source.read(6) == b"ARROW1":
+                opened = pyarrow.ipc.open_file(source)
+                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+            else:
+                source.seek(0)
+                batches = opened = pyarrow.ipc.open_stream(source)
+            _check_columns(opened.schema, label)
+            hash_file(path, hasher)
+            yield from _arrow_rows(batches, path, label)
+
+
+def _check_columns(schema, label: str) -> None:
+    twice = first_repeated(schema.names)
+    if twice is not None:
+        raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
+
+
+def _arrow_rows(batches, path: Path, label: str, number: int = 0, limited: bool = True):
+    try:
+        yield from _validated_rows(batches, path, label, number, limited)
+    except MemoryError:  # a size in the file, or a long entry that many rows refer to
+        raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
+
+
+def _validated_rows(batches, path: Path, label: str, number: int, limited: bool):
+    """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file.
+
+    `number`: rows before these. `limited`: all of them are to be held in memory.
+    """
+    file_bytes, size = path.stat().st_size, 0
+    limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
+    for whole in batches:
+        is_valid = _fault_of(whole) is None
+        for start in range(0, whole.num_rows, BATCH_ROWS):
+            batch = whole.slice(start, BATCH_ROWS)
+            batch = _without_dictionaries(batch) if is_valid else batch
+            size += batch.nbytes + ROW_BYTES * batch.num_rows
+            if limited and size > limit:
+                taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
+                raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
+            rows = _python_rows(batch, is_valid)
+            if isinstance(rows, str):  # only some of its rows are to blame
+                rows = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
+                rows = [row if isinstance(row, str) else row[0] for row in rows]
+            for row in rows:
+                number += 1
+                source = f"{label}:row {number}"
+                yield source, BadRow(source, row) if isinstance(row, str) else row
+
+
+def _without_dictionaries(batch):
+    """The batch with its dictionary-encoded columns decoded: a slice of one holds the whole dictionary."""
+    import pyarrow
+
+    if not any(isinstance(column, pyarrow.DictionaryArray) for column in batch.columns):
+        return batch
+    columns = [c.dictionary_decode() if isinstance(c, pyarrow.DictionaryArray) else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _fault_of(batch) -> str | None:
+    import pyarrow
+
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowException as error:
+        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({first_line(error)})"
+
+
+def _python_rows(batch, is_valid: bool) -> list[dict] | str:
+    """The batch as dicts; what is wrong with it otherwise."""
+    fault = None if is_valid else _fault_of(batch)
+    if fault:
+        return fault
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:  # such as a date after the year 9999
+        return f"cannot be read ({first_line(error)})"

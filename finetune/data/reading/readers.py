@@ -1,0 +1,349 @@
+"""Dataset readers: JSONL, JSON, CSV, plain text, Parquet, Arrow, save_to_disk folders, Hub datasets, aliases.
+
+Reading is strict: each row knows its file and line, and a malformed row is reported, never repaired. A reader yields
+(source, row or BadRow); an unreadable file is a PlanError. Lines are read in binary with a size limit, which bounds
+memory for any input.
+"""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from finetune.data.reading.arrow import read_arrow, read_parquet
+from finetune.data.reading.rows import BadRow, first_repeated
+from finetune.errors import PlanError, first_line
+from finetune.system.untrusted import untrusted
+
+MAX_LINE_BYTES = 16 * 2**20
+MAX_JSON_BYTES = 512 * 2**20
+DUMMY_ROWS = 256
+SAVE_AGAIN = "Save the dataset again with save_to_disk."
+LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
+
+
+def _reader(name: str, what: str, split: str, text_unit: str = "auto"):
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix in (".xlsx", ".xls", ".ods"):
+        raise PlanError(f"{what}: is a spreadsheet. Save the sheet as .csv.")
+    if suffix not in READERS:
+        raise PlanError(f"{what}: is {suffix or 'a file without suffix'}. Use one of {', '.join(READERS)}.")
+    if suffix in PROSE:
+        return partial(READERS[suffix], text_unit=text_unit)
+    return partial(READERS[suffix], split=split) if suffix == ".json" else READERS[suffix]
+
+
+def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
+    """A field of a file written by save_to_disk; None if it is absent. Raises PlanError unless it is `valid`."""
+    with untrusted(f"{path}: has no readable {key!r}", SAVE_AGAIN):
+        if path.stat().st_size > MAX_LINE_BYTES:
+            raise PlanError(f"{path}: is longer than {MAX_LINE_BYTES >> 20} MiB. {SAVE_AGAIN}")
+        value = json.loads(path.read_bytes()).get(key)
+    if value is not None and not valid(value):
+        raise PlanError(f"{path}: {key!r} is not what save_to_disk writes. {SAVE_AGAIN}")
+    return value
+
+
+# ------ readers
+
+
+def read_jsonl(
+    path: Path, label: str, hasher, offset: int = 0, lines_before: int = 0
+) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the row of each line from byte `offset` on, which `lines_before` lines precede."""
+    for number, text, complete in text_lines(path, label, hasher, offset, lines_before):
+        source = f"{label}:{number}"
+        if isinstance(text, BadRow):
+            yield source, text
+        elif text.strip():
+            row = parse_object(text, source)
+            if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
+                row = BadRow(source, row.reason.replace("is not JSON", "is truncated: the last line is not JSON", 1))
+            yield source, row
+
+
+def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields rows of a JSON array of objects, of an object that holds one under a known key, or of JSON lines."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.readline(MAX_LINE_BYTES).strip()
+        if head.startswith(b"{") and head.endswith(b"}") and file.read(1):
+            yield from read_jsonl(path, label, hasher)
+            return
+        if size > MAX_JSON_BYTES:
+            raise PlanError(
+                f"{label}: is {size / 2**20:.0f} MiB, the maximum for .json is {MAX_JSON_BYTES >> 20} MiB. Use .jsonl."
+            )
+        file.seek(0)
+        data = file.read()
+    hasher.update(data)
+    text = _decode_whole(data, label)
+    del data
+    if not text.strip():
+        return
+    if not text.lstrip().startswith("["):
+        yield from _rows_of_object(text, label, split)
+        return
+    # Decodes one object at a time: json.loads of the full array would lose the line numbers.
+    spaces = re.compile(r"[ \t\r\n]*")
+    at = spaces.match(text, text.index("[") + 1).end()
+    line, counted = 1, 0
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        source = f"{label}:{line}"
+        value, end = _decode_value(text, at, source)
+        if end - at > MAX_LINE_BYTES:
+            value = BadRow(source, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+        yield (
+            source,
+            value if isinstance(value, (dict, BadRow)) else BadRow(source, f"is {_kind(value)}, must be an object"),
+        )
+        at = spaces.match(text, end).end()
+        if text[at : at + 1] == ",":
+            at = spaces.match(text, at + 1).end()
+            if text[at : at + 1] != "]":
+                continue
+        elif text[at : at + 1] == "]":
+            continue
+        line = 1 + text.count("\n", 0, at)
+        fact = (
+            "the file ends inside the array" if at >= len(text) else f"{text[at]!r} where a row, ',' or ']' is expected"
+        )
+        raise PlanError(f"{label}:{line}: is not JSON ({fact}). Fix the file.")
+    if text[at + 1 :].strip():
+        raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
+
+
+def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields rows of a CSV or TSV file with a header line; all values are strings."""
+
+    def lines():
+        for _, text, _ in text_lines(path, label, hasher):
+            if isinstance(text, BadRow):
+                utf8 = "Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8)"
+                remedy = utf8 if "UTF-8" in text.reason else "Fix the file: CSV lines cannot be skipped"
+                raise PlanError(f"{text.where}: {text.reason}. {remedy}.")
+            yield text + "\n"
+
+    reader = csv.reader(lines(), strict=True, delimiter=_delimiter(path))
+    before = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        header = next((row for row in reader if row), None)
+        if header is None:
+            return
+        header = [name.strip() for name in header]
+        twice = first_repeated(header)
+        if twice is not None:
+            raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
+        start = reader.line_num + 1
+        for row in reader:
+            source, start = f"{label}:{start}", reader.line_num + 1
+            if not row:
+                continue
+            if len(row) != len(header):
+                yield source, BadRow(source, f"has {len(row)} fields, the header has {len(header)}")
+            else:
+                yield source, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise PlanError(f"{label}:{reader.line_num}: is not CSV ({error}). Fix the file.") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def read_text(path: Path, label: str, hasher, text_unit: str = "auto") -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the file as one document, or with `text_unit` line one per line; blank lines are left out."""
+    if text_unit != "line":
+        yield from _whole_text(path, label, hasher, text_unit)
+        return
+    for number, text, _ in text_lines(path, label, hasher):
+        source = f"{label}:{number}"
+        if isinstance(text, BadRow):
+            yield source, text
+        elif text.strip():
+            yield source, {"text": text}
+
+
+def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tuple[str, dict]]:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise PlanError(
+            f"{label}: is {size / 2**20:.0f} MiB, the maximum for one document is {MAX_JSON_BYTES >> 20} MiB. Split "
+            "the file, or add --text_unit line."
+        )
+    data = path.read_bytes()
+    hasher.update(data)
+    text = _decode_whole(data, label)
+    first = text.lstrip().partition("\n")[0]
+    if text_unit == "auto" and first.startswith("{") and isinstance(parse_object(first, label), dict):
+        raise PlanError(
+            f"{label}: its first line is a JSON object. Rename it to .jsonl, or add --text_unit document to learn "
+            "it as prose."
+        )
+    if text.strip():
+        yield f"{label}:1", {"text": text}
+
+
+def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
+    for i in range(DUMMY_ROWS):
+        a, b = i * 7 % 50, i * 13 % 41
+        row = {"instruction": f"Add {a} and {b}.", "output": f"{a} plus {b} is {a + b}."}
+        hasher.update(json.dumps(row).encode())
+        yield f"dummy:{i + 1}", row
+
+
+# In order of precedence, for folders with several kinds of files.
+READERS = {
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".txt": read_text,
+    ".md": read_text,
+}
+PROSE = (".txt", ".md")
+
+
+# ------ parts of readers
+
+
+def _delimiter(path: Path) -> str:
+    """What separates the columns of a table's first line: a comma, or if it has none a tab or a semicolon."""
+    with open(path, "rb") as file:
+        head = file.readline(MAX_LINE_BYTES)
+    marks = [b"\t", b","] if path.suffix.lower() == ".tsv" else [b",", b"\t", b";"]
+    return next((mark for mark in marks if mark in head), marks[0]).decode()
+
+
+def text_lines(
+    path: Path, label: str, hasher, offset: int = 0, number: int = 0
+) -> Iterator[tuple[int, str | BadRow, bool]]:
+    """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line.
+
+    From byte `offset` on, which `number` lines precede.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            hasher.update(line)
+            if number == 1:
+                line = _without_bom(line, label)
+            complete = line.endswith(b"\n")
+            if len(line) > MAX_LINE_BYTES and not complete:
+                yield number, BadRow(f"{label}:{number}", f"is longer than {MAX_LINE_BYTES >> 20} MiB"), True
+                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                    hasher.update(rest)
+                hasher.update(rest)
+                continue
+            yield number, decode(line.rstrip(b"\r\n"), label, number), complete
+
+
+def decode(line: bytes, label: str, number: int) -> str | BadRow:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{label}:{number}:byte {error.start + 1}"
+        return BadRow(where, f"is not UTF-8 (0x{line[error.start]:02x})")
+    if "\0" in text:
+        return BadRow(f"{label}:{number}:byte {line.index(0) + 1}", "is a NUL byte")
+    return text
+
+
+def parse_object(text: str, where: str) -> dict | BadRow:
+    """Parses one JSON object strictly: no duplicate keys, no lone surrogates."""
+    try:
+        value, end = _decode_value(text, len(text) - len(text.lstrip(" \t\r")), where)
+    except PlanError as error:
+        return BadRow(where, str(error.__cause__ and _json_fact(error.__cause__)))
+    if isinstance(value, BadRow):
+        return value
+    if text[end:].strip(" \t\r"):
+        return BadRow(where, f"is not JSON (something follows the value at column {end + 1})")
+    return value if isinstance(value, dict) else BadRow(where, f"is {_kind(value)}, must be an object")
+
+
+def _decode_value(text: str, at: int, where: str):
+    """(value or BadRow, end position). Raises PlanError if the text is not JSON."""
+    repeated = []
+
+    def pairs(items):
+        value = dict(items)
+        if len(value) != len(items):
+            repeated.append(first_repeated(key for key, _ in items))
+        return value
+
+    try:
+        value, end = json.JSONDecoder(object_pairs_hook=pairs).raw_decode(text, at)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: {_json_fact(error)}. Fix the file.") from error
+    if repeated:
+        return BadRow(where, f"has duplicate key {repeated[0][:80]!r}"), end
+    if "\\ud" in text[at:end] or "\\uD" in text[at:end]:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return BadRow(where, f"is not Unicode text (lone surrogate \\u{ord(error.object[error.start]):04x})"), end
+        except RecursionError:
+            return BadRow(where, "is nested too deeply"), end
+    return value, end
+
+
+def _json_fact(error) -> str:
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg} at column {error.colno})"
+    return f"is not usable JSON ({first_line(error)})"
+
+
+def _rows_of_object(text: str, label: str, split: str):
+    value = parse_object(text.strip(), f"{label}:1")
+    if isinstance(value, BadRow):
+        raise PlanError(f"{value.where}: {value.reason}. Fix the file.")
+    names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
+    if len(names) != 1 or not isinstance(value[names[0]], list):
+        if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):
+            raise PlanError(f"{label}: has several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
+        yield f"{label}:1", value
+        return
+    for i, row in enumerate(value[names[0]]):
+        source = f"{label}:row {i + 1}"
+        yield source, row if isinstance(row, dict) else BadRow(source, f"is {_kind(row)}, must be an object")
+
+
+def _without_bom(data: bytes, label: str) -> bytes:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise PlanError(f"{label}:1:byte 1: is not UTF-8 but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8.")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def _decode_whole(data: bytes, label: str) -> str:
+    data = _without_bom(data, label)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
+        where = f"{label}:{line}:byte {error.start - start + 1}"
+        raise PlanError(f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8.") from error
+    if "\0" in text:
+        at = text.index("\0")
+        raise PlanError(f"{label}:{text.count(chr(10), 0, at) + 1}: contains a NUL byte. Remove it.")
+    return text
+
+
+def _kind(value) -> str:
+    names = {
+        list: "an array",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,270 @@
+"""Where rows come from: a file, a folder, or a dataset on the Hub, and which of its files belong to a split."""
+
+import fnmatch
+import hashlib
+import os
+import re
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
+from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
+from finetune.errors import PlanError
+from finetune.model_files.files import local_path
+from finetune.model_files.hub import endpoint, hub_cache, offline
+from finetune.system.untrusted import untrusted
+
+
+def check_local(dataset: str | None, flag: str) -> None:
+    """Raises PlanError unless `dataset` is a path, a dataset alias or a Hub name. Makes no network request."""
+    known = (None, "dummy", *DATASET_ALIASES)
+    if dataset in known or local_path(dataset, f"{flag} {dataset}").exists():
+        return
+    if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
+        find_files(dataset, "train", flag)
+
+
+# alias -> (Hub name, split, number of rows if --dataset_samples is -1)
+DATASET_ALIASES = {
+    "alpaca": ("yahma/alpaca-cleaned", "train", -1),
+    "alpaca_sample": ("yahma/alpaca-cleaned", "train", 512),
+    "guanaco": ("timdettmers/openassistant-guanaco", "train", -1),
+    "sql": ("knowrohit07/know_sql", "validation", -1),
+    "orca_math": ("microsoft/orca-math-word-problems-200k", "train", -1),
+}
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
+
+
+def read_rows(
+    dataset: str,
+    samples: int = -1,
+    skip_bad_rows: int = 0,
+    split: str = "train",
+    flag: str = "--dataset",
+    text_unit: str = "auto",
+) -> RawDataset:
+    """Reads the first `samples` rows (-1: all) of a file, a folder, a Hub dataset or a dataset alias.
+
+    `flag`: the flag that named it, for error messages. `text_unit`: see finetune/config.py. Raises PlanError naming
+    file and line for anything unreadable.
+    """
+    if samples == 0:
+        raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
+    files, description, word_samples = find_files(dataset, split, flag, text_unit)
+    samples = word_samples if samples < 0 else samples
+    hasher = hashlib.sha256()
+    rows, sources, skipped, columns = [], [], [], {}
+    for read, path, label in files:
+        if len(rows) == samples:
+            break
+        for source, row in read(path, label, hasher):
+            if isinstance(row, BadRow):
+                skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
+                continue
+            rows.append(row)
+            sources.append(source)
+            columns.update(dict.fromkeys(row))
+            if len(rows) == samples:
+                break
+    if not rows:
+        name = files[0][2] if len(files) == 1 else dataset
+        bad = f"; {len(skipped)} bad rows were skipped, the first: {skipped[0]}" if skipped else ""
+        raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
+    return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
+
+
+# ------ finding files
+
+
+def find_files(dataset: str, split: str, flag: str, text_unit: str = "auto") -> tuple[list, str, int]:
+    """([(reader, path, label)], description, default number of rows)."""
+    if dataset == "dummy":
+        return [(read_dummy, None, "dummy")], "dummy: generated sums", -1
+    if dataset in DATASET_ALIASES:
+        name, split, samples = DATASET_ALIASES[dataset]
+        files, description = hub_files(name, split, flag)
+        return files, f"{dataset}: {description}", samples
+    if "\0" in dataset or not dataset or len(dataset) > 4000:
+        raise PlanError(f"{flag} {dataset[:80]!r}: not a path. Give a file, a folder or a Hub name.")
+    path = local_path(dataset, f"{flag} {dataset}")
+    if path.is_dir():
+        files = folder_files(path, split, flag, text_unit)
+        return files, f"{dataset} ({_count(files)})", -1
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise PlanError(f"{flag} {dataset}: permission denied. Change its permissions.")
+    if path.is_file():
+        return [(_reader(path.name, f"{flag} {dataset}", split, text_unit), path, dataset)], dataset, -1
+    if path.exists():
+        raise PlanError(f"{flag} {dataset}: not a regular file. Give a file, a folder or a Hub name.")
+    if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
+        files, description = hub_files(dataset, split, flag)
+        return files, description, -1
+    words = ", ".join((*DATASET_ALIASES, "dummy"))
+    raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a Hub name (org/name), or one of {words}.")
+
+
+def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -> list:
+    """Data files of one split in a folder: written by `save_to_disk`, or with the split in their names."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_saved_field(folder / "dataset_dict.json", "splits", _are_names) or []
+        if split not in splits:
+            raise PlanError(f"{flag} {folder}: has no split {split!r}, it has {', '.join(splits)}.")
+        return folder_files(folder / split, split, flag, text_unit)
+    if (folder / "state.json").is_file():
+        if read_saved_field(folder / "state.json", "_indices_data_files", bool):
+            raise PlanError(
+                f"{flag} {folder}: has an indices mapping, which is not supported. Call flatten_indices() and "
+                "save it again."
+            )
+        entries = read_saved_field(folder / "state.json", "_data_files", _are_files)
+        if not entries:
+            raise PlanError(f"{folder / 'state.json'}: names no data files. {SAVE_AGAIN}")
+        names = [entry["filename"] for entry in entries]
+        outside = [name for name in names if PurePosixPath(name).name != name]
+        if outside:
+            raise PlanError(f"{folder / 'state.json'}: refers to {outside[0]!r} outside its folder. Do not use it.")
+    else:
+        found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
+        names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
+    for name in names:
+        if not (folder / name).is_file():
+            raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
+    what = f"{flag} {folder}"
+    return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _are_names(value) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_files(value) -> bool:
+    plain = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    return plain and _are_names([entry.get("filename") for entry in value])
+
+
+def choose_files(names: list[str], split: str, what: str) -> list[str]:
+    """The data files of one split among `names`, of every suffix. If no name contains a split, all are train."""
+    data = [n for n in names if PurePosixPath(n).suffix.lower() in READERS and not _is_about_data(n)]
+    if not data:
+        raise PlanError(
+            f"{what}: has no data files. Give a folder of {', '.join(READERS)} files, or one written by save_to_disk."
+        )
+    splits = {name: _split_of(name) for name in data}
+    if not any(splits.values()):
+        splits = dict.fromkeys(data, "train")
+    chosen = [name for name in data if splits[name] == SPLIT_WORDS.get(split, split)]
+    if not chosen:
+        known = ", ".join(sorted({s for s in splits.values() if s}))
+        raise PlanError(f"{what}: has no split {split!r}, it has {known}. Name the file of the split you mean.")
+    folders = sorted({PurePosixPath(name).parent.as_posix() for name in chosen})
+    if len(folders) > 1:
+        raise PlanError(f"{what}: has several configurations, {', '.join(folders)}. Choose one: NAME:{folders[0]}.")
+    return chosen
+
+
+def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
+    """Files of one split of `org/name` or `org/name:config`, downloaded to the Hub cache.
+
+    Honors HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
+
+    name, _, config = dataset.partition(":")
+    what = f"{flag} {dataset}"
+    where = dict(repo_type="dataset", cache_dir=hub_cache())
+    get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), **where)
+    try:
+        if offline():
+            folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **where))
+            names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+            chosen, commit = _hub_choice(names, {}, config, split, what), folder.name
+            paths = [folder / n for n in chosen]
+        else:
+            info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
+            names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
+            with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
+                card = info.card_data.to_dict() if info.card_data else {}
+                chosen, commit = _hub_choice(names, card, config, split, what), info.sha
+            paths = [Path(get(filename=n)) for n in chosen]
+    except GatedRepoError as error:
+        raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
+    except RepositoryNotFoundError as error:
+        raise PlanError(f"{what}: neither a file nor a public Hub dataset. Check the name, or set HF_TOKEN.") from error
+    except (HTTPError, OSError) as error:
+        fact = " ".join(str(error).split())[:200]
+        raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
+    files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
+    return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
+
+
+def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str) -> list[str]:
+    """File names of one split: from the dataset card's `configs` if it has them, else inferred from file names."""
+    configs = {c.get("config_name", "default"): c for c in card.get("configs") or () if c.get("data_files")}
+    if configs and not config:
+        marked = [n for n, c in configs.items() if c.get("default") or n == "default"] or list(configs)
+        if len(marked) > 1:
+            raise PlanError(f"{what}: has several configurations, {', '.join(configs)}. Choose one: NAME:{marked[0]}.")
+        config = marked[0]
+    if config in configs:
+        patterns = configs[config]["data_files"]
+        if isinstance(patterns, list) and all(isinstance(p, dict) for p in patterns):
+            splits = {p["split"]: p["path"] for p in patterns}
+            if split not in splits:
+                raise PlanError(f"{what}: has no split {split!r}, it has {', '.join(splits)}.")
+            patterns = splits[split]
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+        if not chosen:
+            raise PlanError(
+                f"{what}: its card lists no existing file for split {split!r}. Download it and give a local file."
+            )
+        return chosen
+    if config:
+        names = [n for n in names if n.startswith(f"{config}/")]
+        if not names:
+            raise PlanError(
+                f"{what}: has no configuration {config!r}. It has {', '.join(configs) or 'no configurations'}."
+            )
+    return choose_files(_one_suffix([n for n in names if not n.lower().endswith(PROSE)]), split, what)
+
+
+def _is_about_data(name: str) -> bool:
+    """True for files that come with data: its description, a licence, a list of requirements."""
+    path = PurePosixPath(name)
+    if path.name.startswith(".") or path.name in NOT_DATA:
+        return True
+    about = ("README", "LICENSE", "LICENCE", "CHANGELOG", "NOTICE")
+    return path.suffix.lower() in PROSE and path.stem.upper().startswith(about)
+
+
+def _one_suffix(names: list[str]) -> list[str]:
+    """The names of the first suffix of READERS that there is: a Hub repository may hold its rows in several."""
+    groups = ([n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS)
+    return next((group for group in groups if not all(map(_is_about_data, group))), names)
+
+
+def _split_of(name: str) -> str | None:
+    """The split in a file's name or in its folder's name; None if neither contains one."""
+    for part in reversed(PurePosixPath(name).with_suffix("").parts):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None
+
+
+def _count(files: list) -> str:
+    return files[0][2].rsplit("/", 1)[-1] if len(files) == 1 else f"{len(files)} files"

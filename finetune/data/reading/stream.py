@@ -1,0 +1,161 @@
+"""Rows read while the run trains: memory for a buffer of rows, whatever the files' size.
+
+The order is a function of the seed and the position: each dataset's rows are shuffled within blocks of `buffer` rows,
+and drawn by weight in a seeded pattern. A position is a number of rows, so a checkpoint needs no more than its cursor.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.data.reading.arrow import stream_parquet
+from finetune.data.reading.readers import read_jsonl
+from finetune.data.reading.rows import BadRow
+from finetune.errors import PlanError
+
+PATTERN = 1000  # draws after which the shares of all datasets are exact
+
+
+class NoHash:
+    """Stands where a reader expects a hash: a stream does not read its files to the end."""
+
+    def update(self, data) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class StreamedFile:
+    """A file whose rows can be read from the middle. `reader`: of its type, as in readers.READERS."""
+
+    reader: Callable
+    path: object
+    label: str
+
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path else 0
+
+    def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+        """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""
+        if self.reader is read_jsonl:
+            return self._lines(skip)
+        if self.path is not None and str(self.path).lower().endswith(".parquet"):
+            return stream_parquet(self.path, self.label, skip)
+        return itertools.islice(self.reader(self.path, self.label, NoHash()), skip, None)
+
+    def _lines(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+        if not skip:
+            return read_jsonl(self.path, self.label, NoHash())
+        offset, number, left = 0, 0, skip
+        with open(self.path, "rb") as file:
+            for line in file:
+                offset, number = offset + len(line), number + 1
+                left -= bool(line.strip())
+                if not left:
+                    break
+        return read_jsonl(self.path, self.label, NoHash(), offset, number)
+
+
+class SourceStream:
+    """One dataset's rows, shuffled within blocks, again and again. `number`: its place among the run's datasets."""
+
+    def __init__(self, files: list[StreamedFile], seed: int, number: int, buffer: int):
+        self.files, self.seed, self.number, self.buffer = files, seed, number, buffer
+        self.size, self.key, self.rows, self.block = None, None, None, []
+
+    def row(self, passes: int, index: int) -> tuple[str, dict | BadRow] | None:
+        """Row `index` of a pass over the dataset; None past its end. Rows in order are read once."""
+        block, within = divmod(index, self.buffer)
+        if self.key != (passes, block):
+            self._read(passes, block)
+        order = self._order(passes, block, len(self.block))
+        return self.block[order[within]] if within < len(self.block) else None
+
+    def count(self) -> int:
+        """The number of its rows, by reading them all."""
+        return sum(1 for _ in self._rows_from(0))
+
+    def _order(self, passes: int, block: int, size: int) -> np.ndarray:
+        entropy = np.random.SeedSequence([self.seed, self.number, passes, block, 3])
+        return np.random.Generator(np.random.PCG64(entropy)).permutation(size)
+
+    def _read(self, passes: int, block: int) -> None:
+        follows = self.rows is not None and self.key == (passes, block - 1)
+        if not follows:
+            self.rows = self._rows_from(block * self.buffer)
+        self.block = list(itertools.islice(self.rows, self.buffer))
+        self.key = passes, block
+        if self.block or follows or not block:  # else it began past the end, which says nothing about the size
+            if len(self.block) < self.buffer:
+                self.size = block * self.buffer + len(self.block)
+
+    def _rows_from(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+        for file in self.files:
+            if not skip:
+                yield from file.rows(0)
+                continue
+            rows = file.rows(skip)
+            first = next(rows, None)
+            if first is None:  # the file is shorter: how much, only reading it says
+                skip -= sum(1 for _ in file.rows(0)) if len(self.files) > 1 else 0
+                continue
+            yield first
+            yield from rows
+            skip = 0
+
+
+class Stream:
+    """The rows of a run in their order. `weights`: of the datasets, or None to read one after the other."""
+
+    def __init__(self, sources: list[SourceStream], weights: list[float] | None, seed: int):
+        self.sources, self.seed = sources, seed
+        self.counts = None if weights is None else pattern_counts(weights)
+
+    def row(self, epoch: int, index: int) -> tuple[int, str, dict | BadRow] | None:
+        """(dataset, source, row) at a position; None past the end of an epoch. Weighted datasets never end."""
+        if self.counts is not None:
+            return self._drawn(index)
+        for number, source in enumerate(self.sources):
+            found = source.row(epoch, index) if source.size is None or index < source.size else None
+            if found is not None:
+                return number, *found
+            self._check_size(source)
+            index -= source.size
+        return None
+
+    def _drawn(self, index: int) -> tuple[int, str, dict | BadRow]:
+        pattern, within = divmod(index, PATTERN)
+        order = self._pattern(pattern)
+        number = int(order[within])
+        drawn = pattern * self.counts[number] + int((order[:within] == number).sum())
+        source = self.sources[number]
+        passes, at = divmod(drawn, source.size) if source.size else (0, drawn)
+        found = source.row(passes, at)
+        if found is None:  # its end, seen for the first time
+            self._check_size(source)
+            found = source.row(*divmod(drawn, source.size))
+        return number, *found
+
+    def _pattern(self, pattern: int) -> np.ndarray:
+        entropy = np.random.SeedSequence([self.seed, pattern, 4])
+        draws = np.repeat(np.arange(len(self.counts)), self.counts)
+        return np.random.Generator(np.random.PCG64(entropy)).permutation(draws)
+
+    @staticmethod
+    def _check_size(source: SourceStream) -> None:
+        if source.size is None:  # a position far past the end was asked for: count
+            source.size = source.count()
+        if not source.size:
+            raise PlanError(f"{source.files[0].label}: has no rows. Give a file with at least one row.")
+
+
+def pattern_counts(weights: list[float]) -> list[int]:
+    """How many of PATTERN draws are each dataset's."""
+    shares = np.array(weights) / sum(weights) * PATTERN
+    found = np.maximum(1, shares.astype(int))
+    for i in np.argsort(found - shares)[: max(0, PATTERN - int(found.sum()))]:
+        found[i] += 1
+    while found.sum() > PATTERN:
+        found[np.argmax(found)] -= 1
+    return found.tolist()

@@ -1,0 +1,73 @@
+"""Which layers of an MLX model get an adapter, and adding them. Names, shapes and starts are the torch engine's."""
+
+import re
+
+import mlx.core as mx
+
+from finetune.adapters import start
+from finetune.adapters.targets import default_targets, named_targets
+from finetune.errors import PlanError
+from finetune.mlx_engine.layers import DropoutKeys, LoRALinear, recompute
+from finetune.mlx_engine.model import MLXModel
+
+PREFIX = "base_model.model."
+
+
+def target_names(linears: dict[str, str], targets: str) -> list[str]:
+    """Names of the linears that get an adapter: all, default, comma-separated endings, or a regex on full names."""
+    names = list(linears)
+    if targets == "all":
+        return names
+    if targets == "default":
+        return default_targets(names)
+    return named_targets(names, targets, "the MLX engine adapts no layer of that name in this model")
+
+
+def add_adapters(loaded: MLXModel, settings) -> DropoutKeys:
+    """Adds an adapter to each targeted linear; the keys of their dropout."""
+    s, linears = settings, loaded.linears()
+    names = target_names(linears, s.lora_target_modules)
+    if not names:
+        raise PlanError(
+            f"--model_name {s.model_name}: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so "
+            "none can be adapted under its own name. Use --backend cpu."
+        )
+    scaling = s.lora_alpha / (s.lora_rank**0.5 if s.use_rslora else s.lora_rank)
+    keys = DropoutKeys(len(names))
+    for number, name in enumerate(names):
+        base = loaded.module(linears[name])
+        layer = LoRALinear(base, s.lora_rank, scaling, s.lora_dropout, keys, number)
+        in_features = layer.lora_A.shape[1]
+        layer.lora_A = mx.array(start.initial_a(name, s.lora_rank, in_features, s.init_lora_weights, s.seed))
+        if s.use_dora:
+            layer.start_magnitude()
+        layer.freeze()
+        layer.unfreeze(recurse=False)
+        loaded.replace(linears[name], layer)
+    return keys
+
+
+def adapter_names(loaded: MLXModel) -> dict[str, str]:
+    """{PEFT's key: path} of every adapter parameter."""
+    by_path, found = {}, {}
+    for path, name in loaded.names.items():
+        by_path[path.removesuffix(".weight")] = name.removesuffix(".weight")
+    for path, module in loaded.model.named_modules():
+        if isinstance(module, LoRALinear):
+            for leaf in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                if leaf in module:
+                    found[PREFIX + by_path[path] + f".{leaf}" + (".weight" if leaf[-2] == "_" else "")] = (
+                        f"{path}.{leaf}"
+                    )
+    return found
+
+
+def adapted_names(loaded: MLXModel) -> list[str]:
+    """Names of the linears with an adapter."""
+    return sorted({re.sub(r"\.lora_\w+(\.weight)?$", "", k.removeprefix(PREFIX)) for k in adapter_names(loaded)})
+
+
+def set_recomputation(loaded: MLXModel) -> None:
+    """Every block recomputes its activations in backward."""
+    for layer in loaded.layers:
+        recompute(layer)

@@ -1,0 +1,165 @@
+"""Opens a trained checkpoint, or any model, for inference: shared by generate.py, score.py and export.py."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
+from finetune.config import TrainConfig
+from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+from finetune.system.terminal import say
+from finetune.system.untrusted import untrusted
+
+
+def add_flags(parser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR|ID",
+        help="an output_dir, a step-N folder, or any adapter or model folder",
+    )
+    parser.add_argument(
+        "--device", default=None, help="auto, cuda, mps, mlx, cpu, xpu (default: FSDP_BACKEND, else auto)"
+    )
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)")
+
+
+def base_of(checkpoint: str) -> ModelFiles:
+    """Files of the full model: the checkpoint itself, or the base model named by its adapter. Raises PlanError."""
+    folder = Path(checkpoint)
+    config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
+    if (folder / "trained_blocks.json").is_file():
+        config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
+    if not config.is_file():
+        latest = folder / "checkpoints" / "latest"
+        if latest.is_file() and not (folder / "config.json").is_file():
+            newest = latest.parent / latest.read_text(encoding="utf-8", errors="replace")
+            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {newest}.")
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise PlanError(
+                f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."
+            )
+        return find_model(checkpoint, None, flag="--checkpoint")
+    if not (folder / weights).is_file():
+        raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
+    with untrusted(f"{config}: has no base_model_name_or_path", "Give a complete adapter."):
+        content = json.loads(config.read_text(encoding="utf-8"))
+        base, revision = content["base_model_name_or_path"], content.get("revision")
+        if not isinstance(base, str) or not isinstance(revision, str | None):
+            raise TypeError(f"it is {json.dumps(base)[:80]} at revision {json.dumps(revision)[:80]}, must be text")
+    files = find_model(base, revision, flag=f"{config}: base_model_name_or_path")
+    beside, digest = folder / "base_model.json", content.get("base_digest")
+    if digest is None and beside.is_file():
+        with untrusted(f"{beside}: cannot be read", "Remove it."):
+            digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
+    if digest is not None and not files.matches(str(digest)):
+        say(f"note: the base {base} differs from the one this adapter was trained on")
+    return files
+
+
+def is_recursive(checkpoint: str) -> bool:
+    """True for what pretrain.py wrote: a step_N or a run's folder, or a file that TinyRecursiveModels wrote."""
+    path = Path(checkpoint)
+    if path.is_file():
+        return path.name.startswith("step_")
+    config = path / "config.json"
+    return config.is_file() and '"tiny_recursive"' in config.read_text(encoding="utf-8", errors="replace")[:200]
+
+
+def open_recursive(args):
+    """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
+    from finetune.data.pretraining.chat_tokens import ChatTokenizer
+    from finetune.plan.pretrain import select_device
+    from finetune.torch_engine.device import device_of
+    from finetune.torch_engine.recursive.generate import RecursiveGenerator
+    from finetune.torch_engine.recursive.weights import open_model
+
+    manager = select_device(args.device or "auto")
+    say(f"Using device: {manager.backend}")
+    if args.precision == "fp16":
+        raise PlanError("--precision fp16: a recursive model computes in fp32 or bf16. Use one of them.")
+    bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
+    if args.precision == "bf16" and not bf16:
+        say(f"--precision bf16: fp32 is used: {manager.capabilities.reasons.get('bf16', 'no bf16 here')}")
+    prepare_torch(manager)
+    checkpoint = Path(args.checkpoint)
+    dtype = "bfloat16" if bf16 else "float32"
+    model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
+    if not model.arch.causal:
+        raise PlanError(f"--checkpoint {checkpoint}: was trained on puzzles (arch.causal=false). Give a chat model.")
+    tokenizer = ChatTokenizer.load(Path(args.tokenizer) if args.tokenizer else _tokenizer_beside(checkpoint))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise PlanError(
+            f"--tokenizer: has {tokenizer.vocab_size} tokens, the model {model.vocab_size}. Give its data set's."
+        )
+    return RecursiveGenerator(model, tokenizer.pad_id), tokenizer, tokenizer.stop_ids
+
+
+def _tokenizer_beside(checkpoint: Path) -> Path:
+    for folder in (checkpoint, checkpoint.resolve().parent):
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
+
+
+def prepare_torch(manager: BackendManager) -> None:
+    """This process's compute threads, and the library for fp32 products that a run with --cpu_matmul auto takes."""
+    from finetune.torch_engine.device import set_cpu_matmul, set_num_threads
+
+    set_num_threads()
+    if manager.backend is Backend.CPU:
+        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+
+
+def open_engine(args):
+    """(engine for evaluation and generation, tokenizer, stop token ids)."""
+    files = base_of(args.checkpoint)
+    try:
+        manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
+    except ValueError as error:
+        raise PlanError(f"--device {args.device}: {error}") from None
+    precision = args.precision
+    if precision == "auto":
+        precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
+    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
+    open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
+    if manager.backend is not Backend.MLX:
+        prepare_torch(manager)
+    engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
+    engine.verify("auto")
+    return engine, tokenizer, end_ids(tokenizer, files.folder)
+
+
+def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
+    if package_version("mlx-lm") is None:
+        raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
+    from finetune.mlx_engine import load
+
+    return load.open_trained(Path(checkpoint), files, precision, pad)
+
+
+def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
+    from finetune.torch_engine.device import device_of
+    from finetune.torch_engine.engine import TorchEngine
+    from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+    from finetune.torch_engine.memory_stats import keep_heap
+    from finetune.torch_engine.parallel.parallelize import parallelize
+    from finetune.torch_engine.parallel.process_groups import ProcessGroups
+
+    device = device_of(device)
+    model = load_trained(checkpoint, files, device, WEIGHT_DTYPES[precision])
+    keep_heap(low_memory=False)
+    settings = replace(TrainConfig(), train_type="lora", precision=precision)
+    parallel = parallelize(model, settings, ProcessGroups(device=device), pad_id=pad)
+    return TorchEngine(parallel, settings)
+
+
+def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
+    """Folder of the tokenizer: the checkpoint itself, the run of its step-N or best folder, or the base."""
+    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
+        run = folder == checkpoint or (folder / "run_plan.json").is_file()
+        if run and (folder / "tokenizer_config.json").is_file():
+            return folder
+    return files.folder

@@ -1,0 +1,78 @@
+"""What the model before training gives each answer, computed once: kept in the output folder, verified when resumed."""
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from finetune.checkpoint.store import replace_text, storage
+from finetune.config import REFERENCED
+from finetune.data.collate import microbatches
+from finetune.system.json_files import NUMBER, JsonFileError, read_json
+
+FILE = "reference_log_probs.json"
+SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
+PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
+# Settings that decide the model before training; the base and the rows have digests.
+DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
+
+
+def with_reference(engine, data, plan, root: Path, say, stop):
+    """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
+    s = plan.settings
+    if s.preference not in REFERENCED or s.precompute_ref_log_probs != "true":
+        return data
+    datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
+    key = _key(plan, datasets)
+    found = engine.broadcast_object(_read(root, key) if engine.rank == 0 else None)
+    if found is None:
+        number = sum(len(dataset) for dataset in datasets.values())
+        say(f"computing what the model before training gives {number:,} answers")
+        found = {use: _computed(engine, dataset, s, stop, say) for use, dataset in datasets.items()}
+        if stop.requested():
+            return data
+        if engine.rank == 0 and s.save_model:
+            with storage(root):
+                replace_text(root / FILE, json.dumps({"key": key, "sha256": _digest(found), "log_probs": found}))
+    else:
+        say(f"what the model before training gives each answer: from {root / FILE}")
+    known = {use: replace(datasets[use], reference=np.array(values, np.float64)) for use, values in found.items()}
+    return replace(data, **known)
+
+
+def _computed(engine, dataset, settings, stop, say) -> list[float]:
+    """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
+    s, rows, found = settings, dataset.num_rows, {}
+    batches = microbatches(dataset, range(rows), s.batch_layout, rows, s.microbatch_tokens, engine.pad_id)
+    began = said = time.monotonic()
+    for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):
+        stop.sync(engine.all_reduce_max)  # of several ranks, all hear a signal at the same part
+        found |= engine.reference_log_probs([batches[i] for i in part], stop.requested)
+        now, done = time.monotonic(), len(found)
+        if now - said > SAY_EVERY_S and done < len(dataset):
+            said, left = now, (now - began) * (len(dataset) / max(1, done) - 1)
+            say(f"  {done:,} of {len(dataset):,} answers, {left:,.0f} s left")
+    return [found[i] for i in range(len(dataset))] if len(found) == len(dataset) else []
+
+
+def _read(root: Path, key: str) -> dict | None:
+    """What a run before has computed of the same rows by the same model; None if that is not here, or damaged."""
+    try:
+        content = read_json(root / FILE, SCHEMA)
+    except (FileNotFoundError, JsonFileError):
+        return None
+    whole = content["key"] == key and content["sha256"] == _digest(content["log_probs"])
+    return content["log_probs"] if whole else None
+
+
+def _key(plan, datasets: dict) -> str:
+    settings = asdict(plan.settings)
+    what = [plan.files.digest, [settings[name] for name in DECIDING], {u: d.digest() for u, d in datasets.items()}]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(log_probs: dict) -> str:
+    return hashlib.sha256(json.dumps(log_probs, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,223 @@
+"""Printed reports: the plan before the first step, the closing table after the last, and the next command to run."""
+
+import shlex
+
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.config import PAIRED
+from finetune.data.columns import PREFERENCES, Row
+from finetune.data.formats import needs_template, question_text, turns_of
+from finetune.data.preference_rows import labelled_of
+from finetune.data.tokenize import render_row
+from finetune.distributed.accelerate_config import NAMES
+from finetune.run.metrics import GIB, Summary, table
+from finetune.system.terminal import clean
+
+
+def stored_as(plan) -> list[str]:
+    """The line on weights that are not plain safetensors."""
+    if not plan.files or not any(path.suffix == ".npz" for path in plan.files.weight_files):
+        return []
+    kind = "quantized" if plan.files.stored else "not quantized"
+    return [f"weights: MLX's .npz, {kind}"]
+
+
+def plan_lines(plan) -> list[str]:
+    """Lines that print the final plan, and every adjustment with its reason."""
+    s = plan.settings
+    where = "an assumed accelerator" if s.assume_memory and plan.memory_budget.device != plan.backend else plan.backend
+    base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
+    what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
+    what = what if s.preference == "none" else f"{s.preference} with {what}"
+    return [
+        f"{what} of {s.model_name} on {where} in {s.precision}{base}",
+        *stored_as(plan),
+        *ranks_line(plan),
+        f"{'pairs' if s.preference in PAIRED else 'rows'} per step: {plan.rows_per_step} "
+        f"(batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
+        f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens per forward",
+        *(f"  {adjustment}" for adjustment in plan.adjustments),
+        *(f"  note: {notice}" for notice in plan.notices),
+        f"output: {s.output_dir}",
+    ]
+
+
+def ranks_line(plan) -> list[str]:
+    """The line on world size and distributed implementation; nothing for a single rank."""
+    if plan.dims.world_size == 1:
+        return []
+    by = "" if plan.distribution == "ptd" else f", by accelerate: {NAMES[plan.distribution]}"
+    return [f"ranks: {plan.dims.world_size} ({plan.dims}{by})"]
+
+
+def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
+    """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
+    shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
+    good, _ = newest_checkpoint(root)
+    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint exists yet"
+    return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
+
+
+def ask_command(output_dir: str, row: Row | None) -> str:
+    """The generate.py command that asks the trained model a row's question."""
+    command = ["python", "generate.py", "--checkpoint", output_dir]
+    if row is not None and row.format in PREFERENCES:
+        row = labelled_of(row)[0][0]
+    if row is None:
+        command += ["--prompt", "..."]
+    elif needs_template(row):
+        messages = turns_of(row)[0]
+        system = next((m["content"] for m in messages if m["role"] == "system"), None)
+        command += ["--system", system] if system else []
+        command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
+    elif row.format == "prompt_completion":
+        command += ["--raw", "--prompt", row.text("prompt")]
+    else:
+        command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
+    return shlex.join(command)
+
+
+# Predicted items that are measured only in the total; the table shows their sum in one row.
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
+
+
+def memory_table(predicted: dict, measured: dict) -> str:
+    """Predicted and measured bytes per item: directly measured items first, then those measured only in the total."""
+    rows = [("memory", "predicted", "measured", "error")]
+
+    def add(name, one, other):
+        off = f"{one / other - 1:+.1%}" if other > 0 else ""
+        rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
+
+    one, other = predicted["items"], measured["items"]
+    beside = ("loading", "evaluating")
+    for name in dict.fromkeys((*one, *other)):
+        if name not in UNCOUNTED + beside:
+            add(name, one.get(name, 0), other.get(name, 0))
+    add("workspace", *(sum(items.get(name, 0) for name in UNCOUNTED) for items in (one, other)))
+    add("total", predicted["total"], measured["total"])
+    if other.get("loading"):
+        add("loading", one.get("loading", 0), other["loading"])
+    return table(rows)
+
+
+def data_lines(data, color: bool) -> list[str]:
+    """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
+    lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
+    lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
+    lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
+    return [*map(clean, lines), render_row(data.train, 0, data.tokenizer, color=color)]
+
+
+def dataset_lines(tokens: dict[str, int]) -> list[str]:
+    """The line on how many tokens of each dataset were trained on; nothing for a single one."""
+    if not tokens:
+        return []
+    total = max(1, sum(tokens.values()))
+    return ["tokens by dataset: " + ", ".join(f"{name} {n:,} ({n / total:.1%})" for name, n in tokens.items())]
+
+
+def engine_lines(engine) -> list[str]:
+    """What the loaded model is: notices, and how many of its parameters train."""
+    trainable, total = engine.parameter_counts()
+    lines = [f"  note: {notice}" for notice in engine.notices()]
+    return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
+
+
+def time_line(state, summary: Summary) -> str:
+    """The seconds of each phase, and the tokens of this run."""
+    tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
+    rate = tokens / training_s if training_s else 0
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
+
+
+def memory_lines(summary: Summary, verbose: bool) -> list[str]:
+    """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
+    peak = summary.peak["total"] if summary.peak else 0
+    predicted = summary.predicted["total"] if summary.peak and summary.predicted else 0
+    off = predicted / peak - 1 if peak and predicted else 0.0
+    beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})" if predicted else ""
+    loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
+    line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
+    if predicted and (verbose or abs(off) > 0.1):
+        return [line, "", memory_table(summary.predicted, summary.peak), ""]
+    return [line]
+
+
+def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
+    """The closing report: metrics before and after, phase times, peak memory, output location."""
+    s, r = plan.settings, summary
+    lines = [""]
+    if r.after and code == 0:
+        names = ["loss", *(n for n in r.after if n.startswith("rewards/") and n in r.before)]
+        rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
+        if "exact_match" in r.after:
+            name = f"exact match of {len(data.score_examples)}"
+            # A resumed run may score what the run before it did not.
+            before = f"{r.before['exact_match']:.1%}" if "exact_match" in r.before else "-"
+            rows.append((name, before, f"{r.after['exact_match']:.1%}"))
+        lines += [table(rows), ""]
+    if r.sample_after is not None:
+        prompt, expected, source = data.score_examples[0]
+        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
+        before = "(resumed)" if r.sample_before is None else r.sample_before
+        lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
+    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *memory_lines(r, s.verbose)]
+    if code and not (s.save_model and state.step):
+        return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
+    if code:
+        return lines + [
+            f"stopped by a signal, saved to {s.output_dir}/checkpoints/step-{state.step}; "
+            f"continue with --resume {s.output_dir}"
+        ]
+    if not s.save_model:
+        return lines
+    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example)}"]
+
+
+# ---- of pretrain.py
+
+
+def pretrain_plan_lines(plan, data) -> list[str]:
+    """Lines that print the settled plan of pretrain.py and its rows."""
+    s = plan.settings
+    kind = "plain" if s.arch.plain else "recursive"
+    tests = ", ".join(f"{len(rows)} of {path}" for path, rows in data.tests.items()) or "none"
+    return [
+        f"{kind} model on {plan.backend} in {s.arch.forward_dtype}, hidden_size {s.arch.hidden_size}, {s.optimizer}",
+        *([f"ranks: {plan.dims.world_size}, replicas"] if plan.dims.world_size > 1 else []),
+        f"data: {len(data.train)} rows of {data.train.seq_len} positions, vocabulary {data.train.vocab_size}; "
+        f"test rows: {tests}",
+        f"rows per step: {plan.rows_per_step} (global_batch_size {s.global_batch_size} x accumulation "
+        f"{s.gradient_accumulation_steps}); {data.total_steps(plan)} steps",
+        *(f"  {adjustment}" for adjustment in plan.adjustments),
+        *(f"  note: {notice}" for notice in plan.notices),
+        f"output: {s.checkpoint_path}",
+    ]
+
+
+def memory_line(predicted: dict) -> str:
+    """Predicted memory in one line, largest items first."""
+    items = sorted(predicted["items"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in items if size >= 2**19)
+    return f"predicted memory above imports: {predicted['total'] / 2**20:,.0f} MiB ({shown})"
+
+
+def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
+    """The closing report of pretrain.py."""
+    s, r, lines = plan.settings, summary, [""]
+    if r.after and not state.exit_code:
+        names = ("loss", "perplexity", "targets_right", "rows_right")
+        lines += [
+            table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),
+            "",
+        ]
+    lines += [time_line(state, r), *memory_lines(r, verbose=False)]
+    if state.exit_code:
+        return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
+    lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
+    question = data.example
+    if question:
+        command = ["python", "generate.py", "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
+        lines.append(f"try it: {shlex.join([*command, '--prompt', question[0]])}")
+    return lines

@@ -1,0 +1,176 @@
+"""Process start and exit: environment variables, signals, one error line and an exit code per failure.
+
+No framework is imported here: libraries read the environment at import.
+"""
+
+import contextlib
+import errno
+import locale
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, StorageError, is_out_of_memory
+from finetune.system.terminal import log_error
+
+MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or --batch_size."
+
+
+def prepare_environment() -> None:
+    """Sets environment variables that libraries read at import. Values set by the user are kept.
+
+    OpenMP threads that busy-wait take cores from other threads: a tenth of the speed on a shared machine. oneDNN keeps
+    half a MiB of code per shape of a product, and rows of uneven length have ever new shapes: its two caches, of 1,024
+    each, grew a run by gigabytes. 64 hold what one microbatch multiplies.
+    """
+    if sys.platform == "win32":
+        raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
+    if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
+        with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+class StopSignal:
+    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. A second one exits immediately.
+
+    `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
+    """
+
+    def __init__(self, single_process: bool = True):
+        self.single_process, self.received, self.signal = single_process, None, None
+
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
+
+    def _handle(self, number, frame):
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+        if self.single_process:
+            self.signal = number
+
+    def sync(self, all_reduce_max) -> None:
+        """Synchronizes the signal over ranks. `all_reduce_max(number)`: all-reduce max. Collective."""
+        if not self.single_process:
+            self.signal = all_reduce_max(self.received or 0) or None
+
+    @contextlib.contextmanager
+    def forwarding(self, send):
+        """Forwards both signals through `send(number)` inside: the launcher process has nothing to save itself."""
+
+        def handle(number, frame):
+            self.received = number
+            send(number)
+
+        with self._handling(handle):
+            yield self
+
+    @contextlib.contextmanager
+    def installed(self):
+        """Handles both signals inside."""
+        with self._handling(self._handle):
+            yield self
+
+    @contextlib.contextmanager
+    def _handling(self, handle):
+        """Restores the previous handlers on exit. Only the main thread may install handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+def mute_nonzero_ranks(rank: int) -> None:
+    """Discards the stdout of every rank but 0."""
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the life of the process
+        os.environ["TQDM_DISABLE"] = "1"
+
+
+def in_background(work, *args) -> Future:
+    """The future of work(*args), which runs in a thread. Nothing waits for the thread but `result()`."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(work, *args)
+    executor.shutdown(wait=False)
+    return future
+
+
+def open_standard_streams() -> None:
+    """Opens the standard streams that the caller closed (`>&-`) on /dev/null, before a file takes their number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode))  # open for the life of the process
+
+
+def out_of_memory(error) -> str | None:
+    """The line of a failure for want of memory; None for any other error."""
+    if is_out_of_memory(error):
+        return f"out of memory ({(str(error).splitlines() or ['no detail'])[0][:200]}). {MORE_MEMORY}"
+    return None
+
+
+def parse_or_exit(parser) -> None:
+    """Exits for --help, and with one error line for an invalid command line; returns for a valid one."""
+    open_standard_streams()
+    try:
+        parser.parse_args()
+    except PlanError as error:
+        exit_with(lambda error=error: _raise(error))
+
+
+def _raise(error):
+    raise error
+
+
+def exit_with(main) -> None:
+    """Runs `main() -> exit code` and exits with it; an expected failure prints one line and exits with its code.
+
+    os._exit: a normal exit would wait for threads that are still reading weights.
+    """
+    open_standard_streams()
+    try:
+        code = main()
+    except EXPECTED as error:
+        sys.stdout.flush()
+        log_error(error)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        line = out_of_memory(error)
+        if line is not None:
+            code = OutOfMemoryError.exit_code
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            line, code = f"{error.filename or 'output'}: {error.strerror}. Free some space.", StorageError.exit_code
+        else:
+            raise
+        log_error(line)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

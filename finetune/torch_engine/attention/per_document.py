@@ -1,0 +1,202 @@
+"""Padding-free attention: per-document attention on packed (flat) microbatches, as a transformers attention interface.
+
+Documents of similar length are padded into one batch for attention only: under a causal mask no real token attends to
+right padding, so no key mask is needed. The projections around it never see padding.
+
+T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
+from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
+from finetune.torch_engine.device import cpu_matmul
+
+NAME = "documents"
+
+
+def dense_up_to(tensor) -> int:
+    """Positions up to which matrix products and a softmax beat SDPA for queries like `tensor`; 0: never.
+
+    Other devices have fused kernels for any length.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype.itemsize not in DENSE_ATTENTION_UP_TO:
+        return 0
+    return dense_attention_up_to(tensor.dtype.itemsize, cpu_matmul())
+
+
+@dataclass(frozen=True)
+class Group:
+    """N documents padded to length L.
+
+    `gather_NL`: token indices in the flat row (0 for padding); `real_NL`: not padding.
+    """
+
+    length: int
+    gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
+    real_NL: torch.Tensor | None
+    num_documents: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Document layout of one flat row. `scatter_T`: index of each token in the concatenated groups."""
+
+    groups: tuple[Group, ...]
+    scatter_T: torch.Tensor | None
+    indices: dict = field(default_factory=dict, compare=False)  # dense_attention.Index by what it depends on
+
+
+def documents_of(position_ids_T, device) -> Documents:
+    """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
+    positions = torch.as_tensor(position_ids_T).reshape(-1)
+    starts = (positions == 0).nonzero().flatten().tolist()
+    lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
+    if len(set(lengths)) == 1:
+        return Documents((Group(lengths[0], None, None, len(lengths)),), None)
+    order = sorted(range(len(starts)), key=lambda i: -lengths[i])
+    groups, scatter, offset = [], torch.empty(len(positions), dtype=torch.int64), 0
+    while order:
+        longest = lengths[order[0]]
+        members = [i for i in order if lengths[i] * GROUP_WASTE >= longest]
+        order = order[len(members) :]
+        start_N1 = torch.tensor([starts[i] for i in members]).unsqueeze(1)
+        length_N1 = torch.tensor([lengths[i] for i in members]).unsqueeze(1)
+        column_L = torch.arange(longest)
+        real_NL = column_L < length_N1
+        gather_NL = torch.where(real_NL, start_N1 + column_L, 0)
+        scatter[gather_NL[real_NL]] = offset + real_NL.flatten().nonzero().flatten()
+        groups.append(Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members)))
+        offset += real_NL.numel()
+    return Documents(tuple(groups), scatter.to(device))
+
+
+class _ToGroup(torch.autograd.Function):
+    """[T, H, D] -> [N * L, H, D]. Each real token occurs in exactly one group, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx, x_THD, gather, real):
+        ctx.save_for_backward(gather, real)
+        ctx.num_tokens = x_THD.shape[0]
+        return x_THD.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gather, real = ctx.saved_tensors
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
+        out[gather[real]] = grad[real]
+        return out, None, None
+
+
+def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
+    """Causal attention of N documents padded to one length: [N, L, H, D]."""
+    length = q_NHLD.shape[2]
+    drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
+    windowed = window is not None and window < length
+    if softcap is None and sinks_H is None and not drops:
+        mask = causal_mask(length, window, q_NHLD.device) if windowed else None
+        out = F.scaled_dot_product_attention(
+            q_NHLD,
+            k_NKLD,
+            v_NKLD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=q_NHLD.shape[1] != k_NKLD.shape[1],
+        )
+        return out.transpose(1, 2)
+    n, heads, _, size = q_NHLD.shape
+    kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
+    q = q_NHLD.reshape(n * kv, per * length, size)
+    k, v = (t.reshape(n * kv, length, size) for t in (k_NKLD, v_NKLD))
+    bias = causal_bias(length, window, per, q.dtype, q.device)
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
+    else:
+        scores = torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scaling / softcap)) * softcap + bias
+    if sinks_H is None:
+        probs = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    else:
+        sinks = sinks_H.to(scores.dtype).view(1, kv, per, 1, 1).expand(n, -1, -1, length, 1).reshape(n * kv, -1, 1)
+        probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
+    out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
+    return out.view(n, heads, length, size).transpose(1, 2)
+
+
+def document_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    documents=None,
+    position_ids=None,
+    **kwargs,
+):
+    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
+    if attention_mask is not None:  # transformers makes none for NAME: Doge's gate, for example, is one
+        raise ValueError("the model adds a mask of its own to attention")
+    if documents is None and position_ids is None:
+        raise ValueError("the model passes neither documents nor positions on to attention")
+    if documents is None:  # a model that does not forward keyword arguments still passes position ids
+        documents = documents_of(position_ids.cpu(), query.device)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    plain = softcap is None and s_aux is None and not dropout
+    limit = dense_up_to(query) if plain else 0
+    dense = tuple(group for group in documents.groups if group.length <= limit)
+    if dense:
+        index = _index(documents, dense, query, key, sliding_window)
+        with torch.autocast(device, enabled=False):
+            out = DenseAttention.apply(query, key, value, index, scaling)
+        if len(dense) == len(documents.groups):
+            return out, None
+    outputs, long = [], [group for group in documents.groups if group.length > limit]
+    for group in long:
+        parts = []
+        for x in (query, key, value):
+            x = x[0].transpose(0, 1)
+            if group.gather_NL is not None:
+                x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
+            parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
+        outputs.append(_group_attention(*parts, scaling, dropout, sliding_window, softcap, s_aux).flatten(0, 1))
+    if documents.scatter_T is None:
+        return outputs[0].unsqueeze(0), None
+    if not dense:
+        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat[documents.scatter_T].unsqueeze(0), None
+    # Each group adds its own rows; those of the others are zero.
+    for group, rows in zip(long, outputs, strict=True):
+        out = out.index_add(1, group.gather_NL[group.real_NL], rows[group.real_NL].unsqueeze(0))
+    return out, None
+
+
+def _index(documents: Documents, groups, query, key, window) -> Index:
+    """The order of the groups' products, made by the first layer that asks."""
+    num_tokens, asked = query.shape[2], (query.shape[1], key.shape[1], window, query.dtype)
+    if asked not in documents.indices:
+        documents.indices[asked] = index_of(groups, num_tokens, query.shape[1], key.shape[1], window, query.dtype)
+    return documents.indices[asked]
+
+
+def own_implementation(model) -> str:
+    """The model's default attention implementation, for generation with a KV cache and for padded batches."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def register() -> None:
+    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: groups imply the mask."""
+    AttentionInterface.register(NAME, document_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

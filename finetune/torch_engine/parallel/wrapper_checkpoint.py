@@ -1,0 +1,241 @@
+"""A sharded model's weights and optimizer state in one file, in full, for any number of ranks.
+
+For modules that the wrapper shards alone; runs of train.py keep safetensors checkpoints (finetune/checkpoint).
+"""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from finetune.errors import PlanError, StorageError, first_line
+from finetune.system.untrusted import untrusted
+from finetune.torch_engine.parallel.placement import local_shard
+
+MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
+MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
+
+
+def save(model, path, optimizer, metadata: dict) -> None:
+    """Writes `path` on rank 0, which appears when it is complete. Collective; a failure raises on every rank.
+
+    Raises StorageError, and PlanError if `optimizer` is not one of this model, or if `metadata` is more than numbers,
+    text, lists, dicts and tensors: it could not be read again without running pickled code.
+    """
+    path = Path(path)
+    _raise_everywhere(_problem_of(_check_metadata, metadata), PlanError)
+    content = {MODEL: {name: _full(t) for name, t in _named_tensors(model).items()}, **metadata}
+    if optimizer is not None:
+        content[OPTIMIZER] = _full_optimizer(model, optimizer)
+    _raise_everywhere(_problem_of(_write, path, content), StorageError)
+
+
+def _write(path: Path, content: dict) -> None:
+    beside = Path(f"{path}.{os.getpid()}.partial")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError if the disk is full
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise StorageError(f"{path}: cannot be written ({reason}). Use an existing folder with free space.") from error
+    finally:
+        # If the folder is missing or not a folder, there is nothing to remove.
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _problem_of(function, *arguments) -> str | None:
+    """What `function` raises on rank 0, as text; None if it succeeds, and on the other ranks, which do not call it."""
+    if _rank() == 0:
+        try:
+            function(*arguments)
+        except (PlanError, StorageError) as error:
+            return str(error)
+    return None
+
+
+def _raise_everywhere(problem: str | None, kind: type[Exception]) -> None:
+    """Raises rank 0's problem, if it has one, on every rank. Collective."""
+    problem = _broadcast_plain({"problem": problem})["problem"]
+    if problem:
+        raise kind(problem)
+
+
+def load(model, path, optimizer) -> dict:
+    """Restores what `save` wrote; the metadata. Rank 0 reads and sends each tensor. Collective.
+
+    Raises PlanError on every rank if the file does not fit the model; nothing is changed then.
+    """
+    content, problem, rest = None, None, None
+    if _rank() == 0:
+        try:
+            with untrusted(f"{path}: cannot be read with weights_only", "Use a file that save_checkpoint wrote."):
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            with untrusted(f"{path}: is not a checkpoint of this wrapper", "Use a file that save_checkpoint wrote."):
+                found = _misfit(content, model, optimizer)
+                if not found:
+                    states = content.get(OPTIMIZER, {})
+                    rest = {
+                        "metadata": {k: v for k, v in content.items() if k not in (MODEL, OPTIMIZER)},
+                        "groups": states.get("param_groups"),
+                        "entries": _entries(states),
+                    }
+            problem = f"{path}: {found}. Use the model and optimizer that it was saved from." if found else None
+        except PlanError as error:
+            problem = str(error)
+    message = _broadcast_plain({"problem": problem, "rest": rest})
+    if message["problem"]:
+        raise PlanError(message["problem"])
+    rest = message["rest"]
+    with torch.no_grad():
+        for name, tensor in _named_tensors(model).items():
+            full = content[MODEL][name] if content else torch.empty(tensor.shape, dtype=tensor.dtype)
+            local_shard(tensor).copy_(_local_slice(_broadcast(full), tensor))
+        if optimizer is not None:
+            _load_optimizer(model, optimizer, content, rest)
+    return rest["metadata"]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _named_tensors(model) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, by name; tied ones once for each name."""
+    return {name: t for name, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def _local_slice(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `full`, which is sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(full.shape, tensor.device_mesh, tensor.placements)
+    return full[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+
+def _names(model) -> dict:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _full_optimizer(model, optimizer) -> dict:
+    names = _names(model)
+    foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise PlanError(f"optimizer: the model does not have {foreign} of its parameters. {MAKE_AFTER}")
+    state = {
+        names[p]: {key: _full(v) if torch.is_tensor(v) else v for key, v in values.items()}
+        for p, values in optimizer.state.items()
+    }
+    groups = [{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def _entries(states: dict) -> list:
+    """[(parameter, key, shape, dtype or None for a number, number)] of an optimizer's state, in order."""
+    return [
+        (name, key, list(v.shape), str(v.dtype), None) if torch.is_tensor(v) else (name, key, [], None, v)
+        for name, values in states.get("state", {}).items()
+        for key, v in values.items()
+    ]
+
+
+def _load_optimizer(model, optimizer, content, rest: dict) -> None:
+    parameters = {name: p for p, name in _names(model).items()}
+    optimizer.state.clear()
+    for name, key, shape, dtype, number in rest["entries"]:
+        p, value = parameters[name], number
+        if dtype is not None:
+            dtype = getattr(torch, dtype.removeprefix("torch."))
+            full = _broadcast(content[OPTIMIZER]["state"][name][key] if content else torch.empty(shape, dtype=dtype))
+            # torch counts steps on the CPU.
+            value = _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
+        optimizer.state[p][key] = value
+    for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`full` on the device of `parameter` and sharded like it."""
+    local = _local_slice(full, parameter).to(local_shard(parameter).device, copy=True).contiguous()
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    stride = torch.empty(full.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+
+
+def _misfit(content, model, optimizer) -> str | None:
+    """Why a loaded file does not fit the model and optimizer; None if it does."""
+    if not isinstance(content, dict) or not isinstance(content.get(MODEL), dict):
+        return f"no {MODEL} in it: not a checkpoint of this wrapper"
+    tensors = _named_tensors(model)
+    for name in sorted(set(tensors) ^ set(content[MODEL])):
+        return f"{name} is in {'the model' if name in tensors else 'the checkpoint'} only"
+    for name, tensor in tensors.items():
+        saved = content[MODEL][name]
+        if not torch.is_tensor(saved):
+            return f"{name} is not a tensor"
+        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
+            return f"{name} is {found} in the checkpoint and {own} in the model"
+    return None if optimizer is None else _misfit_of_optimizer(content, _names(model), optimizer)
+
+
+def _misfit_of_optimizer(content: dict, names: dict, optimizer) -> str | None:
+    if OPTIMIZER not in content:
+        return "it was saved without an optimizer"
+    unknown = set(content[OPTIMIZER]["state"]) - set(names.values())
+    if unknown:
+        return f"optimizer state of {min(unknown)}, which the model lacks"
+    saved, own = content[OPTIMIZER]["param_groups"], optimizer.param_groups
+    if any(p not in names for group in own for p in group["params"]):
+        return f"the optimizer has parameters that the model does not. {MAKE_AFTER.rstrip('.')}"
+    if [sorted(g["params"]) for g in saved] != [sorted(names[p] for p in g["params"]) for g in own]:
+        sizes = " and ".join(str([len(g["params"]) for g in groups]) for groups in (saved, own))
+        return f"the parameter groups differ: {sizes} parameters in the checkpoint and in the optimizer"
+    options = sorted({key for old, new in zip(saved, own, strict=True) for key in set(old) - set(new)})
+    return f"{type(optimizer).__name__} has no {', '.join(options)}: another optimizer was saved" if options else None
+
+
+def _check_metadata(metadata: dict) -> None:
+    reserved = sorted({MODEL, OPTIMIZER} & set(metadata))
+    if reserved:
+        raise PlanError(f"{reserved[0]}: is the name of what the checkpoint holds. Give the metadata another.")
+    file = io.BytesIO()
+    with untrusted(f"metadata {', '.join(metadata)}: cannot be saved", "Give numbers, text, lists, dicts, tensors."):
+        torch.save(metadata, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+
+
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's CPU tensor, on every rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and tensor.numel():
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
+def _broadcast_plain(content: dict) -> dict:
+    """Rank 0's numbers, text, lists and tensors, on every rank, read with weights_only."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return content
+    file = io.BytesIO()
+    torch.save(content, file)
+    data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    size = _broadcast(torch.tensor([len(data)]))
+    data = data if _rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    return torch.load(io.BytesIO(_broadcast(data).numpy().tobytes()), weights_only=True)

@@ -1,0 +1,106 @@
+"""Generation by the recursive model, with one KV cache per application of each layer.
+
+Every call of the network is causal or looks at one position only, so incremental decoding is exact: a new token runs
+the same N_sup * T * (n + 1) applications, each of which sees the keys and values it has made of the tokens before.
+Prompts of unequal length are padded on the left, and what was padded is masked.
+"""
+
+import torch
+
+from finetune.errors import PlanError
+from finetune.torch_engine.recursive.model import RecursiveModel
+
+ROOM = 4  # one part in so many of the context is kept for the answer to a long prompt
+
+
+class Decoder:
+    """A batch of prompts on their way: `logits(ids)` takes the next tokens of all rows and gives the last logits."""
+
+    def __init__(self, model: RecursiveModel, starts: list[int]):
+        if not model.arch.causal:
+            raise PlanError("--checkpoint: was trained with arch.causal=false, on puzzles; it continues no text.")
+        self.model, self.caches, self.length = model, [], 0
+        self.starts_B = torch.tensor(starts, device=model.y0_D.device)  # padding before each prompt
+
+    @torch.no_grad()
+    def logits(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        model, new = self.model, ids_BS.shape[1]
+        at = torch.arange(self.length, self.length + new, device=ids_BS.device)
+        positions = (at[None] - self.starts_B[:, None]).clamp(min=0)
+        keys = torch.arange(self.length + new, device=ids_BS.device)
+        seen = (keys[None, None] <= at[None, :, None]) & (keys[None, None] >= self.starts_B[:, None, None])
+        # A padded position sees itself, as a softmax over nothing is not a number.
+        seen |= keys[None, None] == at[None, :, None]
+        context = model.context(new, positions, seen[:, None], self.caches)
+        y, z = model.start(*ids_BS.shape)
+        for _ in range(model.arch.supervision_steps):
+            y, z = model(ids_BS, y, z, None, context, positions)
+        self.length += new
+        return model.logits(y).float()
+
+
+def generate(
+    model,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_ids: set[int],
+    pad_id: int,
+    stop_row=None,
+    on_token=None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> list[list[int]]:
+    """New token ids per prompt, without the stop token; greedy at temperature 0."""
+    limit, device = model.seq_len, model.y0_D.device
+    kept = limit - min(max_new_tokens, max(1, limit // ROOM))
+    prompts = [list(p)[-max(1, kept) :] for p in prompts]
+    longest = max(map(len, prompts))
+    room = max(1, min(max_new_tokens, limit - longest))
+    decoder = Decoder(model, [longest - len(p) for p in prompts])
+    ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts], device=device)
+    new, done = [[] for _ in prompts], [False] * len(prompts)
+    for _ in range(room):
+        chosen = choose(decoder.logits(ids)[:, -1], temperature, top_k, top_p)
+        for row, token in enumerate(chosen.tolist()):
+            if not done[row]:
+                done[row] = token in eos_ids
+                if not done[row]:
+                    new[row].append(token)
+                    done[row] = bool(stop_row and stop_row(row, new[row]))
+        if on_token:
+            on_token(new[0])
+        if all(done):
+            break
+        ids = chosen[:, None]
+    return new
+
+
+def choose(logits_BV: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The next token of each row: the likeliest at temperature 0, else drawn from the top_k and the top_p nucleus."""
+    if temperature <= 0:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV / temperature
+    if 0 < top_k < logits_BV.shape[-1]:
+        least = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least, float("-inf"))
+    if top_p < 1:
+        ordered, order = logits_BV.sort(descending=True)
+        share = ordered.softmax(-1)
+        beyond = share.cumsum(-1) - share > top_p  # the first token is always kept
+        logits_BV = logits_BV.masked_fill(beyond.scatter(1, order, beyond), float("-inf"))
+    return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+
+
+class RecursiveGenerator:
+    """What generate.py uses of an engine, for a model that only answers."""
+
+    def __init__(self, model: RecursiveModel, pad_id: int):
+        self.model, self.pad_id = model, pad_id
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+        arguments = prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token
+        return generate(self.model, *arguments, **sampling)

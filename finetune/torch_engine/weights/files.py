@@ -1,0 +1,102 @@
+"""A model folder's weight files: tensors by name, plain, sharded, or decoded as they are read."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from finetune import safetensors_io
+from finetune.errors import PlanError
+from finetune.model_files.files import DECODED
+from finetune.system.untrusted import untrusted
+from finetune.torch_engine.weights import decoded
+
+GIVE_ANOTHER = "Download the model again, or give the unquantized model it was made from."
+PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
+
+
+def open_weights(folder) -> "WeightFiles":
+    """The weight files of a folder already checked by finetune.model_files.files."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    how = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    decoding = how if how.get("quant_method") in DECODED else None
+    return WeightFiles(files_of(folder), config.get("quantization"), decoding)
+
+
+def files_of(folder) -> list[Path]:
+    """The weight files of a folder already checked by finetune.model_files.files."""
+    folder = Path(folder)
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if (folder / safetensors_io.INDEX).is_file():
+        return safetensors_io.files_of(folder, whole.name)
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+class WeightFiles:
+    """Tensors in a folder's safetensors files, each copied into its own memory when read (nothing stays mmapped)."""
+
+    def __init__(self, files, quantization: dict | None = None, decoding: dict | None = None):
+        """`quantization`: an MLX folder's; `decoding`: the quantization_config of weights to decode."""
+        self.file_of, self._open = {}, {}
+        self.quantization = quantization or {}
+        self.decoded, self.method = {}, (decoding or {}).get("quant_method")
+        self.cut = {}  # tensors of sharded checkpoints
+        if safetensors_io.shapes_of(files):
+            self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
+            self.file_of = dict.fromkeys(self.cut, files[0])
+            return
+        for file in files:
+            self._open[file] = safe_open(file, framework="pt", backend="pread")
+            for name in self._open[file].keys():
+                if name in self.file_of:
+                    raise PlanError(
+                        f"{file.parent}: {name} is in {self.file_of[name].name} and in {file.name}. "
+                        "Download or save the model again."
+                    )
+                self.file_of[name] = file
+        if decoding:
+            shapes = {name: self.shape(name) for name in self.file_of}
+            with untrusted(f"{files[0].parent}: its quantized tensors do not fit config.json", GIVE_ANOTHER):
+                self.decoded = decoded.decoded(shapes, decoding)
+            self.stored_in = dict(self.file_of)
+            self.file_of |= {name: self.stored_in[one.parts[0]] for name, one in self.decoded.items()}
+            for part in decoded.parts_of(self.decoded, shapes):
+                del self.file_of[part]
+
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """The tensor, or a slice of its rows, reading only those (of a decoded one: all of it)."""
+        if name in self.decoded:
+            one = self.decoded[name]
+            tensors = [self._open[self.stored_in[part]].get_tensor(part) for part in one.parts]
+            with untrusted(f"{name} cannot be decoded", GIVE_ANOTHER):
+                weight = one.decode(*tensors).to(decoded.DTYPE)
+            return weight.contiguous() if rows is None else weight[rows].contiguous()
+        if name in self.cut:
+            return torch.from_numpy(self.cut[name][... if rows is None else rows])
+        file = self._open[self.file_of[name]]
+        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+
+    def mlx_format(self, layer: str) -> tuple[int, int]:
+        """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""
+        own = self.quantization.get(layer)
+        chosen = own if isinstance(own, dict) else self.quantization
+        return chosen["bits"], chosen["group_size"]
+
+    def kind(self, name: str) -> str:
+        """The safetensors dtype of a tensor: F32, BF16, U8, ..."""
+        if name in self.decoded:
+            return "BF16"
+        if name in self.cut:
+            return self.cut[name].dtype
+        return self._open[self.file_of[name]].get_slice(name).get_dtype()
+
+    def shape(self, name: str) -> tuple:
+        if name in self.decoded:
+            return self.decoded[name].shape
+        if name in self.cut:
+            return self.cut[name].shape
+        return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())

@@ -1,0 +1,166 @@
+"""Saves a full model as transformers' save_pretrained would, one tensor at a time."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from finetune import safetensors_io
+from finetune.torch_engine import transformers_internals
+from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+from finetune.torch_engine.lora.adapters import merge_adapters
+from finetune.torch_engine.modalities import forget_quantization
+from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
+from finetune.torch_engine.weights.stream import config_dtype, load_dense
+
+# What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+SHARD_SIZE = "50GB"  # save_pretrained's own
+
+
+@torch.no_grad()
+def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
+    """Writes base + adapter as one model.
+
+    The largest difference of its logits on one row, relative to the largest logit.
+
+    Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type.
+    """
+    model = load_trained(checkpoint, files, torch.device("cpu"), torch.float32)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocab, (1, 24), generator=torch.Generator().manual_seed(0))
+    before = model(input_ids=ids).logits
+    merge_adapters(model)
+    own = config_dtype(files.config)
+    target.mkdir(parents=True, exist_ok=True)
+    write_model_folder(model, target, own if dtype == "auto" else WEIGHT_DTYPES[dtype])
+    after = load_dense(target, torch.float32)(input_ids=ids).logits
+    return ((after - before).abs().max() / before.abs().max()).item()
+
+
+def write_model_folder(model, folder, dtype: torch.dtype) -> None:
+    """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when complete."""
+    state = model.state_dict()
+    saving = StreamedSave.of(model, {n: tuple(t.shape) for n, t in state.items()}, dtype)
+    saving.write(folder, lambda name: state[name].detach().cpu())
+
+
+@dataclass(frozen=True)
+class StreamedSave:
+    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come
+    one at a time.
+
+    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly
+    each alone.
+    """
+
+    model: object
+    dtype: torch.dtype
+    on_disk: dict
+    turns: list
+    left: WeightFiles | None  # the base's files, for towers that were not loaded
+
+    @classmethod
+    def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
+        """`shapes`: of the model's full state."""
+        state = {}
+        for name, shape in shapes.items():
+            own = model.get_parameter_or_buffer(name).dtype
+            state[name] = torch.empty(shape, dtype=dtype if own.is_floating_point else own, device="meta")
+        for name in model._keys_to_ignore_on_save or ():
+            state.pop(name, None)
+        state = transformers_internals.remove_tied_weights_from_state_dict(state, model)
+        mapping = transformers_internals.get_model_conversion_mapping(model, add_legacy=False)
+        converters = [
+            m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
+        ]
+        turns = {}
+        for name in state:
+            made, pattern = transformers_internals.apply_converters(name, converters)
+            turns.setdefault((made, True) if pattern else (name, False), []).append(name)
+        on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
+        left = getattr(model, "left_in_files", ())
+        files = open_weights(model.name_or_path) if left else None
+        for name in left:
+            kept = dtype if files.kind(name) in PLAIN_KINDS else files.read(name).dtype
+            on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
+        return cls(model, dtype, on_disk, list(turns.values()), files)
+
+    def write(self, folder: Path, read) -> None:
+        """Writes the folder's files beside their places, then puts them there.
+
+        `read(name)`: a full tensor of the model's state, asked for once each, in the order of `turns`.
+        """
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
+            beside = Path(beside)
+            self._write_configs(beside)
+            from huggingface_hub import split_torch_state_dict_into_shards
+
+            split = split_torch_state_dict_into_shards(
+                self.on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_SIZE
+            )
+            with contextlib.ExitStack() as open_files:
+                places, files = {}, []
+                for name, tensors in split.filename_to_tensors.items():
+                    file = open_files.enter_context(open(beside / name, "wb"))
+                    header, starts = safetensors_io.header_of([_as_part(n, self.on_disk[n]) for n in tensors])
+                    file.write(header)
+                    files.append(file)
+                    places |= {n: (file, starts[n]) for n in tensors}
+                for turn in self.turns:
+                    self._write_turn({n: read(n) for n in turn}, places)
+                for name in getattr(self.model, "left_in_files", ()):
+                    self._write_tensor(name, self.left.read(name).to(self.on_disk[name].dtype), places)
+                assert not places, f"{len(places)} tensors were not written, such as {next(iter(places))}"
+                for file in files:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if split.is_sharded:
+                metadata = {"total_parameters": sum(t.numel() for t in self.on_disk.values()), **split.metadata}
+                index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                (beside / "model.safetensors.index.json").write_text(text)
+            for file in sorted(beside.iterdir()):
+                file.replace(folder / file.name)
+
+    def _write_configs(self, folder: Path) -> None:
+        config = self.model.config
+        published = (
+            transformers.AutoConfig.from_pretrained(self.model.name_or_path) if self.model.name_or_path else config
+        )
+        if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
+            config = published
+            forget_quantization(config)
+        config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
+        config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+        for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
+            if (Path(self.model.name_or_path) / name).is_file():
+                shutil.copyfile(Path(self.model.name_or_path) / name, folder / name)
+
+    def _write_turn(self, state: dict, places: dict) -> None:
+        state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
+        made = transformers_internals.revert_weight_conversion(self.model, state)
+        for name in list(made):
+            self._write_tensor(name, made.pop(name), places)
+
+    def _write_tensor(self, name: str, tensor: torch.Tensor, places: dict) -> None:
+        expected = self.on_disk[name]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (name, tensor.shape)
+        file, start = places.pop(name)
+        file.seek(start)
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _as_part(name: str, tensor: torch.Tensor) -> safetensors_io.TensorShard:
+    word = str(tensor.dtype).removeprefix("torch.")
+    return safetensors_io.TensorShard(
+        name, {"bfloat16": "BF16"}.get(word) or safetensors_io.FROM_NUMPY[word], tuple(tensor.shape), None
+    )

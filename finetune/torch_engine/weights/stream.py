@@ -1,0 +1,406 @@
+"""Streams weights from safetensors into a model built on the meta device, casting and quantizing a few at a time.
+
+transformers' conversion mapping determines which tensors in the files form which parameter. At most `workers` weights
+are in memory unquantized at any time.
+"""
+
+import contextlib
+import hashlib
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import tqdm
+import transformers
+from torch import nn
+
+import quantization_wrapper
+from finetune.errors import PlanError
+from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.system.untrusted import untrusted
+from finetune.torch_engine import memory_stats, modalities, transformers_internals
+from finetune.torch_engine.weights import prequantized
+from finetune.torch_engine.weights.files import PLAIN_KINDS, open_weights
+
+_building = threading.Lock()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta():
+    """Context in which this thread builds modules with parameters on meta.
+
+    Buffers are real, so computed ones survive.
+
+    torch has no hook for it, so nn.Module's own method is replaced meanwhile. accelerate's init_empty_weights does so
+    for every thread, and modules that others build while weights stream in would have none.
+    """
+    with _building:
+        register, builder = nn.Module.register_parameter, threading.get_ident()
+
+        def register_on_meta(module, name, parameter):
+            if parameter is not None and threading.get_ident() == builder:
+                parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+            register(module, name, parameter)
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
+
+
+def empty_model(folder, dtype: torch.dtype):
+    """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
+    transformers.logging.set_verbosity_error()
+    fact = f"--model_name {folder}: its config.json is not that of a causal language model"
+    with untrusted(fact, "Give another model, or a newer transformers."):
+        try:
+            model = _built(folder, dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
+                raise
+            model = _built(folder, dtype)
+    modalities.leave_out_towers(model)
+    model.name_or_path = str(folder)
+    return model.eval().requires_grad_(False)
+
+
+def _built(folder, dtype, **options):
+    config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    # Prequantized formats are read by prequantized.py, not by transformers.
+    modalities.forget_quantization(config)
+    with _parameters_on_meta():
+        return modalities.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
+
+
+def load_dense(folder, dtype, device="cpu"):
+    """Loads the folder's model with dense weights in `dtype`, in eval mode. Missing weights are an error."""
+    model = empty_model(folder, dtype)
+    load_weights(model, folder, dtype, torch.device(device), {})
+    return model.requires_grad_(True)
+
+
+def config_dtype(config: dict) -> torch.dtype:
+    """The dtype in a config.json; fp32 if unset."""
+    name = (
+        config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype") or "float32"
+    )
+    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
+
+
+@dataclass
+class _WeightTask:
+    """One or more parameters loaded together: by name, or by a conversion of several tensors."""
+
+    target: str
+    names: list = field(default_factory=list)
+    mapping: object = None  # transformers' WeightConverter, with its source tensors collected
+
+
+def load_weights(
+    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, local_shards=None
+) -> list[str]:
+    """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
+
+    `local_shards`: this rank's local shards; the parameters then stay on meta. None: the full model.
+
+    `quantized`: {parameter name: QuantizationConfig} of weights to quantize. `hold(module, name, tensor, config)`
+    stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
+    PlanError for weights that are missing, of another shape, or in an unsupported format.
+    """
+    checkpoint = open_weights(folder)
+    wanted = model.state_dict()
+    weights, extra = _assign_tensors(model, checkpoint, wanted)
+    said = f"--model_name {model.name_or_path}"
+    _check(said, checkpoint, weights, wanted)
+    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards)
+    place.compare_tied(weights)
+    missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
+    _run(place, weights, workers)
+    missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
+    tied = set(model.all_tied_weights_keys)
+    missing |= place.same_tied()
+    missing -= _share_quantized(model)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    apart = sorted(tied - set(model.all_tied_weights_keys))
+    lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
+    if lost:
+        raise PlanError(
+            f"{said}: lacks {len(lost)} weights that its config requires, such as {lost[0]}. "
+            "Give a folder whose weights fit its config.json."
+        )
+    for module in model.modules():
+        module._buffers |= {n: b if b is None else b.to(device) for n, b in module._buffers.items()}
+    if local_shards is not None:
+        local_shards.forget_all_but(model.parameters())
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    towers = tuple(f"{name}." for name in model.left_out)
+    model.left_in_files = tuple(name for name, target in extra.items() if towers and target.startswith(towers))
+    extra = [n for n in extra if n not in model.left_in_files and not any(re.search(p, n) for p in ignored)]
+    lines = []
+    if checkpoint.decoded:
+        count = len(checkpoint.decoded)
+        lines.append(f"{count} weights stored as {checkpoint.method} are decoded to 16 bits as they are read")
+    lines += [
+        f"{name} differs in its files from the weight that config.json ties it to: both are kept" for name in apart
+    ]
+    if model.left_in_files:
+        lines.append(
+            f"{', '.join(model.left_out)}: {len(model.left_in_files)} tensors not loaded; text does not use them, and "
+            "full folders that are saved keep them"
+        )
+    if extra:
+        lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
+    return lines
+
+
+def _share_quantized(model) -> set[str]:
+    """Ties linears whose source was quantized to its codes, as Zamba's shared blocks are; the names so tied."""
+    done = set()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        layer, (owner, _, leaf) = model.get_submodule(source.rpartition(".")[0]), target.rpartition(".")
+        if leaf == "weight" and isinstance(layer, QuantizedLinear):
+            twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
+            twin._parameters = dict(layer._parameters)
+            if layer.bias is not None:
+                twin.bias = model.get_submodule(owner).bias
+            model.set_submodule(owner, twin)
+            model.all_tied_weights_keys.pop(target)
+            done.add(target)
+    return done
+
+
+def _run(place, weights, workers: int) -> None:
+    """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
+    threads = torch.get_num_threads()
+    workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
+    each = max(1, threads // workers)
+    bar = tqdm.tqdm(total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty())
+    try:
+        with bar, ThreadPoolExecutor(workers, "loading", torch.set_num_threads, (each,)) as pool:
+            waiting = [pool.submit(place, weight) for weight in weights]
+            try:
+                for done in waiting:
+                    done.result()
+                    bar.update()
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
+    """File tensors to parameters, in layer order, by transformers' conversion mapping.
+
+    And {unused tensor: the name it would have}.
+    """
+    mapping = transformers_internals.get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    weights, extra, prefix = {}, {}, model.base_model_prefix
+    for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
+        whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
+        if part:
+            continue
+        target, pattern = transformers_internals.rename_source_key(whole, renamings, converters, prefix, wanted)
+        if target not in wanted and whole in wanted:
+            target, pattern = transformers_internals.rename_source_key(whole, [], [], prefix, wanted)
+        if target not in wanted:
+            extra[name] = target
+            continue
+        weight = weights.setdefault(target, _WeightTask(target))
+        weight.names.append(whole)
+        if pattern is not None:
+            weight.mapping = weight.mapping or deepcopy(by_pattern[pattern])
+            weight.mapping.add_tensor(target, whole, pattern, partial(checkpoint.read, whole))
+    return list(weights.values()), extra
+
+
+def _check(said, checkpoint, weights, wanted) -> None:
+    """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
+    for weight in weights:
+        expected = wanted[weight.target]
+        for name in weight.names:
+            kind = checkpoint.kind(name)
+            plain = prequantized.parts(name, checkpoint) is None
+            if plain and expected.is_floating_point() and kind not in PLAIN_KINDS:
+                raise PlanError(
+                    f"{said}: {name} has dtype {kind} but no scales; supported weight dtypes are "
+                    f"{', '.join(PLAIN_KINDS)}. Download or save the model again."
+                )
+            found = checkpoint.shape(name)
+            if plain and weight.mapping is None and found != tuple(expected.shape):
+                raise PlanError(
+                    f"{said}: {weight.target} is {list(found)} in its files, {list(expected.shape)} by its config. "
+                    "Give a folder whose weights fit its config.json."
+                )
+
+
+class WeightLoader:
+    """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
+
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None):
+        self.local_shards, self.digests = (
+            local_shards,
+            {},
+        )  # of full, possibly tied weights: ranks see only their rows
+        self.model, self.checkpoint, self.dtype, self.device, self.said = (model, checkpoint, dtype, device, said)
+        self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
+        # A prequantized folder determines itself which layers are quantized.
+        self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
+        strict = model._keep_in_fp32_modules_strict or ()
+        kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept)) if kept else None
+
+    def targets_of(self, weight: _WeightTask) -> list[str]:
+        """Parameter names that this weight provides. A conversion may split one tensor into several."""
+        if weight.mapping is None:
+            return [weight.target]
+        first = weight.mapping.target_patterns[0]
+        return [weight.target.replace(first, other) for other in weight.mapping.target_patterns]
+
+    @torch.no_grad()
+    def __call__(self, weight: _WeightTask) -> None:
+        try:
+            if weight.mapping is not None:
+                made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
+                made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+            elif prequantized.parts(weight.names[0], self.checkpoint):
+                found = prequantized.read(weight.names[0], self.checkpoint, self.shape_of(weight.target))
+                if weight.target in self.quantized:
+                    self.put_layer(weight.target, prequantized.layer(*found))
+                    return
+                made = {weight.target: prequantized.dense(*found)}
+            else:
+                rows = self.local_rows(weight.target)
+                made = {weight.target: self.checkpoint.read(weight.names[0], rows)}
+                if rows is not None:
+                    self.put(weight.target, made.pop(weight.target), part=True)
+        except (ValueError, KeyError, IndexError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PlanError(
+                f"{self.said}: {weight.target} cannot be converted from its files: {first}. "
+                "Download or save the model again."
+            ) from error
+        while made:
+            self.put(*made.popitem())
+        if weight.target in self.quantized:  # quantizers' freed blocks lie between the weights that stay
+            memory_stats.trim_heap()
+
+    def lacks(self, parameter) -> bool:
+        return parameter.is_meta and not (self.local_shards is not None and self.local_shards.has(parameter))
+
+    def local_rows(self, name: str) -> slice | None:
+        """The local rows to read of a dense weight; None if the full weight is needed."""
+        parent, _, leaf = name.rpartition(".")
+        module, shape = self.model.get_submodule(parent), self.shape_of(name)
+        if self.local_shards is None or leaf in module._buffers or name in self.digests or not shape:
+            return None
+        rows, config = self.local_shards.rows(name, shape[0]), self.config_of(name)
+        linear = config is None or isinstance(module, nn.Linear)
+        if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
+            return None
+        # Neither files nor quantizers support zero rows: use one as a placeholder.
+        return rows if rows.start < rows.stop else slice(0, 1)
+
+    def compare_tied(self, weights) -> None:
+        """With local shards: records digests of full weights that the config ties and the files hold twice."""
+        found = {w.target for w in weights} if self.local_shards is not None else set()
+        for pair in self.model.all_tied_weights_keys.items():
+            self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
+
+    def same_tied(self) -> set[str]:
+        """The second name of each such pair with equal weights. Pairs that differ are no longer tied."""
+        same = set()
+        for target, source in list(self.model.all_tied_weights_keys.items()):
+            if target in self.digests and self.digests[target] == self.digests[source]:
+                same.add(target)
+            elif target in self.digests:
+                self.model.all_tied_weights_keys.pop(target)
+        return same
+
+    def config_of(self, name: str):
+        return None if self.all_stored else self.quantized.get(name)
+
+    def shape_of(self, name: str) -> tuple:
+        parent, _, leaf = name.rpartition(".")
+        return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
+
+    def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
+        """Sets a parameter, quantizing it if configured. `part`: the tensor holds only the rows of `rows_of`."""
+        parent, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(parent)
+        old = getattr(module, leaf)
+        if old.shape != tensor.shape and not part:
+            raise PlanError(
+                f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(old.shape)} by its config. "
+                "Give a folder whose weights fit its config.json."
+            )
+        if tensor.is_floating_point():
+            low = self.fp32 is None or not self.fp32.search(name)
+            tensor = tensor.to(self.dtype if low else torch.float32)
+        if name in self.digests:
+            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+        config = self.config_of(name)
+        if (
+            config is not None
+            and leaf == "weight"
+            and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
+        ):
+            self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part)
+        elif config is not None:
+            self.hold(module, leaf, tensor.to(self.device), config)
+            if self.local_shards is not None:
+                self.local_shards.module(name, getattr(module, leaf))
+        else:
+            buffer = leaf in module._buffers
+            shared = self.local_shards is not None and not buffer and old.ndim
+            if shared:
+                parameter = self.local_shards.parameter(name, tensor, old.shape if part else None)
+            else:
+                tensor = tensor.to(self.device)
+                parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
+            with self.lock:
+                if buffer:
+                    module._buffers[leaf] = tensor
+                else:
+                    owner = self.model.get_submodule(
+                        parent
+                    )  # the linear may have been replaced by a quantized one meanwhile
+                    setattr(owner, leaf, parameter)
+
+    def quantize(self, name, tensor, config, conv1d):
+        weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
+        try:
+            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may be a slice of them
+            return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d, rows)
+        except ValueError as error:
+            raise PlanError(
+                f"--quantization_backend {config.backend}: {name}: {error}. "
+                "Use another --group_size, or nf4, which takes any width."
+            ) from error
+
+    def put_layer(self, name: str, layer, part: bool = False) -> None:
+        """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
+        path = name.rpartition(".")[0]
+        if self.local_shards is not None:
+            self.local_shards.module(path, layer, layer.out_features if part else None)
+        with self.lock:
+            layer.bias = self.model.get_submodule(path).bias
+            self.model.set_submodule(path, layer.eval())
+
+
+def parameter_counts(model) -> tuple[int, int]:
+    """(trainable, all) parameters; a packed weight counts as the parameters it represents."""
+    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    stored = {id(p) for m in packed for p in m.stored()}
+    dense = [p for p in model.parameters() if id(p) not in stored]
+    trainable = sum(p.numel() for p in dense if p.requires_grad)
+    return trainable, sum(p.numel() for p in dense) + sum(m.out_features * m.in_features for m in packed)

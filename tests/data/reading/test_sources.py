@@ -1,0 +1,191 @@
+"""Datasets by path, folder or Hub name."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from finetune.data.reading.sources import read_rows
+from finetune.errors import PlanError
+from tests.support.commands import ROOT
+from tests.support.rows import GOOD, ROWS, jsonl
+
+
+def test_a_missing_file_a_folder_without_data_and_a_device_are_named(tmp_path):
+    for dataset, message in (
+        (
+            str(tmp_path / "none.jsonl"),
+            ": no such file. Give a file, a folder, a Hub name (org/name), or one of alpaca,",
+        ),
+        ("data/none.jsonl", ": no such file."),
+        ("nonsense", ": no such file."),
+        (str(tmp_path), ": has no data files. Give a folder of .parquet,"),
+        ("/dev/zero", ": not a regular file."),
+    ):
+        with pytest.raises(PlanError) as error:
+            read_rows(dataset, flag="--validation_dataset")
+        assert str(error.value).startswith(f"--validation_dataset {dataset}{message}")
+    with pytest.raises(PlanError, match="^--dataset '': not a path."):
+        read_rows("")
+
+
+def test_folders_of_split_files_and_saved_data_sets(tmp_path):
+    import datasets
+
+    folder = tmp_path / "files"
+    folder.mkdir()
+    jsonl(folder / "train-00001-of-00002.jsonl", ROWS[20:])
+    jsonl(folder / "train-00000-of-00002.jsonl", ROWS[:20])
+    jsonl(folder / "my_validation.jsonl", ROWS[:3])
+    assert read_rows(str(folder)).rows == ROWS
+    assert read_rows(str(folder), split="validation").rows == ROWS[:3]
+    with pytest.raises(PlanError, match="has no split 'test', it has train, validation"):
+        read_rows(str(folder), split="test")
+
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=table, test=table.select(range(2))).save_to_disk(str(tmp_path / "many"))
+    assert read_rows(str(tmp_path / "one")).rows == ROWS
+    assert read_rows(str(tmp_path / "many"), split="test").rows == ROWS[:2]
+    with pytest.raises(PlanError, match="has no split 'dev', it has train, test"):
+        read_rows(str(tmp_path / "many"), split="dev")
+
+    state = tmp_path / "one" / "state.json"
+    state.write_text(json.dumps({"_data_files": [{"filename": "../../secret.arrow"}]}))
+    with pytest.raises(PlanError, match="refers to '../../secret.arrow' outside its folder"):
+        read_rows(str(tmp_path / "one"))
+    state.write_text("{")
+    with pytest.raises(PlanError, match="state.json: has no readable '_indices_data_files'"):
+        read_rows(str(tmp_path / "one"))
+
+
+def test_dummy_is_made_here():
+    assert len(read_rows("dummy").rows) == 256
+    assert read_rows("dummy", samples=3).sources == ["dummy:1", "dummy:2", "dummy:3"]
+
+
+def test_digest_changes_with_the_bytes(tmp_path):
+    a, b = jsonl(tmp_path / "a.jsonl", ROWS), jsonl(tmp_path / "b.jsonl", ROWS[::-1])
+    assert read_rows(a).digest == read_rows(a).digest != read_rows(b).digest
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with a data set of two configurations, one without a card, and one that asks for terms."""
+
+    files = {
+        "org/cards": {"README.md": b"", "main/x-1.jsonl": GOOD, "main/y.jsonl": GOOD * 2, "socratic/x.jsonl": GOOD * 3},
+        "org/plain": {"README.md": b"", "data/train-0.csv": b"text\na\n", "data/test-0.csv": b"text\nb\n"},
+    }
+    card = {
+        "configs": [
+            {
+                "config_name": "main",
+                "data_files": [{"split": "train", "path": "main/x-*"}, {"split": "test", "path": "main/y.jsonl"}],
+            },
+            {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/*"}]},
+        ]
+    }
+    commit = "c" * 40
+
+    def do_GET(self):
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "datasets"]:
+            name = "/".join(parts[2:4])
+            if name not in self.files:
+                return self.answer(
+                    404 if name != "org/gated" else 403,
+                    b"{}",
+                    {"X-Error-Code": "GatedRepo" if name == "org/gated" else "RepoNotFound"},
+                )
+            info = {"id": name, "sha": self.commit, "siblings": [{"rfilename": f} for f in self.files[name]]}
+            if name == "org/cards":
+                info["cardData"] = self.card
+            return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+        if parts[0] != "datasets":
+            return self.answer(404, b"", {})
+        name, file = "/".join(parts[1:3]), "/".join(parts[5:])
+        data = self.files[name][file]
+        self.answer(200, data, {"ETag": f'"{hash(data):x}"', "X-Repo-Commit": self.commit})
+
+    do_HEAD = do_GET
+
+    def answer(self, code, data, headers):
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import sys\nfrom finetune.data.reading.sources import read_rows\nfrom finetune.errors import PlanError\n"
+        "for name in sys.argv[1:]:\n  name, _, split = name.partition('@')\n"
+        "  try:\n    raw = read_rows(name, split=split or 'train')\n"
+        "    print(len(raw.rows), raw.sources[0], raw.description)\n"
+        "  except PlanError as error: print(error)\n"
+    )
+
+    def ask(*names, **environ):
+        environ = os.environ | dict(HF_HOME=str(tmp_path), PYTHONPATH=str(ROOT)) | environ
+        result = subprocess.run(
+            [sys.executable, "-c", code, *names], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    names = [
+        "org/cards:main",
+        "org/cards:main@test",
+        "org/cards:socratic",
+        "org/plain@test",
+        "org/cards",
+        "org/cards:main@dev",
+        "org/gone",
+        "org/gated",
+    ]
+    lines = ask(*names, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    assert lines[0] == "1 org/cards/main/x-1.jsonl:1 org/cards:main train at cccccccccccc (x-1.jsonl)"
+    assert [line.split()[0] for line in lines[:4]] == ["1", "2", "3", "1"]
+    assert lines[4] == "--dataset org/cards: has several configurations, main, socratic. Choose one: NAME:main."
+    assert lines[5].startswith("--dataset org/cards:main: has no split 'dev', it has train, test.")
+    assert lines[6].startswith("--dataset org/gone: neither a file nor a public Hub dataset.")
+    assert lines[7].startswith("--dataset org/gated: is gated.")
+    offline = ask("org/plain@test", "org/unseen", HF_HUB_OFFLINE="1")
+    assert offline[0].startswith("1 org/plain/data/test-0.csv:2")
+    assert offline[1].startswith("--dataset org/unseen: no such file, and the Hub is unreachable (")
+    unreachable = ask("org/plain", HF_ENDPOINT="http://127.0.0.1:9")
+    assert unreachable[0].startswith("--dataset org/plain: no such file, and the Hub is unreachable (")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", '{"_data_files": 5}'),
+        ("state.json", '{"_data_files": [5]}'),
+        ("state.json", '{"_data_files": [{"filename": 5}]}'),
+        ("state.json", '{"_data_files": ' + "[" * 5000 + "]" * 5000 + "}"),
+        ("state.json", "[]"),
+        ("state.json", "{}"),
+        ("dataset_dict.json", '{"splits": 5}'),
+        ("dataset_dict.json", '{"splits": [5]}'),
+        ("dataset_dict.json", "7"),
+    ],
+)
+def test_a_damaged_record_of_a_saved_dataset_is_one_line(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PlanError) as error:
+        read_rows(str(tmp_path))
+    assert name in str(error.value) or "has no split 'train'" in str(error.value), str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,199 @@
+"""Preference rows: pairs of two documents, and answers with a label, of which the answers are targets."""
+
+import pytest
+
+from finetune.data.collate import microbatches, mismatched_documents
+from finetune.data.columns import RowOptions
+from finetune.data.overlong import Cut
+from finetune.data.reading.sources import read_rows
+from finetune.data.token_cache import TokenCache
+from finetune.data.tokenize import Limits, joined_datasets, render_sample, tokenize
+from finetune.data.workers import tokenize_on_cores
+from finetune.errors import PlanError
+from tests.support.rows import jsonl
+
+PAIRS, LABELS = RowOptions(pairs=True), RowOptions(labels=True)
+HELLO, HI, NO = ({"role": r, "content": c} for r, c in (("user", "Hello"), ("assistant", "Hi."), ("assistant", "No.")))
+MORE = {"role": "user", "content": "More"}
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+EXPLICIT = {"prompt": "A: ", "chosen": "yes.", "rejected": "no."}
+TEXTS = {
+    "a prompt and two answers": (EXPLICIT, ["A: ⟦yes.</s>⟧", "A: ⟦no.</s>⟧"]),
+    "two texts that begin alike": (
+        {"chosen": "A: good yes.", "rejected": "A: good yet."},
+        ["A: good ⟦yes.</s>⟧", "A: good ⟦yet.</s>⟧"],
+    ),
+}
+CHATS = {
+    "messages after a prompt of messages": {"prompt": [HELLO], "chosen": [HI], "rejected": [NO]},
+    "conversations that contain the prompt": {"chosen": [HELLO, HI], "rejected": [HELLO, NO]},
+    "conversations beside a column of the prompt": {"prompt": "Hello", "chosen": [HELLO, HI], "rejected": [HELLO, NO]},
+    "a question and two texts": {"question": "Hello", "chosen": "Hi.", "rejected": "No."},
+    "a question and two messages": {"question": "Hello", "chosen": HI, "rejected": NO},
+}
+
+
+def read(tmp_path, tokenizer, rows, options=PAIRS, **cut):
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", rows))
+    return tokenize(raw, options, tokenizer, Cut(**{"context_length": 512, **cut}))
+
+
+def shown(dataset, tokenizer):
+    return [render_sample(dataset, i, tokenizer, False).removeprefix("<s>") for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_row_is_two_documents_whose_answers_are_targets(name, tmp_path, plain_tokenizer):
+    row, wanted = TEXTS[name]
+    dataset = read(tmp_path, plain_tokenizer, [row])
+    assert shown(dataset, plain_tokenizer) == wanted
+    assert dataset.documents_per_row == 2 and dataset.order == dataset.counts["rows"] == 1
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_what_both_conversations_begin_with_is_no_target(name, tmp_path, chat_tokenizer):
+    dataset = read(tmp_path, chat_tokenizer, [CHATS[name]])
+    start = TURN.format("Hello")
+    wanted = [start + f"⟦{answer}<|im_end|>⟧" for answer in ("Hi.", "No.")]
+    assert shown(dataset, chat_tokenizer) == wanted
+    assert bool(dataset.notices) == ("beside" in name)
+
+
+def test_earlier_answers_of_a_shared_conversation_are_not_learned(tmp_path, chat_tokenizer):
+    row = {"chosen": [HELLO, HI, MORE, HI], "rejected": [HELLO, HI, MORE, NO]}
+    first, second = shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer)
+    assert first.count("⟦") == second.count("⟦") == 1 and first.endswith("⟦Hi.<|im_end|>⟧")
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [HELLO]])
+def test_a_prompt_that_answers_of_several_turns_do_not_contain_is_kept(prompt, tmp_path, chat_tokenizer):
+    row = {"prompt": prompt, "chosen": [HI, MORE, HI], "rejected": [HI, MORE, NO]}
+    for text in shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer):
+        assert text.startswith(TURN.format("Hello") + "⟦Hi.<|im_end|>⟧") and text.count("⟦") == 2
+
+
+@pytest.mark.parametrize("layout", ["padding_free", "padded"])
+def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_path, plain_tokenizer):
+    rows = [EXPLICIT, EXPLICIT | {"rejected": ""}, EXPLICIT | {"chosen": "yes " * 90}]
+    dataset = read(tmp_path, plain_tokenizer, rows, context_length=40, overlong="drop")
+    assert shown(dataset, plain_tokenizer) == TEXTS["a prompt and two answers"][1] and len(set(dataset.sources)) == 1
+    (batch,) = microbatches(dataset, range(1), layout, 8, 10**6, pad_id=0)
+    assert batch.rows == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    {
+        "no rejected answer": ({"chosen": "a", "rejected": None}, "field 'rejected' is missing"),
+        "a number": ({"chosen": "a", "rejected": 3.5}, "field 'rejected' is float"),
+        "text and messages": ({"prompt": "a", "chosen": "a", "rejected": [NO]}, "one of chosen and rejected is text"),
+        "equal halves": ({"chosen": [HELLO, HI], "rejected": [HELLO, HI]}, "chosen and rejected are equal"),
+        "another format": ({"prompt": "a", "completion": "b"}, "need columns chosen and rejected"),
+    }.values(),
+)
+def test_a_row_that_is_no_pair_is_one_line(row, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=said):
+        read(tmp_path, plain_tokenizer, [EXPLICIT, row] if "chosen" in row else [row])
+
+
+def test_a_system_prompt_beside_texts_makes_them_a_chat(tmp_path, chat_tokenizer):
+    rows = [
+        {"system": "Be brief.", name: "Hello", "chosen": "Hi.", "rejected": "No."} for name in ("prompt", "question")
+    ]
+    for text in shown(read(tmp_path, chat_tokenizer, rows), chat_tokenizer)[::2]:
+        start = "<|im_start|>system\nBe brief.<|im_end|>\n" + TURN.format("Hello")
+        assert text == start + "⟦Hi.<|im_end|>⟧"
+
+
+def test_what_else_is_asked_is_used_or_counted(tmp_path, chat_tokenizer, plain_tokenizer):
+    chat = {"question": "Hello", "context": "It rains.", "chosen": [HI], "rejected": [NO]}
+    first, _ = shown(read(tmp_path, chat_tokenizer, [chat]), chat_tokenizer)
+    assert first == TURN.format("It rains.\n\nHello") + "⟦Hi.<|im_end|>⟧"
+    found = read(tmp_path, plain_tokenizer, [EXPLICIT | {"question": "Why?", "input": "x"}])
+    assert shown(found, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
+    (line,) = found.notices
+    assert "'question' (1)" in line and "'input' (1)" in line
+
+
+LABELLED = {"prompt": "A: ", "completion": "yes.", "label": True}
+
+
+@pytest.mark.parametrize("word", [False, 0, "false", "False", "0"])
+def test_a_label_says_which_answers_are_desirable(word, tmp_path, plain_tokenizer):
+    rows = [LABELLED, LABELLED | {"completion": "no.", "label": word}]
+    dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
+    assert shown(dataset, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
+    assert dataset.desirable.tolist() == [True, False] and dataset.order == dataset.counts["rows"] == 2
+    kept = dataset.select([1])
+    assert kept.desirable.tolist() == [False]
+    assert dataset.digest() != read(tmp_path, plain_tokenizer, [LABELLED, rows[1] | {"label": 1}], LABELS).digest()
+
+
+def test_both_halves_of_a_pair_are_rows_with_a_label(tmp_path, plain_tokenizer):
+    rows = [EXPLICIT, EXPLICIT | {"rejected": ""}]  # an answer that is empty leaves the other
+    dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
+    assert shown(dataset, plain_tokenizer) == [*TEXTS["a prompt and two answers"][1], "A: ⟦yes.</s>⟧"]
+    assert dataset.desirable.tolist() == [True, False, True] and dataset.documents_per_row == 1
+    assert dataset.counts["dropped_empty"] == 1
+
+
+@pytest.mark.parametrize("label", ["good", 0.5, 2])
+def test_a_label_that_is_neither_true_nor_false_is_one_line(label, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=f"field 'label' is '{label}', must be true"):
+        read(tmp_path, plain_tokenizer, [LABELLED, LABELLED | {"label": label}], LABELS)
+
+
+def test_rows_without_a_label_are_refused_by_what_kto_needs(tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match="kto needs columns prompt, completion and label"):
+        read(tmp_path, plain_tokenizer, [{"prompt": "a", "completion": "b"}], LABELS)
+
+
+def test_mismatched_documents_are_each_prompt_with_the_answer_of_the_row_before(tmp_path, plain_tokenizer):
+    rows = [LABELLED | {"prompt": f"{p}: ", "completion": c} for p, c in (("a", "one"), ("b", "two"), ("c", "three"))]
+    dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
+    found = mismatched_documents(dataset, [2, 0, 1], slice(None), 512)
+    assert shown(found, plain_tokenizer) == ["c: ⟦two</s>⟧", "a: ⟦three</s>⟧", "b: ⟦one</s>⟧"]
+    # Two ranks make the same ones.
+    halves = [shown(mismatched_documents(dataset, [2, 0, 1], slice(k, None, 2), 512), plain_tokenizer) for k in (0, 1)]
+    assert halves == [["c: ⟦two</s>⟧", "b: ⟦one</s>⟧"], ["a: ⟦three</s>⟧"]]
+    longest = int(dataset.lengths.max())
+    short = mismatched_documents(dataset, range(3), slice(None), longest - 1)
+    assert short.lengths.max() == longest - 1 and shown(short, plain_tokenizer)[0].endswith("⟦three</s>⟧")
+
+
+@pytest.mark.parametrize("options", [PAIRS, LABELS], ids=["pairs", "labels"])
+def test_tokenized_on_cores_they_are_those_tokenized_here(options, tmp_path, chat_tokenizer):
+    rows = [CHATS["conversations that contain the prompt"] | {"prompt": None}] * 3
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", rows))
+    there = tokenize_on_cores(raw, options, chat_tokenizer, Limits(Cut(512)), cores=1)
+    here = tokenize(raw, options, chat_tokenizer, 512)
+    assert there.digest() == here.digest() and there.documents_per_row == here.documents_per_row
+
+
+def test_selected_rows_keep_both_documents_of_a_pair(tmp_path, plain_tokenizer):
+    dataset = read(tmp_path, plain_tokenizer, [EXPLICIT | {"prompt": f"{name}: "} for name in "abc"])
+    kept = dataset.select([2, 0])
+    assert kept.row_lengths.tolist() == [kept.lengths[:2].sum(), kept.lengths[2:].sum()]
+    assert shown(kept, plain_tokenizer) == ["c: ⟦yes.</s>⟧", "c: ⟦no.</s>⟧", "a: ⟦yes.</s>⟧", "a: ⟦no.</s>⟧"]
+    assert (
+        kept.order == kept.counts["rows"] == 2 and kept.sources == (dataset.sources[4],) * 2 + (dataset.sources[0],) * 2
+    )
+
+
+def test_a_part_of_a_mixture_counts_pairs(tmp_path, plain_tokenizer):
+    one, two = (read(tmp_path, plain_tokenizer, [EXPLICIT] * n) for n in (3, 2))
+    mixed = joined_datasets([one, two], [("one", 1.0), ("two", 3.0)])
+    assert mixed.num_rows == 5 and [part.num_rows for part in mixed.parts] == [3, 2]
+    assert mixed.part_numbers().tolist() == [0, 0, 0, 1, 1] and sorted(mixed.order.sizes) == [2, 3]
+    assert [part.num_rows for part in mixed.select([0, 3, 4]).parts] == [1, 2]
+
+
+@pytest.mark.parametrize("options", [PAIRS, LABELS], ids=["pairs", "labels"])
+def test_kept_on_disk_they_come_back_whole(options, tmp_path, plain_tokenizer, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = read(tmp_path, plain_tokenizer, [EXPLICIT] * 3, options)
+    cache = TokenCache([(tmp_path / "a.jsonl", "a.jsonl")], [], options)
+    entry = cache.entry(plain_tokenizer, Limits(Cut(512)))
+    cache.put(entry, made, None)
+    found, _ = cache.get(entry)
+    assert found.digest() == made.digest() and found.num_rows == made.num_rows == (3 if options.pairs else 6)

@@ -1,0 +1,94 @@
+"""Logits of mlx-lm's models against transformers', on folders as transformers 5 writes them."""
+
+import numpy as np
+import pytest
+
+from finetune.errors import PlanError
+from finetune.mlx_engine import logit_check
+from finetune.mlx_engine.config import translated, unread_fields
+from finetune.model_files.files import find_model
+from finetune.torch_engine import transformers_logits
+from tests.support.mlx_engines import config_of, mlx_engine, save, settings_of, torch_engine_of
+
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+MIXED_LAYERS = dict(layer_types=["sliding_attention", "full_attention"])
+SHAPES = {
+    "llama": ("llama", {}),
+    "llama, another theta": ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=5e5))),
+    "llama3": ("llama", dict(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32})),
+    "tied": ("llama_tied", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3", MIXED_LAYERS),
+    "phi3": ("phi3", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+}
+NO_EXPERTS = {"mixtral": "q_proj,v_proj", "qwen3_moe": "q_proj,v_proj"}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_gives_transformers_logits_and_trains_the_tensors_torch_trains(tmp_path, name):
+    architecture, changes = SHAPES[name]
+    folder = save(tmp_path / "model", architecture, **changes)
+    # fp32 products of two libraries.
+    assert logit_check.check(find_model(str(folder)), settings_of(), transformers_logits.logits) < 2e-6
+    targets = {"lora_target_modules": NO_EXPERTS.get(name, "all")}
+    mlx, torch = mlx_engine(folder, **targets), torch_engine_of(folder, **targets)
+    assert mlx.head is not None
+    assert mlx.parameter_counts() == torch.parameter_counts()
+    mine, theirs = mlx.trainable_state(), torch.trainable_state()
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(mine[key], theirs[key]) for key in mine)  # the same random starts
+    ours, wanted = (e.describe_weights("base", "digest")["adapter_config.json"] for e in (mlx, torch))
+    assert ours == wanted
+
+
+def test_without_the_translation_of_rope_parameters_the_logits_are_others(tmp_path):
+    """What mlx-lm's own loader does with such a folder, in silence."""
+    folder = save(tmp_path / "model", **SHAPES["llama, another theta"][1])
+    config, ids = config_of(folder), np.arange(3, 27)
+    theirs = transformers_logits.logits(folder, ids)
+    off = {
+        untouched: np.abs(logit_check.logits(folder, used, ids) - theirs).max() / np.abs(theirs).max()
+        for untouched, used in ((False, config), (True, {**config, "rope_parameters": None}))
+    }
+    assert off[False] < 2e-6 and off[True] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_window_that_mlx_lm_does_not_have_is_refused(tmp_path, name):
+    folder = save(tmp_path / "model", name)
+    with pytest.raises(PlanError, match="gives other logits than transformers on 24 tokens .off by"):
+        logit_check.check(find_model(str(folder)), settings_of(), transformers_logits.logits)
+    # In rows that the window does not cut, it is the same model.
+    logit_check.check(find_model(str(folder)), settings_of(context_length=8), transformers_logits.logits)
+
+
+def test_a_window_longer_than_the_usual_tokens_is_seen_too(tmp_path):
+    folder = save(tmp_path / "model", "mistral", sliding_window=40)
+    with pytest.raises(PlanError, match="on 48 tokens"):
+        logit_check.check(find_model(str(folder)), settings_of(context_length=128), transformers_logits.logits)
+    logit_check.check(find_model(str(folder)), settings_of(context_length=40), transformers_logits.logits)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma3", 6), ("mixtral", 2)])
+def test_the_first_layers_of_a_large_model_stand_for_it(tmp_path, name, layers):
+    folder = save(tmp_path / "model", name, num_hidden_layers=8)
+    files = find_model(str(folder))
+    (tmp_path / "part").mkdir()
+    config = logit_check.first_layers(files, tmp_path / "part")
+    assert config["num_hidden_layers"] == layers
+    ids = np.arange(3, 27)
+    theirs = transformers_logits.logits(tmp_path / "part", ids)
+    assert np.abs(logit_check.logits(tmp_path / "part", config, ids) - theirs).max() < 2e-6 * np.abs(theirs).max()
+
+
+def test_fields_that_a_model_file_does_not_read_are_named():
+    assert unread_fields({"rope_theta": 1.0, "logit_scale": 2.0, "hidden_size": 3}, {"rope_theta"}) == ["logit_scale"]
+    nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "chunked_attention": {"rope_theta": 1e4}}}
+    with pytest.raises(PlanError, match="rope_parameters are for chunked_attention, full_attention"):
+        translated(nested)

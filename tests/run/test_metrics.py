@@ -1,0 +1,56 @@
+"""metrics.jsonl: events, and a log truncated or resumed."""
+
+import pytest
+
+from finetune.errors import PlanError
+from finetune.plan.run_plan import TrainState
+from finetune.run.metrics import Metrics, read_events
+from tests.support.commands import command, finish
+from tests.support.plans import plan_of
+from tests.support.runs import RUN
+
+
+def test_events_hold_what_programs_rely_on(tiny_model, rows_file, tmp_path):
+    """In a process of its own: memory above that of the imports is 0 once earlier tests have grown the heap."""
+    folder = tmp_path / "out"
+    files = dict(dataset=rows_file, validation_dataset=rows_file, score_dataset=rows_file)
+    argv = command(
+        RUN, "--score_samples 4 --eval_every 6 --save_every 5", files, model_name=tiny_model, output_dir=folder
+    )
+    code, _, err = finish(argv)
+    assert code == 0, err
+    events = read_events(folder)
+    assert events[0]["event"] == "start" and events[-1]["event"] == "end"
+    assert {"plan", "versions", "machine", "predicted_memory_bytes"} <= events[0].keys()
+    assert [e["step"] for e in events if e["event"] == "eval"] == [0, 6, 12]
+    assert [e["step"] for e in events if e["event"] == "save"] == [5, 10, 12]
+    for e in read_events(folder, "eval"):
+        assert 0 <= e["exact_match"] <= 1 and e["num_targets"] > 0
+    step = read_events(folder, "step")[0]
+    assert {"loss", "lr", "grad_norm", "num_tokens", "num_targets", "tokens_per_s", "memory_bytes"} <= step.keys()
+    assert isinstance(step["memory_bytes"]["total"], int) and step["memory_bytes"]["items"]["base"] > 0
+    assert events[-1] | {"status": "finished", "exit_code": 0, "step": 12} == events[-1]
+    assert events[-1]["peak_memory_bytes"]["total"] > 0
+    assert (folder / "best" / "adapter_model.safetensors").is_file()
+    assert (folder / "chat_template.jinja").is_file() and (folder / "tokenizer.json").is_file()
+
+
+def test_a_log_shorter_than_its_checkpoint_says_is_not_filled_with_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start"}\n')
+    with Metrics(plan_of(log_to="stdout")) as log:
+        log.open(tmp_path, TrainState(), offset=500)
+        log.state = None  # no end event
+    assert read_events(tmp_path) == [{"event": "start"}]
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
+    log = Metrics(plan_of(log_to="stdout"))
+    log.open(tmp_path, TrainState())
+    log.event("step", step=1, grad_norm=float("inf"))
+    assert read_events(tmp_path)[0]["grad_norm"] is None
+
+
+def test_a_failure_while_the_log_is_opened_is_the_one_that_is_raised(tmp_path):
+    with pytest.raises(PlanError, match="is a file, or is inside one"), Metrics(plan_of(log_to="stdout")) as log:
+        (tmp_path / "file").touch()
+        log.open(tmp_path / "file", TrainState())

@@ -1,0 +1,58 @@
+"""--parity: two backends take the same steps, and the verdict is written."""
+
+import json
+import xml.etree.ElementTree as xml
+
+import numpy as np
+import pytest
+
+import train
+from finetune.errors import PlanError
+from finetune.run import parity
+
+
+def certificate(folder) -> dict:
+    return json.loads((folder / "parity.json").read_text())
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_torch_and_mlx_are_the_same_run_here(tiny_model, rows_file, tmp_path, capsys, train_type):
+    flags = f"--model_name {tiny_model} --dataset {rows_file} --output_dir {tmp_path} --train_type {train_type}"
+    group = " --group_size 32" if train_type == "qlora" else ""
+    code = train.main(f"{flags}{group} --parity torch,mlx --batch_size 4 --max_steps 8 --lora_rank 4".split())
+    found, text = certificate(tmp_path), capsys.readouterr().out
+    assert code == 0 and found["same"] and "cpu and mlx: the same run in fp32 over 8 steps" in text
+    # fp32 products of two libraries: 3e-7 here.
+    assert found["largest_loss_difference"] < 1e-5 and found["steps"] == len(found["curves"][0]["losses"]) == 8
+    lines = xml.parse(tmp_path / "parity.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.get("points").split()) for line in lines] == [8, 8]
+
+
+def test_runs_that_differ_are_told_so():
+    one, other = (
+        parity.Track(name, [2.0, 1.0 + off], [1.0, 1.0], 1.0, {"w": np.full(2, off)})
+        for name, off in (("cpu", 0.0), ("mlx", 0.01))
+    )
+    found = parity.compare(one, other, "fp32")
+    assert not found["same"] and found["largest_weight_difference"] == 0.01
+    assert "NOT the same run in fp32 over 2 steps" in parity.report(found)[-1]
+    assert parity.compare(one, other, "fp16")["same"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mlx", "--parity mlx: must name two different backends"),
+        ("mlx,mlx", "must name two different backends"),
+        ("cpu,torch", "both are cpu here"),
+        ("torch,jax", "'jax' is not a backend"),
+    ],
+)
+def test_backends_to_compare_are_checked(text, message):
+    with pytest.raises(PlanError, match=message):
+        parity.backends(text)
+
+
+def test_dropout_cannot_be_compared(tiny_model, rows_file):
+    with pytest.raises(PlanError, match="--lora_dropout 0.1: backends draw other random numbers"):
+        train.main(f"--model_name {tiny_model} --dataset {rows_file} --parity torch,mlx --lora_dropout 0.1".split())

@@ -1,0 +1,50 @@
+"""How a program ends: one line and a code for each expected failure, and for memory that there is not."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.commands import ROOT
+
+FAILURES = {
+    "raise MemoryError": "out of memory (no detail)",
+    "raise MemoryError('bad allocation')": "out of memory (bad allocation)",
+    'raise RuntimeError("can\'t start new thread")': "out of memory (can't start new thread)",
+    "raise OSError(12, 'Cannot allocate memory')": "out of memory ([Errno 12] Cannot allocate memory)",
+    "raise ImportError('libx.so: failed to map segment from shared object')": "out of memory (libx.so: failed to map",
+}
+
+
+def end_of(statement: str):
+    code = f"from finetune.system import process\ndef main():\n    {statement}\nprocess.exit_with(main)"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("statement", FAILURES)
+def test_a_failure_to_allocate_is_one_line_and_code_71(statement):
+    done = end_of(statement)
+    assert done.returncode == 71 and done.stderr.startswith(f"error: {FAILURES[statement]}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_bug_keeps_its_traceback_and_code_1():
+    for statement in ("raise RuntimeError('x')", "raise OSError(2, 'x')", "raise ImportError('x')"):
+        done = end_of(statement)
+        assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(("variables", "mark"), [({"PYTHONIOENCODING": "ascii"}, "[["), ({"LC_ALL": "C"}, "⟦")])
+def test_a_line_is_printed_in_any_encoding(variables, mark, monkeypatch):
+    code = "from finetune.system.terminal import say; say('⟦x⟧')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=variables)
+    assert done.returncode == 0 and done.stdout.decode().startswith(mark), done.stderr
+
+
+def test_files_are_read_as_utf_8_in_a_locale_that_is_not(tmp_path):
+    (tmp_path / "x").write_text("日本語", encoding="utf-8")
+    code = "from finetune.system import process; process.prepare_environment(); "
+    code += f"assert len(open({str(tmp_path / 'x')!r}).read()) == 3"
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr

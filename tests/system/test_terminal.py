@@ -1,0 +1,54 @@
+"""What reaches the terminal: no control character, no secret, and nothing that its encoding lacks."""
+
+import io
+
+import pytest
+
+from finetune.system.terminal import clean, encodable, log_error, say
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b]0;title\x07b\x1b[2J", "a\\x1b]0;title\\x07b\\x1b[2J"),
+        ("one\r\x9b2Ktwo\ttab\nline", "one\\x0d\\x9b2Ktwo\ttab\nline"),
+        ("\u202egnp.exe \ud83d \udcff", "\\u202egnp.exe \\ud83d \\udcff"),
+        ("naïve 日本語 🙂", "naïve 日本語 🙂"),
+        ("http://user:pass@host:80/x and https://tok@hub, a@b.c", "http://***@host:80/x and https://***@hub, a@b.c"),
+    ],
+)
+def test_control_characters_are_shown_and_user_names_in_urls_are_masked(text, shown):
+    assert clean(text) == shown
+
+
+def test_values_of_secret_variables_are_masked_wherever_they_occur(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:p%40ssw0rd@proxy:3128")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    text = "hf_abcdefgh; key 0123456789; login me p@ssw0rd or p%40ssw0rd: true"
+    assert clean(text) == "***; key ***; login me *** or ***: true"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_encoding_lacks_is_replaced(encoding):
+    assert encodable("é ⟦x⟧ ━ 日", "utf-8") == "é ⟦x⟧ ━ 日"
+    shown = {"ascii": "\\xe9 [[x]] = \\u65e5", "latin-1": "é [[x]] = \\u65e5"}
+    assert encodable("é ⟦x⟧ ━ 日", encoding) == shown[encoding]
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    say("é ⟦x⟧ ━ 日", file=stream)
+    assert stream.buffer.getvalue().decode(encoding) == shown[encoding] + "\n"
+
+
+def test_an_error_is_one_line(capsys):
+    log_error("a\x1b[31m\nb")
+    log_error("error: c")
+    assert capsys.readouterr().err == "error: a\\x1b[31m b\nerror: c\n"
+    log_error("a" * 10**6 + ". Fix it.")
+    assert len(line := capsys.readouterr().err) < 2100 and line.endswith("a. Fix it.\n")
+
+
+def test_an_error_is_at_most_2000_characters_however_its_text_is_escaped(capsys):
+    log_error("--model_name " + "\x1b" * 3000)
+    line = capsys.readouterr().err
+    assert line.startswith("error: --model_name \\x1b") and len(line) <= 2000 and line.count("\n") == 1

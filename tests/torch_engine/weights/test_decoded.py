@@ -1,0 +1,217 @@
+"""Folders stored as fp8, mxfp4, GPTQ, AWQ and compressed-tensors: decoded as their libraries do, and trained."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from finetune.errors import PlanError
+from finetune.model_files.files import find_model
+from finetune.torch_engine.weights import decoded as D
+from finetune.torch_engine.weights.stream import load_dense
+from tests.support import architectures, tiny
+from train import fine_tune
+
+RNG = torch.Generator().manual_seed(0)
+
+
+def codes(bits: int, *shape) -> torch.Tensor:
+    return torch.randint(0, 2**bits, shape, generator=RNG, dtype=torch.int32)
+
+
+def words(values, bits: int, axis: int) -> torch.Tensor:
+    """int32 words of codes along an axis, lowest bits first, as AutoGPTQ packs rows and columns."""
+    per = 32 // bits
+    moved = values.movedim(axis, 0).long()
+    packed = sum(moved[i::per] << (bits * i) for i in range(per))
+    return ((packed + 2**31) % 2**32 - 2**31).to(torch.int32).movedim(0, axis)
+
+
+# ---- formulas
+
+
+def test_fp8_blocks_are_decoded_as_transformers_does():
+    weight = torch.randn(256, 384, generator=RNG).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=RNG) + 0.5
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
+    assert torch.equal(D.scaled(weight, scale), theirs)
+
+
+def test_a_last_block_that_is_cut_has_its_own_scale():
+    weight, scale = torch.ones(130, 200), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = D.scaled(weight, scale, blocks=(128, 128))
+    assert (found[:128, :128] == 1).all() and (found[:128, 128:] == 2).all()
+    assert (found[128:, :128] == 3).all() and (found[128:, 128:] == 4).all()
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.rand(6), torch.rand(6, 1), torch.rand(6, 4)])
+def test_scales_of_a_tensor_a_row_and_a_group(scale):
+    weight = codes(7, 6, 64) - 64
+    each = scale.reshape(1, 1) if scale.ndim == 0 else scale.reshape(6, -1)
+    expected = weight.float() * each.repeat_interleave(64 // each.shape[1], 1)
+    assert torch.equal(D.scaled(weight, scale), expected)
+
+
+def test_mxfp4_is_decoded_as_transformers_does():
+    blocks = codes(8, 3, 64, 2, 16).to(torch.uint8)
+    scales = (codes(4, 3, 64, 2) + 120).to(torch.uint8)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(D.mxfp4(blocks, scales), theirs)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_gptq(bits, older, in_order):
+    rows, columns, group = 64, 32, 16
+    q, scales = codes(bits, rows, columns), torch.rand(rows // group, columns, generator=RNG)
+    zeros = codes(bits, rows // group, columns).clamp(1 if older else 0)
+    g_idx = torch.arange(rows, dtype=torch.int32) // group
+    if not in_order:
+        g_idx = g_idx[torch.randperm(rows, generator=RNG)]
+    expected = (scales[g_idx.long()] * (q - zeros[g_idx.long()])).t()
+    stored = words(q, bits, 0), words(zeros - int(older), bits, 1), scales
+    found = D.gptq(*stored, *(() if in_order else (g_idx,)), bits=bits, older=older)
+    assert torch.equal(found, expected)
+
+
+def test_awq():
+    rows, columns, group = 32, 64, 16
+    q, zeros = codes(4, rows, columns), codes(4, rows // group, columns)
+    scales = torch.rand(rows // group, columns, generator=RNG)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ: the column that goes to each place of a word
+    placed = [t.unflatten(1, (-1, 8))[..., order].flatten(1) for t in (q, zeros)]
+    expected = (scales.repeat_interleave(group, 0) * (q - zeros.repeat_interleave(group, 0))).t()
+    assert torch.equal(D.awq(words(placed[0], 4, 1), words(placed[1], 4, 1), scales), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_of_compressed_tensors(bits):
+    q = codes(bits, 6, 64) - 2 ** (bits - 1)
+    scale = torch.rand(6, 4, generator=RNG)
+    packed = words(q + 2 ** (bits - 1), bits, 1)
+    found = D.packed_rows(packed, scale, torch.tensor([6, 64]), bits=bits)
+    assert torch.equal(found, q * scale.repeat_interleave(16, 1))
+
+
+def test_packed_integers_are_those_of_the_library():
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    q = (codes(4, 6, 64) - 8).to(torch.int8)
+    packed = library.pack_to_int32(q, 4)
+    assert torch.equal(D.packed_rows(packed, torch.ones(6, 1), torch.tensor([6, 64]), bits=4), q.float())
+
+
+def test_columns_ordered_by_activation_and_zero_points():
+    q, zero = codes(4, 6, 64) - 8, codes(4, 6, 4) - 8
+    scale, order = torch.rand(6, 4, generator=RNG), torch.randperm(64, generator=RNG) % 4
+    expected = (q - zero[:, order]) * scale[:, order]
+    packed = words(q + 8, 4, 1)
+    stored_zero = words(torch.nn.functional.pad(zero + 8, (0, 0, 0, 2)), 4, 0)  # packed along rows
+    found = D.packed_rows(packed, scale, torch.tensor([6, 64]), stored_zero, order.to(torch.int32))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("scale", "blocks"), [((60, 5), ()), ((3, 7), ()), ((2, 2), (64, 64)), ((0, 2), ())])
+def test_scales_that_do_not_fit_are_refused(scale, blocks):
+    with pytest.raises(ValueError, match="its scales are"):
+        D.scaled(torch.ones(96, 256), torch.ones(*scale), blocks=blocks)
+
+
+def test_blocks_of_any_declared_size():
+    found = D.scaled(torch.ones(100, 300), torch.tensor([[1.0, 2.0, 3.0]]), blocks=(100, 110))
+    assert (found[:, :110] == 1).all() and (found[:, 110:220] == 2).all() and (found[:, 220:] == 3).all()
+
+
+# ---- folders
+
+
+def stored(folder, method: str) -> dict:
+    """Writes a tiny model with its MLP stored by `method`; {name: weight} as it should be read."""
+    architectures.write_model("gpt_oss" if method == "mxfp4" else "llama", folder)
+    tensors, expected = load_file(folder / "model.safetensors"), {}
+    how = {"quant_method": method}
+    for name in [n for n in tensors if "mlp" in n and ("proj" in n) and not n.endswith("bias")]:
+        weight = tensors.pop(name)
+        head = name.removesuffix(".weight")
+        if method == "mxfp4":
+            count, columns, rows = weight.shape
+            blocks = codes(8, count, rows, columns // 32, 16).to(torch.uint8)
+            scales = (codes(2, count, rows, columns // 32) + 120).to(torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = D.mxfp4(blocks, scales)
+        elif method == "fp8":
+            scale = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128), generator=RNG) + 0.5
+            low = weight.to(torch.float8_e4m3fn)
+            tensors |= {name: low, f"{name}_scale_inv": scale}
+            expected[name] = D.scaled(low, scale)
+        elif method == "gptq":
+            rows, columns = weight.shape
+            q, zeros = codes(4, columns, rows), codes(4, columns // 32, rows).clamp(1)
+            scales = torch.rand(columns // 32, rows, generator=RNG) * 0.02
+            tensors |= {f"{head}.qweight": words(q, 4, 0), f"{head}.qzeros": words(zeros - 1, 4, 1)}
+            tensors |= {f"{head}.scales": scales, f"{head}.g_idx": torch.arange(columns, dtype=torch.int32) // 32}
+            expected[name] = (scales.repeat_interleave(32, 0) * (q - zeros.repeat_interleave(32, 0))).t()
+            how |= {"bits": 4, "group_size": 32}
+        elif method == "compressed-tensors":
+            q, scale = codes(4, *weight.shape) - 8, torch.rand(weight.shape[0], 1, generator=RNG) * 0.02
+            tensors |= {f"{head}.weight_packed": words(q + 8, 4, 1), f"{head}.weight_scale": scale}
+            tensors[f"{head}.weight_shape"] = torch.tensor(weight.shape)
+            expected[name] = q * scale
+            how |= {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+METHODS = ("fp8", "mxfp4", "gptq", "compressed-tensors")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stored_folder_is_read_as_what_it_decodes_to(method, tmp_path):
+    expected = stored(tmp_path / "model", method)
+    model = load_dense(tmp_path / "model", torch.float32)
+    found = dict(model.named_parameters())
+    assert expected and all(torch.equal(found[n], t.to(D.DTYPE).float()) for n, t in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_type", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
+    stored(tmp_path / "model", method)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, architectures.QUESTIONS)))
+    flags = dict(model_name=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), train_type=train_type)
+    state = fine_tune(**flags, max_steps=3, batch_size=4, lr=1e-3, output_dir=str(tmp_path / "out"))
+    assert state.step == 3 and f"weights stored as {method} are decoded to 16 bits" in capsys.readouterr().out
+    if train_type == "full":
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "gptq, at 3 bits"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
+        ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "gptq", "bits": "4"}, "at '4' bits"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": ["x"]}, "config_groups"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 3}}},
+            },
+            "at 3 bits",
+        ),
+    ],
+)
+def test_what_is_not_decoded_is_refused_with_the_reason(how, said, tmp_path):
+    tiny.build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": how}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match=said):
+        find_model(str(tmp_path))
