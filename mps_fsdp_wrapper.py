@@ -407,8 +407,7 @@ class MPSFSDPWrapper:
             device_shims.install_pieces(self.device.type)
         group = None if groups.single_process else dist.group.WORLD
         self_test.check(self.device, group, groups.mesh["shard"] if groups.sharded else None)
-        s, reshard = plan.settings, plan.reshard_after_forward
-        return parallelize(model, s, groups, local_shards, reshard, plan.distribution, pad_id)
+        return parallelize(model, plan, groups, local_shards, pad_id)
 
     # ---- checkpoints, memory
 

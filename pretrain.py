@@ -30,7 +30,6 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
-from finetune.run.evaluation import evaluate_arrays
 from finetune.run.loop import run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
@@ -50,13 +49,13 @@ def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
 
 def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
     """(the engine on this rank's device, process memory after imports). Collective."""
-    from finetune.torch_engine.device import device_of, set_cpu_matmul, set_num_threads
+    from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.recursive.engine import build
 
     set_num_threads(env.local_size)
-    set_cpu_matmul(plan.settings.cpu_matmul)
+    set_onednn(plan.settings.cpu_matmul == "onednn")
     baseline = current_resident_bytes()
     groups = ProcessGroups.of(env, plan.dims, device_of(plan.backend, env.local_rank if env.size > 1 else None))
     return build(plan.settings, data.train, groups, data.carry), baseline
@@ -86,7 +85,7 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
         if resumed_from:
             log.saved(resumed_from)
         log.start(data, predicted_memory(plan, data))
-        run_steps(engine, data, plan, state, log, output_dir, stop, evaluate_arrays)
+        run_steps(engine, data, plan, state, log, output_dir, stop)
     state.output_dir = str(output_dir.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(pretrain_closing_lines(plan, data, state, log.summary)))

@@ -53,7 +53,7 @@ def main(argv=None) -> int:
     from finetune.data.chat_template import ensure_chat_template, shared_renderer
     from finetune.data.collate import microbatches
     from finetune.data.columns import RowOptions
-    from finetune.data.prepare import Read, check_columns, needs_chat_template
+    from finetune.data.prepare import DatasetSource, check_columns, needs_chat_template
     from finetune.data.reading.mixture import Source
     from finetune.data.reading.sources import read_rows
     from finetune.data.tokenize import generation_examples, tokenize
@@ -69,23 +69,23 @@ def main(argv=None) -> int:
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends = open_checkpoint.open_engine(args)
-    read = Read.of(raw, options, Source(args.dataset))
+    read = DatasetSource.of(raw, options, Source(args.dataset))
     ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
     length = min(args.context_length, engine.context_limit() or args.context_length)
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
         questions = generation_examples(raw, options, tokenizer, renderer)
     batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
-    nll, num_targets = engine.evaluate(batches)
+    result = engine.evaluate(batches)
     match, answers = None, []  # of text, which asks nothing
     if questions:
         match, answers = evaluation.exact_match(
             engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size
         )
-    loss = nll / num_targets
+    loss = result.loss
     figures = {
         "rows": len(rows),
-        "num_targets": num_targets,
+        "num_targets": result.num_targets,
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
         "exact_match": match,

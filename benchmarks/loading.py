@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from finetune.plan.parts import Parts
 from finetune.system import process  # noqa: E402
 
 GIB = 2**30
@@ -145,7 +146,7 @@ def predicted(settings, folder: Path, ranks: int = 1) -> int:
 
     headers = read_headers(sorted(folder.glob("*.safetensors")))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()), headers)
-    return memory.loading_bytes(settings, shape, ranks) - memory.LOADING_BYTES
+    return memory.loading_bytes(Parts(settings), shape, ranks) - memory.LOADING_BYTES
 
 
 def two_layers(folder: Path) -> int:
@@ -215,7 +216,7 @@ def one_rank(way: str, folder: Path, rank: int, ranks: int, store: str) -> dict:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     here = ProcessGroups.of(RankEnv(rank, ranks), ParallelDims(dp_shard=ranks), cpu)
     settings = settings_of(way)
-    share = LocalShards.of(here, settings)
+    share = LocalShards.of(here, Parts(settings))
     dist.barrier()
     watch, began = Watch(), time.perf_counter()
     model = load_model(folder, settings, cpu, share=share)

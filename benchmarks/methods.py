@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import quantization_wrapper  # noqa: E402
+from finetune.plan.parts import Adapter
 from finetune.system import process  # noqa: E402
 
 SHAPE = dict(
@@ -62,7 +63,7 @@ def one(pair: str, threads: int) -> dict:
         microbatch_tokens=TOKENS,
         lr=1e-4,
     )
-    add_adapters(model, names, settings)
+    add_adapters(model, names, Adapter.of(settings))
     engine = torch_engine(model, settings, torch.device("cpu"))
     engine.verify("padding_free")
     rng = np.random.default_rng(0)

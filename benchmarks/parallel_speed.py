@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from finetune.plan.parts import Adapter, Parts
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 ROWS, LENGTH, VOCAB = 16, 128, 2048
@@ -77,7 +79,7 @@ def build(rank: int, size: int, method: str):
     if method.endswith("nf4"):
         config = quantization_wrapper.config_for("nf4", group_size=64)
         quantization_wrapper.quantize_model(model, config, linear_names(model))
-    add_adapters(model, target_names(model, "all"), settings)
+    add_adapters(model, target_names(model, "all"), Adapter.of(settings))
     dims = ParallelDims(**{axis: n or size for axis, n in METHODS[method][1].items()})
     ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, torch.device("cpu"))
     engine = torch_engine(model, settings, torch.device("cpu"), ranks=ranks)
@@ -215,7 +217,7 @@ def on_paper() -> list[tuple]:
         ParallelDims(dp_shard=128),
         ParallelDims(dp_replicate=16, dp_shard=8),
     ):
-        found = communication.bytes_per_step(dims, communication.traffic_of(settings, sizes, dims, load))
+        found = communication.bytes_per_step(dims, communication.traffic_of(Parts(settings), sizes, dims, load))
         # A ring passes (N - 1) times what a rank puts into a gather, (N - 1)/N of what it puts into the others, twice
         # for sums.
         n = max(dims.shards, dims.tp, dims.dp_replicate)

@@ -99,9 +99,9 @@ def run(args) -> dict:
 def grids(engine, data: PretrainData) -> dict:
     """Share of held-out grids solved exactly, by EMA and raw weights."""
     batches, found = data.test_batches(data.tests["generated"], 100), {}
-    found["ema"] = engine.score(batches)[3] / TEST
+    found["ema"] = engine.evaluate(batches).metrics["rows_right"] / TEST
     average, engine.average = engine.average, None
-    found["raw"] = engine.score(batches)[3] / TEST
+    found["raw"] = engine.evaluate(batches).metrics["rows_right"] / TEST
     engine.average = average
     return found
 

@@ -153,7 +153,7 @@ def speed(args) -> None:
     """Tokens per CPU second of one training step: ours in fp32 and bf16, the prototype's step beside it, in turn."""
     import torch
 
-    from finetune.torch_engine.device import set_cpu_matmul
+    from finetune.torch_engine.device import set_onednn
 
     torch.set_num_threads(1)
     for name, arch in (("plain", MODELS["plain"]), ("loop", MODELS["loop"])):
@@ -167,7 +167,7 @@ def speed(args) -> None:
         times = {kind: [] for kind in steps}
         for _ in range(args.rounds):
             for kind, step in steps.items():
-                set_cpu_matmul("onednn" if "oneDNN" in kind else "blas")
+                set_onednn("oneDNN" in kind)
                 began = time.process_time()
                 for _ in range(4):
                     step()

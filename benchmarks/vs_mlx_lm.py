@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from finetune.plan.parts import Parts
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4)
@@ -87,7 +89,7 @@ def ours(args) -> dict:
     counts |= dict.fromkeys(("dropped_empty", "prompt_truncated", "answer_truncated"), 0)
     tokens = np.concatenate([ids for ids, _ in docs]).astype(np.int32)
     data = TokenizedDataset(tokens, targets, offsets, ("",) * len(docs), counts)
-    engine = build_engine(*load_model(args.model, config, settings), settings, 0, config)
+    engine = build_engine(*load_model(args.model, config, Parts(settings)), Parts(settings), 0, config)
     engine.verify("auto")
     return measured(
         lambda step: engine.train_step(

@@ -81,7 +81,7 @@ def ours(args, begin):
     from finetune.data.collate import microbatches
     from finetune.data.tokenize import TokenizedDataset
     from finetune.system.process import prepare_environment
-    from finetune.torch_engine.device import set_cpu_matmul
+    from finetune.torch_engine.device import set_onednn
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
     from tests.support.build import load_model, torch_engine
 
@@ -99,7 +99,7 @@ def ours(args, begin):
         use_gradient_checkpointing="false",
         cache_dequantized="false",
     )
-    set_cpu_matmul(auto_cpu_matmul(BackendManager("cpu", verbose=False).capabilities.onednn_speed))
+    set_onednn(auto_cpu_matmul(BackendManager("cpu", verbose=False).capabilities.onednn_speed) == "onednn")
     baseline = current_resident_bytes()
     ids, targets = samples_of(args)
     offsets = np.concatenate([[0], np.cumsum([len(i) for i in ids])])

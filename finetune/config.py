@@ -481,16 +481,6 @@ class TrainConfig:
     assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
     assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
 
-    @property
-    def documents_per_row(self) -> int:
-        """2 if a row is a pair of a chosen and a rejected answer."""
-        return 2 if self.preference in PAIRED else 1
-
-    @property
-    def row_length(self) -> int:
-        """Maximum tokens of a row."""
-        return self.documents_per_row * self.context_length
-
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}
 DEFAULTS = {name: f.default for name, f in FIELDS.items()}

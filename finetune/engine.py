@@ -128,10 +128,16 @@ class Engine(Protocol):
         NonFiniteError leaves weights and moments unchanged.
         """
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed NLL or loss, number of targets or preference rows), without gradients and dropout.
+    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """Loss and metrics without a step, gradients and dropout; each rank takes its share of the microbatches.
 
         Returns early once `stop()` is true.
+        """
+
+    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the base without adapters}; each rank computes its share.
+
+        Asked only of an engine that learns preferences, by the plan.
         """
 
     def generate(
@@ -209,13 +215,3 @@ class Engine(Protocol):
 
     def profiler(self, written: list):
         """A context that yields a function to call after each step; appends the files it writes to `written`."""
-
-
-class PreferenceEngine(Engine, Protocol):
-    """An engine that learns preferences too: for --preference other than none."""
-
-    def measure(self, microbatches: list[Batch], stop=None) -> StepResult:
-        """Loss and metrics without a step; each rank takes its share of the microbatches."""
-
-    def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
-        """{document: its log-probability under the model before training}; each rank computes its share."""

@@ -9,6 +9,7 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+from finetune.plan.parts import Parts
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -106,11 +107,11 @@ def _tokenizer_beside(checkpoint: Path) -> Path:
 
 def prepare_torch(manager: BackendManager) -> None:
     """This process's compute threads, and the library for fp32 products that a run with --cpu_matmul auto takes."""
-    from finetune.torch_engine.device import set_cpu_matmul, set_num_threads
+    from finetune.torch_engine.device import set_num_threads, set_onednn
 
     set_num_threads()
     if manager.backend is Backend.CPU:
-        set_cpu_matmul(auto_cpu_matmul(manager.capabilities.onednn_speed))
+        set_onednn(auto_cpu_matmul(manager.capabilities.onednn_speed) == "onednn")
 
 
 def open_engine(args):
@@ -141,19 +142,18 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, p
 
 
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
-    from finetune.torch_engine.device import device_of
+    from finetune.torch_engine.device import DTYPES, device_of
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+    from finetune.torch_engine.load import load_trained
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
     device = device_of(device)
-    model = load_trained(checkpoint, files, device, WEIGHT_DTYPES[precision])
+    model = load_trained(checkpoint, files, device, DTYPES[precision])
     keep_heap(low_memory=False)
-    settings = replace(TrainConfig(), train_type="lora", precision=precision)
-    parallel = parallelize(model, settings, ProcessGroups(device=device), pad_id=pad)
-    return TorchEngine(parallel, settings)
+    plan = Parts(replace(TrainConfig(), train_type="lora", precision=precision))
+    return TorchEngine(parallelize(model, plan, ProcessGroups(device=device), pad_id=pad), plan)
 
 
 def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:

@@ -55,8 +55,8 @@ class LossScaler:
     `scale` None: the loss is not scaled.
     """
 
-    def __init__(self, precision: str):
-        self.scale, self.clean_steps = INITIAL_SCALE if precision.startswith("fp16") else None, 0
+    def __init__(self, scales_loss: bool):
+        self.scale, self.clean_steps = INITIAL_SCALE if scales_loss else None, 0
 
     @property
     def factor(self) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import expand
-from finetune.torch_engine.device import set_cpu_matmul
+from finetune.torch_engine.device import set_onednn
 from tests.rig import options
 from tests.rig.options import pytest_terminal_summary  # noqa: F401  a hook of the rig
 from tests.support import processor, tiny
@@ -34,7 +34,7 @@ def pytest_itemcollected(item):
 @pytest.fixture(autouse=True)
 def torch_default_matmul():
     """Each test starts with torch's own choice for fp32 products, whatever a run in this process chose before."""
-    set_cpu_matmul("blas")
+    set_onednn(False)
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,29 @@
 """adapter_config.json as PEFT reads it, whichever engine trained the adapter."""
 
+from finetune.plan.parts import Adapter
 
-def adapter_config(settings, base_name: str, target_modules: list[str], **changes) -> dict:
-    """The content for LoRA adapters of the settings' rank and alpha; `changes` replace fields."""
-    s = settings
+
+def adapter_config(
+    adapter: Adapter, base_name: str, revision: str | None, target_modules: list[str], **changes
+) -> dict:
+    """The content for these LoRA adapters; `changes` replace fields."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "r": s.lora_rank,
-        "lora_alpha": s.lora_alpha,
-        "lora_dropout": s.lora_dropout,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
         "target_modules": target_modules,
         "target_parameters": None,
-        "use_dora": s.use_dora,
-        "use_rslora": s.use_rslora,
-        "init_lora_weights": True if s.init_lora_weights == "default" else s.init_lora_weights,
+        "use_dora": adapter.dora,
+        "use_rslora": adapter.rslora,
+        "init_lora_weights": adapter.init.peft_word,
         "fan_in_fan_out": False,
         "bias": "none",
         "modules_to_save": None,
         "inference_mode": True,
-        "revision": s.revision,
+        "revision": revision,
         "rank_pattern": {},
         "alpha_pattern": {},
         **changes,

@@ -38,12 +38,12 @@ from finetune.checkpoint.store import (
     verify_checkpoint,
     write_parts,
 )
-from finetune.config import RESIDUAL_INITS
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.llama_pro import TRAINED
+from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 from finetune.system.untrusted import rust_errors
 
@@ -53,7 +53,7 @@ ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "opti
 
 def weights_file(plan: RunPlan) -> str:
     """File name of the trainable weights in a checkpoint."""
-    return TRAINED if plan.settings.llama_pro_path else ADAPTER if plan.has_adapter else FULL
+    return TRAINED if isinstance(plan.trains, AddedLayers) else ADAPTER if plan.has_adapter else FULL
 
 
 def with_own_folder(plan: RunPlan) -> RunPlan:
@@ -303,11 +303,8 @@ class OutputDir:
 
     def initial_adapter(self) -> dict | None:
         """Adapter of the checkpoint to resume from if its initialization changed the base weights; else None."""
-        if (
-            not self.plan.resume_from
-            or self.plan.settings.init_lora_weights not in RESIDUAL_INITS
-            or not self.plan.has_adapter
-        ):
+        trains = self.plan.trains
+        if not (self.plan.resume_from and isinstance(trains, Adapter) and trains.init.changes_base):
             return None
         saved, _ = self.find_checkpoint(self.plan.resume_from.step_folder)
         return saved.tensors(self.weights_file) if saved else None

@@ -1,12 +1,11 @@
 """Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 
 from finetune.data.sampler import GROUPS_SEARCHED, Cursor, step_rows
-from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.data.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
 
 # ------ batches
@@ -38,34 +37,6 @@ def _row_sizes(dataset: TokenizedDataset, layout: str) -> np.ndarray:
         return dataset.row_lengths
     of_rows = dataset.lengths.reshape(-1, dataset.documents_per_row)
     return of_rows.shape[1] * of_rows.max(1)
-
-
-def mismatched_documents(dataset: TokenizedDataset, rows, mine: slice, context_length: int) -> TokenizedDataset:
-    """The prompt of each of `rows[mine]` with the answer of the row before it in `rows`, the first with the last's.
-
-    What KTO's reference point is computed from. One that is too long loses the start of its prompt.
-    """
-    rows, parts = [int(row) for row in rows], []
-    for row, other in list(zip(rows, rows[-1:] + rows[:-1], strict=True))[mine]:
-        (prompt, asked), (answer, learned) = dataset.document(row), dataset.document(other)
-        start, end = int(asked.argmax()), int(learned.argmax())
-        start = min(start, max(1, context_length - len(answer) + end))
-        first = int(asked.argmax()) - start
-        ids, is_target = np.r_[prompt[first : first + start], answer[end:]], np.r_[np.zeros(start, bool), learned[end:]]
-        parts.append((ids[:context_length], is_target[:context_length]))
-    return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
-
-
-def preference_microbatches(
-    dataset: TokenizedDataset, rows, mine: slice, settings, pad_id: int, batch_size: int
-) -> list[Batch]:
-    """The microbatches of `rows[mine]`; for KTO, before them those of the mismatched documents of all `rows`' order."""
-    how = settings.batch_layout, batch_size, settings.microbatch_tokens, pad_id
-    found = microbatches(dataset, rows[mine], *how)
-    if settings.preference != "kto":
-        return found
-    others = mismatched_documents(dataset, rows, mine, settings.context_length)
-    return [replace(b, mismatched=True) for b in microbatches(others, range(len(others)), *how)] + found
 
 
 def largest_microbatch(

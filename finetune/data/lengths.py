@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.config import TrainConfig
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.columns import RowReader
 from finetune.data.encode import RowEncoder
@@ -13,17 +12,18 @@ from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import DATASET_ALIASES, read_rows
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.plan.parts import DataPlan
 
 READ_ROWS, SAMPLE_ROWS = 20_000, 1000  # of each dataset, and evenly spaced ones of these: about a second
 
 
-def sampled_lengths(settings: TrainConfig, model_folder: Path, fetch: bool) -> tuple[int, ...] | None:
+def sampled_lengths(plan: DataPlan, model_folder: Path, fetch: bool) -> tuple[int, ...] | None:
     """Tokens of the documents of SAMPLE_ROWS rows of each dataset, uncut. None if it is not on this disk.
 
     `fetch`: datasets may be downloaded. Raises PlanError for files that cannot be read; a bad row counts for nothing
     here, as it is reported where all rows are read.
     """
-    sources = sources_of(settings.dataset)
+    sources = sources_of(plan.dataset)
     if not fetch and not all(is_local(s.name) for s in sources):
         return None
     tokenizer = PlainTokenizer.from_folder(model_folder)
@@ -32,10 +32,10 @@ def sampled_lengths(settings: TrainConfig, model_folder: Path, fetch: bool) -> t
     ensure_chat_template(tokenizer)
     found = []
     for source in sources:
-        most = 2 * SAMPLE_ROWS if settings.streaming else READ_ROWS  # a stream is not to be held in memory
-        rows = most if settings.dataset_samples < 0 else min(most, settings.dataset_samples)
-        raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", settings.text_unit)
-        reader = RowReader(options_of(source, settings), raw.columns, "--dataset")
+        most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
+        rows = most if plan.dataset_samples < 0 else min(most, plan.dataset_samples)
+        raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", plan.text_unit)
+        reader = RowReader(options_of(source, plan), raw.columns, "--dataset")
         with RowEncoder(tokenizer, reader) as encoder:
             every = slice(None, None, max(1, len(raw.rows) // SAMPLE_ROWS))
             for documents in encoder.encode(raw.rows[every], raw.sources[every]):

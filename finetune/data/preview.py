@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.config import TrainConfig
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import is_local
 from finetune.data.overlong import CUTS
@@ -19,6 +18,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.plan.parts import DataPlan
 from finetune.system.terminal import clean, say
 
 SAMPLES, BINS, BAR = 3, 10, 40
@@ -42,28 +42,28 @@ WORDS = {
 }
 
 
-def lines_of(settings: TrainConfig, files: ModelFiles) -> list[str]:
+def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> list[str]:
     """The preview, cleaned; written to --data_report as JSON too. Raises PlanError for what a run would refuse."""
-    names = [s.name for name, _ in DATASETS.values() if getattr(settings, name) for s in named_sources(settings, name)]
+    names = [s.name for name, _ in DATASETS.values() if getattr(plan, name) for s in named_sources(plan, name)]
     remote = [name for name in names if not is_local(name)]
     if remote:
         return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk"]
     tokenizer = PlainTokenizer.from_folder(files.folder)
     if tokenizer is None:
         return [f"data: not read, as {files.folder} has no tokenizer.json"]
-    content = preview(settings, tokenizer, ModelShape.from_config(files.config).vocab_size)
-    if settings.data_report:
-        _write(Path(settings.data_report), content)
+    content = preview(plan, tokenizer, ModelShape.from_config(files.config).vocab_size)
+    if report:
+        _write(Path(report), content)
     return [clean(line) for line in text_of(content)]
 
 
-def preview(settings: TrainConfig, tokenizer, vocab_size: int | None) -> dict:
+def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
     """What the preview shows, as JSON."""
-    raw_datasets = read_datasets(settings)
+    raw_datasets = read_datasets(plan)
     template = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
     found = {}
     for use, reads in raw_datasets.items():
-        limits = Limits(cut_of(settings), settings.train_on_prompt and use == "train", vocab_size)
+        limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
         datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from finetune.config import RESIDUAL_INITS
 from finetune.errors import PlanError
-from quantization_wrapper import METHODS
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}
@@ -141,23 +139,6 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
             f"--ep_degree {dims.ep}: takes its ranks from --dp_shards {dims.dp_shard}, and does not divide it. "
             f"Use one of {', '.join(fine)}, or other --dp_shards."
         )
-
-
-def loads_full_model(settings) -> str | None:
-    """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
-    if settings.tp_degree * settings.pp_degree > 1:
-        return "TP/PP first record the full model's logits to compare against"
-    if settings.ep_degree > 1 and settings.train_type == "qlora":
-        method = METHODS[settings.quantization_backend]
-        if settings.double_quant or settings.n_bits in method.needs_full_matrix:
-            return "EP divides experts by rows, and this quantizer's values belong to full matrices"
-    if settings.llama_pro_path:
-        return "the added layers are verified to be identities on the loaded weights"
-    if settings.train_type != "full" and settings.init_lora_weights == "eva":
-        return "eva initializes from activations of the unquantized model"
-    if settings.train_type != "full" and settings.init_lora_weights in RESIDUAL_INITS:
-        return f"{settings.init_lora_weights} changes full weight matrices before they are quantized"
-    return None
 
 
 def check_model(dims: ParallelDims, shape) -> None:

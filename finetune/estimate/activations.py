@@ -24,7 +24,7 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = m.shape, m.compute, 0
     packed = microbatch.layout == "padding_free"
-    dense_up_to = dense_attention_up_to(b, m.settings.cpu_matmul) if m.device == "cpu" and packed else 0
+    dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn) if m.device == "cpu" and packed else 0
     all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
         padded, squares = rows * length, rows * shape.num_heads * length * length
@@ -58,16 +58,16 @@ def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
 
 def input_activation_bytes(m: ModelCost) -> float:
     """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
-    b, s, total, shared = m.compute, m.settings, 0.0, {}
+    b, adapter, total, shared = m.compute, m.adapter, 0.0, {}
     for name, rows, columns in m.adapted:
         path, _, leaf = name.rpartition(".")
-        own = m.autocast or (s.lora_dropout and s.use_dora and not m.full)
+        own = m.autocast or (adapter.dropout and adapter.dora and not m.full)
         shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
         if m.full:
             continue
-        total += s.lora_rank * b
-        total += columns * (m.weight + (b if b != m.weight else 0)) if s.lora_dropout else 0
-        total += rows * b if s.use_dora else 0
+        total += adapter.rank * b
+        total += columns * (m.weight + (b if b != m.weight else 0)) if adapter.dropout else 0
+        total += rows * b if adapter.dora else 0
     return total + b * sum(shared.values())
 
 
@@ -83,7 +83,7 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     trains = m.full or bool(adapted_experts(m))
     clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
     inner = (3 + trains + clamped) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
-    inner += 2 * m.settings.lora_rank if trains and not m.full else 0
+    inner += 2 * m.adapter.rank if trains and not m.full else 0
     routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
     return plain, routed
 
@@ -109,14 +109,14 @@ def num_layers_without_adapters(shape: ModelShape) -> int:
 
 def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes autograd saves from forward to backward: all, or only layer inputs with activation checkpointing."""
-    shape, s, tokens, b = m.shape, m.settings, microbatch.num_tokens, m.compute
+    shape, memory, tokens, b = m.shape, m.plan.memory, microbatch.num_tokens, m.compute
     h, layers = shape.hidden_size, shape.num_layers
-    if s.use_activation_cpu_offload:
+    if memory.offload_activations:
         return 0
     norm = norm_activation_bytes(m)
     final = 4 * h + 4 + (h * m.weight if m.full else 0)
     total = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
-    if s.use_gradient_checkpointing == "true":
+    if memory.recompute:
         total += layers * tokens * h * m.weight
     else:
         total += layers * layer_activation_bytes(m, microbatch) - tokens * norm[1]
@@ -134,6 +134,6 @@ def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
     if m.full:
         return m.compute * (m.shape.linear_weights + m.shape.expert_weights) if m.autocast else 0
-    if m.settings.use_dora and m.settings.lora_dropout and m.settings.train_type == "qlora":
+    if m.adapter.dora and m.adapter.dropout and m.plan.quantization:
         return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

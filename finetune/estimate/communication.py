@@ -9,10 +9,11 @@ and back, and their gradients. Scalars such as losses are left out: a few hundre
 
 from dataclasses import dataclass
 
-from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, ModelShape
+from finetune.plan.parts import Parts
 
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
 
@@ -103,13 +104,13 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
     return {name: n for name, n in found.items() if n}
 
 
-def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
+def traffic_of(plan: Parts, shape: ModelShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
-    m = ModelCost(shape, settings)
+    m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
     trained = 4 * sum(memory.trainable_tensors(m))
     stored = memory.base_bytes(m) + trained
-    rank, columns = settings.lora_rank, activations.READS
+    rank, columns = m.adapter.rank, activations.READS
     halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
     first = next(iter(shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear
     count = shape.num_experts
@@ -117,7 +118,7 @@ def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: Micr
     partial = 0 if m.full else 4 * rank * sum(halves)
     in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
-    positions = settings.batch_size * settings.gradient_accumulation_steps * settings.context_length
+    positions = steps.batch_size * steps.accumulation * plan.data.context_length
     parts = dims.tp * dims.pp
     routed = positions // dims.cp * shape.experts_per_token * layers_with_experts // dims.pp
     return StepTraffic(
@@ -138,8 +139,8 @@ def traffic_of(settings, shape: ModelShape, dims: ParallelDims, microbatch: Micr
         partial=partial // dims.pp,
         tied=shape.vocab_size * shape.hidden_size * 4 if m.full and shape.tied else 0,
         element=m.compute,
-        no_sync=settings.no_sync,
-        keeps_gathered=settings.sharding_strategy in KEEPS_GATHERED,
-        recomputed=settings.use_gradient_checkpointing == "true",
+        no_sync=plan.parallel.no_sync,
+        keeps_gathered=not plan.parallel.reshard_after_forward,
+        recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
     )

@@ -13,9 +13,9 @@ FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep betw
 DENSE_ATTENTION_UP_TO = {4: 512, 2: 1024}
 
 
-def dense_attention_up_to(width: int, cpu_matmul: str) -> int:
+def dense_attention_up_to(width: int, onednn: bool) -> int:
     """Positions of a document up to which a CPU computes dense attention in a dtype of `width` bytes."""
-    return 0 if width == 4 and cpu_matmul != "onednn" else DENSE_ATTENTION_UP_TO[width]
+    return 0 if width == 4 and not onednn else DENSE_ATTENTION_UP_TO[width]
 
 
 def logits_rows(vocab_size: int) -> int:

@@ -9,8 +9,7 @@ dtype.
 import re
 from dataclasses import replace
 
-from finetune.config import RESIDUAL_INITS
-from finetune.distributed.parallel_dims import ParallelDims, loads_full_model
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.activations import (
     READS,
     WITH_SINKS,
@@ -21,7 +20,8 @@ from finetune.estimate.activations import (
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, ModelShape
-from quantization_wrapper import METHODS, config_for, rows_independent, weight_bytes
+from finetune.plan.parts import Parts, loads_full_model
+from quantization_wrapper import METHODS, rows_independent
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
 # each.
@@ -48,18 +48,16 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     """
     if m.full:
         return 0
-    s, quantized, counted = m.settings, 0, 0
+    quantization, quantized = m.plan.quantization, 0
     new = sum(-(-n // ranks) for n in new_weights(m))
     frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
-    if s.train_type != "qlora":
+    if quantization is None:
         return frozen * m.weight
     sizes = {}
     for rows, columns in [item[1:] for item in m.shape.linears] + _quantized_experts(m):
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
-        quantized += count * weight_bytes(
-            s.quantization_backend, s.n_bits, s.group_size, s.double_quant, rows, columns, m.weight, ranks
-        )
+        quantized += count * quantization.weight_bytes(rows, columns, m.weight, ranks)
     quantized_too = dense_tensors(m.shape, others=False)
     counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
     # Added layers are trained, not quantized: subtract their fraction of all layers.
@@ -78,8 +76,8 @@ def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int
 
 def _quantized_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of experts as they are quantized: one by one if the method needs the full matrix."""
-    matrices, s = m.shape.expert_matrices(), m.settings
-    if s.n_bits not in METHODS[s.quantization_backend].needs_full_matrix:
+    matrices = m.shape.expert_matrices()
+    if not m.plan.quantization.needs_full_matrix:
         return matrices
     return [(r // m.shape.num_experts, c) for r, c in matrices for _ in range(m.shape.num_experts)]
 
@@ -101,28 +99,28 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
     elif m.shape.new_layers:
         shapes = [(n, 1) for n in new_weights(m)]
     else:
-        r, shapes, experts = m.settings.lora_rank, [], m.shape.num_experts
+        r, shapes, experts = m.adapter.rank, [], m.shape.num_experts
         for rows, columns in adapted_experts(m):
             shapes += [(rows // experts, r * experts), (r * experts, columns)]
         for name, rows, columns in m.adapted:
             out, inner = (columns, rows) if name == OUTER_NAMES[0] else (rows, columns)
-            shapes += [(out, r), (r, inner)] + ([(out, 1)] if m.settings.use_dora else [])
+            shapes += [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else [])
     return [-(-rows // ranks) * columns for rows, columns in shapes]
 
 
 def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
-    if m.settings.optimizer == "adamw_8bit":
+    if m.plan.steps.moments_are_8_bit:
         return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
-    return OPTIMIZER_BYTES[m.settings.optimizer] * sum(tensors)
+    return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
 
 
 def frozen_extras(m: ModelCost) -> int:
     """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if m.full:
         return 0
-    starts = 4 * sum(trainable_tensors(m)) if m.settings.init_lora_weights in RESIDUAL_INITS else 0
+    starts = 4 * sum(trainable_tensors(m)) if m.adapter.init.changes_base else 0
     rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in m.adapted)
-    return starts + (4 * rows if m.settings.use_dora else 0)
+    return starts + (4 * rows if m.adapter.dora else 0)
 
 
 # ---- temporaries within a step
@@ -145,10 +143,10 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     n, b = m.shape.largest_linear(), m.compute
     if m.full:
         return 0, 0
-    if m.settings.train_type == "qlora":
-        if m.settings.cache_dequantized == "true":
+    if m.plan.quantization:
+        if m.plan.memory.cache_dequantized:
             return 0, 0
-        peak = 6 * n if m.settings.quantization_backend == "nf4" else 4 * n + (b * n if b < 4 else 0)
+        peak = 6 * n if m.plan.quantization.method == "nf4" else 4 * n + (b * n if b < 4 else 0)
         return peak, b * n
     return (b * n, b * n) if m.autocast else (0, 0)
 
@@ -167,8 +165,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     standing = gradients if microbatch.several or not m.full else 0
     logits = logits_bytes(m, microbatch)
     head = 4 * shape.vocab_size * h if m.full else 0
-    recomputed = layer_activation_bytes(m, microbatch) if m.settings.use_gradient_checkpointing == "true" else 0
-    if m.settings.ep_degree > 1:  # hidden states on their way to the experts, and in their order
+    recomputed = layer_activation_bytes(m, microbatch) if m.plan.memory.recompute else 0
+    if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
     products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
@@ -191,22 +189,22 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     """Bytes of heap fragmentation; zero on devices whose allocator reports its own peak."""
     if m.device != "cpu":
         return 0
-    recomputed = m.settings.use_gradient_checkpointing == "true"
+    recomputed = m.plan.memory.recompute
     grown = HEAP_PART_RECOMPUTED[m.weight] * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
-    return int(grown * (HEAP_PART_LOW_MEMORY if m.settings.low_memory else 1))
+    return int(grown * (HEAP_PART_LOW_MEMORY if m.plan.memory.low_memory else 1))
 
 
 def uses_onednn(m: ModelCost) -> bool:
     """True if oneDNN computes the matrix products: in 16 bits on every CPU, in fp32 where the plan chose it."""
-    return m.device == "cpu" and (m.compute == 2 or m.settings.cpu_matmul == "onednn")
+    return m.device == "cpu" and (m.compute == 2 or m.plan.precision.onednn)
 
 
 def cached_bytes(m: ModelCost) -> int:
     """Bytes of cached dequantized weights."""
-    s, shape = m.settings, m.shape
-    if s.train_type != "qlora" or s.cache_dequantized != "true":
+    quantization, shape = m.plan.quantization, m.shape
+    if quantization is None or not m.plan.memory.cache_dequantized:
         return 0
-    whole = s.group_size if s.quantization_backend == "nf4" and m.compute == 4 else 1
+    whole = quantization.group_size if quantization.method == "nf4" and m.compute == 4 else 1
     dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
     cached = m.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
     return int(cached * (1 - shape.new_layers / shape.num_layers))
@@ -254,7 +252,7 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
 
 
 def estimate(
-    settings, shape: ModelShape, microbatch: MicrobatchShape, device: str = "cpu", ranks: int = 1, in_flight: int = 1
+    plan: Parts, shape: ModelShape, microbatch: MicrobatchShape, device: str = "cpu", ranks: int = 1, in_flight: int = 1
 ) -> dict:
     """{'total': bytes, 'items': {name: bytes}}: peak memory per rank in training, above the process after its imports.
 
@@ -264,7 +262,7 @@ def estimate(
     """
     if not shape.known or not shape.linears:
         return {"total": 0, "items": {}}
-    m = ModelCost(shape, settings, device)
+    m = ModelCost(shape, plan, device)
     tensors, own, kept = trainable_tensors(m), trainable_tensors(m, ranks), activation_bytes(m, microbatch)
     gradients = 4 * sum(tensors)
     cached = cached_bytes(m)
@@ -288,7 +286,7 @@ def estimate(
         "allocator": allocator_bytes(m, microbatch, kept),
     }
     host = 0
-    if settings.use_cpu_offload and ranks > 1 and device != "cpu":
+    if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
         host = sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
         items = {"base": on_device} | items
@@ -336,18 +334,18 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
 
 def _experts_elsewhere(m: ModelCost) -> float:
     """Bytes of the experts that expert parallelism does not gather: other ranks', and whole ones of this rank."""
-    degree = m.settings.ep_degree
+    degree = m.plan.parallel.ep
     if degree == 1:
         return 0
     stored, _ = expert_bytes(m)
-    return stored * (1 if m.settings.dp_shards == degree else 1 - 1 / degree)
+    return stored * (1 if m.plan.parallel.dp_shards == degree else 1 - 1 / degree)
 
 
 def expert_bytes(m: ModelCost) -> tuple[int, int]:
     """(stored bytes of all experts, adapters included; bytes of their gradients)."""
     weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
     without = replace(m.shape, expert_weights=0, num_weights=m.shape.num_weights - weights)
-    dense = ModelCost(without, m.settings, m.device)
+    dense = ModelCost(without, m.plan, m.device)
     trained = 4 * (sum(trainable_tensors(m)) - sum(trainable_tensors(dense)))
     return base_bytes(m) - base_bytes(dense) + trained, trained
 
@@ -355,7 +353,7 @@ def expert_bytes(m: ModelCost) -> tuple[int, int]:
 def _width_in_flight(m: ModelCost) -> float:
     """Bytes per weight that is read and quantized: as stored, in the run's dtype if that differs, and the solver's."""
     stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
-    solver = METHODS[m.settings.quantization_backend].solver_bytes
+    solver = METHODS[m.plan.quantization.method].solver_bytes
     return stored + (m.weight if m.weight != round(stored) else 0) + solver
 
 
@@ -364,10 +362,9 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
 
     Rows that are read in the dtype they stay in are no copy.
     """
-    s, largest = m.settings, m.shape.largest_linear()
-    if s.train_type == "qlora":
-        config = config_for(s.quantization_backend, s.n_bits, s.quant_type, s.group_size, s.double_quant)
-        by_rows = all(rows_independent(config, columns) for _, _, columns in m.shape.linears)
+    quantization, largest = m.plan.quantization, m.shape.largest_linear()
+    if quantization:
+        by_rows = all(rows_independent(quantization.config, columns) for _, _, columns in m.shape.linears)
         read = -(-largest // ranks) if by_rows else largest
         return int(LOADING_WORKERS * read * _width_in_flight(m)) + QUANTIZING_BYTES
     size = 4 if m.full else m.weight
@@ -375,27 +372,27 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
     return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
 
 
-def loading_bytes(settings, shape: ModelShape, ranks: int = 1) -> int:
+def loading_bytes(plan: Parts, shape: ModelShape, ranks: int = 1) -> int:
     """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
     Adapter initializations from unquantized weights hold all of those first. Sharded ranks read only their own rows if
     they can.
     """
-    m = ModelCost(shape, settings)
-    ranks = 1 if loads_full_model(settings) else ranks
+    m, memory = ModelCost(shape, plan), plan.memory
+    ranks = 1 if loads_full_model(plan) else ranks
     trainable = 4 * sum(trainable_tensors(m, ranks))
     if ranks > 1:
         return base_bytes(m, ranks) + trainable + _slices_in_flight(m, ranks) + LOADING_BYTES
-    if m.full or settings.init_lora_weights in (*RESIDUAL_INITS, "eva"):
+    if m.full or m.adapter.init.needs_full_base:
         whole = shape.num_weights * m.weight
         return whole + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
-    if settings.train_type != "qlora":
+    if plan.quantization is None:
         return base_bytes(m) + LOADING_BYTES + trainable
     width = _width_in_flight(m)
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
     # first,
     # when little memory is in use.
     experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
-    workers = settings.loading_workers if settings.loading_workers > 0 else LOADING_WORKERS
-    in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if settings.low_memory else workers)
+    workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS
+    in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if memory.low_memory else workers)
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import Adapter, AllWeights, Parts
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 
 
@@ -51,33 +51,38 @@ class MicrobatchShape:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Model dimensions and settings as the formulas use them."""
+    """Model dimensions and the plan's parts as the formulas use them."""
 
     shape: ModelShape
-    settings: object
+    plan: Parts
     device: str = "cpu"
     adapted: tuple = field(init=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "adapted", tuple(adapted_linears(self.shape, self.settings)))
+        targets = None if self.full else self.adapter.targets
+        object.__setattr__(self, "adapted", tuple(adapted_linears(self.shape, targets)))
+
+    @property
+    def adapter(self) -> Adapter:
+        """What is counted per adapted layer, also of added layers, which have none."""
+        return self.plan.trains if isinstance(self.plan.trains, Adapter) else Adapter()
 
     @property
     def weight(self) -> int:
         """Bytes per unquantized weight."""
-        word = self.settings.precision
-        return 4 if "autocast" in word else BYTES[word]
+        return self.plan.precision.weight_bytes
 
     @property
     def compute(self) -> int:
-        return BYTES[self.settings.precision.split("_")[0]]
+        return self.plan.precision.compute_bytes
 
     @property
     def full(self) -> bool:
-        return self.settings.train_type == "full"
+        return isinstance(self.plan.trains, AllWeights)
 
     @property
     def autocast(self) -> bool:
-        return "autocast" in self.settings.precision
+        return self.plan.precision.casts_weights
 
     @property
     def q(self) -> int:
@@ -98,10 +103,9 @@ def named(targets: str, name: str) -> bool:
         return False
 
 
-def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
-    """Linears that get an adapter, including embeddings and head if named; all linears in full training."""
-    targets = settings.lora_target_modules
-    if settings.train_type == "full" or targets == "all":
+def adapted_linears(shape: ModelShape, targets: str | None) -> list[tuple[str, int, int]]:
+    """Linears that get an adapter, including embeddings and head if named; `targets` None: all, of full training."""
+    if targets is None or targets == "all":
         return list(shape.linears)
     if targets == "default":
         leaves = {name.rpartition(".")[2] for name, _, _ in shape.linears}
@@ -113,9 +117,8 @@ def adapted_linears(shape: ModelShape, settings) -> list[tuple[str, int, int]]:
 
 def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of the fused expert parameters that get an adapter."""
-    s, matrices = m.settings, m.shape.expert_matrices()
-    if m.full or m.shape.new_layers or s.use_dora:
+    targets, matrices = m.adapter.targets, m.shape.expert_matrices()
+    if m.full or m.shape.new_layers or m.adapter.dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
-    targets = s.lora_target_modules
     return [matrix for matrix, name in zip(matrices, names, strict=True) if targets == "all" or named(targets, name)]

@@ -5,7 +5,6 @@ Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 
 from dataclasses import dataclass, replace
 
-from finetune.config import TrainConfig
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import communication, memory
 from finetune.estimate.budget import (
@@ -18,87 +17,93 @@ from finetune.estimate.budget import (
     predicted,
     predicted_bytes,
 )
+from finetune.estimate.memory import OPTIMIZER_BYTES
 from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import Adapter, Parts
+from quantization_wrapper import METHODS
 
 MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
 class Option:
-    """TrainConfig that save memory: their price, and the world size they need."""
+    """A change that saves memory, its price, and the plan with it."""
 
     text: str
     price: str
-    settings: TrainConfig
+    plan: Parts
     saved: int = 0
     fits: bool = False
 
 
-def options(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
+def options(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
     """Every change that saves memory, cheapest first, each on its own."""
-    s, now, found = settings, predicted_bytes(settings, shape, budget), []
+    now, found = predicted_bytes(plan, shape, budget), []
+    data, steps, memory_plan = plan.data, plan.steps, plan.memory
 
     def offer(text, price, **new):
-        other = replace(s, **new)
+        other = plan.with_settings(**new)
         took = predicted_bytes(other, shape, budget)
         if now - took >= now / 1000:
             found.append(Option(text, price, other, now - took, took <= budget.usable))
 
-    if s.microbatch_tokens > s.row_length:
+    if steps.microbatch_tokens > data.row_length:
         offer(
-            f"--microbatch_tokens {s.row_length}",
+            f"--microbatch_tokens {data.row_length}",
             "2 to 6 % of the speed; identical result",
-            microbatch_tokens=s.row_length,
+            microbatch_tokens=data.row_length,
         )
-    if s.cache_dequantized == "true":
+    if memory_plan.cache_dequantized:
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
-    if budget.device == "cpu" and not s.low_memory:
+    if budget.device == "cpu" and not memory_plan.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
     # 8-bit moments are not supported with row-wise sharding.
-    if s.optimizer in ("adam", "adamw", "adadelta") and budget.ranks * budget.dims.tp == 1:
+    if OPTIMIZER_BYTES.get(steps.optimizer) == 8 and budget.ranks * budget.dims.tp == 1:
         offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
-    if s.train_type == "qlora" and not s.double_quant and s.quantization_backend in ("nf4", "bnb"):
+    quantization = plan.quantization
+    if quantization and not quantization.double_quant and METHODS[quantization.method].double_quant:
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)
-    if s.use_gradient_checkpointing == "false":
+    if not memory_plan.recompute:
         offer(
             "--use_gradient_checkpointing true",
             "27 to 43 % of the speed",
             use_gradient_checkpointing="true",
             use_activation_cpu_offload=False,
         )
-    if budget.ranks > 1 and budget.device not in ("cpu", "mps") and not s.use_cpu_offload:
-        host = predicted(replace(s, use_cpu_offload=True), shape, budget, full_microbatch(s))
+    if budget.ranks > 1 and budget.device not in ("cpu", "mps") and not memory_plan.offload:
+        host = predicted(plan.with_settings(use_cpu_offload=True), shape, budget, full_microbatch(plan))
         offer(
             "--use_cpu_offload true",
             f"{gib(host.get('host', 0))} of host memory per rank, from which weights are copied for each "
             "forward and backward; identical result",
             use_cpu_offload=True,
         )
-    _offer_less_precision(s, offer, found)
+    _offer_less_precision(plan, offer, found)
     return found
 
 
-def _offer_less_precision(s: TrainConfig, offer, found: list) -> None:
+def _offer_less_precision(plan: Parts, offer, found: list) -> None:
     """Fewer trainable weights, fewer bits, shorter rows: changes of the result."""
-    half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(s.precision)
-    if half and s.train_type != "full":
+    trains, quantization, data, precision = plan.trains, plan.quantization, plan.data, plan.precision
+    half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(precision.word)
+    if half and not plan.all_weights:
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
     quantized = dict(
         train_type="qlora", quantization_backend="nf4", n_bits=4, quant_type="nf4", cache_dequantized="false"
     )
-    plain = {"fp32": "fp32"}.get(s.precision, s.precision.split("_")[0])
-    if s.train_type == "full":
+    plain = precision.compute
+    if plan.all_weights:
         offer("--train_type lora", "trains adapters, not all weights", train_type="lora", precision=plain)
         offer("--train_type qlora", "trains adapters on a base rounded to 4 bits", precision=plain, **quantized)
-    if s.train_type == "lora":
+    elif quantization is None:
         offer("--train_type qlora", "the base rounded to 4 bits; about 3 % of the speed", **quantized)
-    if s.train_type != "full" and s.lora_rank > 8:
+    if isinstance(trains, Adapter) and trains.rank > 8:
         offer("--lora_rank 8", "smaller adapters", lora_rank=8)
-    length = s.context_length
+    length = data.context_length
     while length > 128:
         length //= 2
-        fewer = length * s.documents_per_row
-        tokens = fewer if s.microbatch_tokens <= s.row_length else s.microbatch_tokens
+        fewer, tokens = length * data.documents_per_row, plan.steps.microbatch_tokens
+        tokens = fewer if tokens <= data.row_length else tokens
         offer(
             f"--context_length {length}",
             "longer rows are truncated at the start of the prompt",
@@ -107,7 +112,7 @@ def _offer_less_precision(s: TrainConfig, offer, found: list) -> None:
         )
         if found and found[-1].fits:
             break
-    if s.train_type == "qlora" and s.n_bits > 2:
+    if quantization and quantization.bits > 2:
         low = dict(quantization_backend="hqq", n_bits=2, quant_type="affine", double_quant=False, group_size=64)
         offer(
             "--quantization_backend hqq --n_bits 2",
@@ -116,86 +121,88 @@ def _offer_less_precision(s: TrainConfig, offer, found: list) -> None:
         )
 
 
-def cheapest_combination(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
+def cheapest_combination(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
     """The cheapest changes, accumulated until it fits; `fits` of the last one says whether they suffice."""
-    taken, s = [], settings
+    taken, now = [], plan
     for _ in range(12):
-        offered = [c for c in options(s, shape, budget) if c.text.split()[0] not in {t.text.split()[0] for t in taken}]
+        offered = [
+            c for c in options(now, shape, budget) if c.text.split()[0] not in {t.text.split()[0] for t in taken}
+        ]
         if not offered:
             break
         taken.append(next((c for c in offered if c.fits), offered[0]))
-        s = taken[-1].settings
+        now = taken[-1].plan
         if taken[-1].fits:
             break
     return taken
 
 
-def fewest_devices(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> int | None:
+def fewest_devices(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> int | None:
     """Minimum number of such devices for these settings with more FSDP shards, otherwise unchanged."""
     ranks = budget.ranks
     while ranks <= MOST_RANKS:
         wider = replace(budget, ranks=ranks)
-        if fits(settings, shape, wider):
+        if fits(plan, shape, wider):
             return wider.devices
         ranks += budget.dims.cp * (1 if ranks < 16 else 8)
     return None
 
 
-def remedy_lines(settings: TrainConfig, shape: ModelShape, budget: MemoryBudget) -> list[str]:
+def remedy_lines(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[str]:
     """Lines listing the changes that would make it fit, cheapest first, each with its saving and its price."""
-    single, lines = options(settings, shape, budget), []
+    single, lines = options(plan, shape, budget), []
     enough = [c for c in single if c.fits]
     if enough:
         lines.append("any one of these would make it fit, cheapest first:")
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in enough]
     else:
-        steps = cheapest_combination(settings, shape, budget)
+        steps = cheapest_combination(plan, shape, budget)
         if steps and steps[-1].fits:
             lines.append("these together would make it fit, cheapest first:")
         elif steps:
-            least = predicted_bytes(steps[-1].settings, shape, budget)
+            least = predicted_bytes(steps[-1].plan, shape, budget)
             lines.append(
                 f"nothing makes it fit here: all of these together still need {gib(least)} of {gib(budget.usable)}:"
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
-            devices = fewest_devices(steps[-1].settings, shape, budget)
+            devices = fewest_devices(steps[-1].plan, shape, budget)
             if devices:
                 lines.append(f"with all of them, {devices} devices of this size suffice")
             lines.append(
                 f"or {budget.devices} device{'s' * (budget.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )
-    devices = fewest_devices(settings, shape, budget)
+    devices = fewest_devices(plan, shape, budget)
     if devices and devices > budget.devices:
         lines.append(f"unchanged, {devices} devices of this size suffice")
     return lines
 
 
 def report_lines(
-    settings: TrainConfig, shape: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
+    plan: Parts, shape: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
     """(lines of the dry run's memory table and communication volume, whether it fits)."""
     if shape is None or budget is None or not (shape.known and shape.linears):
         why = "the model is not on this disk" if shape is None else "config.json lacks some of its dimensions"
         why = "this device's memory is unknown" if budget is None else why
         return [f"memory: not predicted, {why}"], True
-    microbatch = full_microbatch(settings)
-    found = predicted(settings, shape, budget, microbatch)
+    microbatch = full_microbatch(plan)
+    found = predicted(plan, shape, budget, microbatch)
     ok, total = found["total"] <= budget.usable, found["total"]
-    forward = f"{len(microbatch.lengths)} x {settings.context_length} tokens per forward"
+    forward = f"{len(microbatch.lengths)} x {plan.data.context_length} tokens per forward"
     lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({budget}), {forward}:"]
     lines += [f"  {name:<12} {gib(size):>12}" for name, size in found["items"].items()]
     verdict = "fits" if ok else f"does not fit, by {gib(total - budget.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
         lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training")
-    loading = memory.loading_bytes(settings, shape, budget.ranks)
+    loading = memory.loading_bytes(plan, shape, budget.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
-    largest = largest_rows(settings, shape, budget)
+    largest = largest_rows(plan, shape, budget)
     source = "headers of its weight files" if shape.exact else "config.json"
     lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
     if dims and dims.world_size > 1:
-        sent = communication.bytes_per_step(dims, communication.traffic_of(settings, shape, dims, microbatch)).items()
+        sent = communication.bytes_per_step(dims, communication.traffic_of(plan, shape, dims, microbatch)).items()
         lines.append(
             "each rank sends per step of full rows: "
             + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
@@ -203,8 +210,8 @@ def report_lines(
     if largest:
         lines.append(
             f"largest batch that fits in one forward: --batch_size {largest} at --context_length "
-            f"{settings.context_length}"
+            f"{plan.data.context_length}"
         )
     if not ok:
-        lines += remedy_lines(settings, shape, budget)
+        lines += remedy_lines(plan, shape, budget)
     return lines, ok

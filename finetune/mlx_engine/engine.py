@@ -17,11 +17,12 @@ from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_l
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head
 from finetune.mlx_engine.memory import Memory
-from finetune.mlx_engine.model import MLXModel, as_numpy, compute_dtype, parameter_count
+from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, parameter_count
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
 from finetune.optimizer_state import LossScaler
+from finetune.plan.parts import Adapter, Parts
 
 WHY_PADDED = "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models take no document boundaries"
 
@@ -34,20 +35,23 @@ class MLXEngine:
 
     writes_shards = False
 
-    def __init__(self, loaded: MLXModel, settings, keys, ranks: Ranks, pad_id: int, base_config: dict, options=None):
-        self.loaded, self.model, self.settings, self.keys = loaded, loaded.model, settings, keys
+    def __init__(self, loaded: MLXModel, plan: Parts, keys, ranks: Ranks, pad_id: int, base_config: dict, options=None):
+        self.loaded, self.model, self.plan, self.keys = loaded, loaded.model, plan, keys
         self.ranks, self.pad_id, self.base_config = ranks, pad_id, base_config
         self.rank = self.data_rank = ranks.rank
-        self.options, self.dtype = options or MLXOptions(), compute_dtype(settings.precision)
+        self.options, self.dtype = options or MLXOptions(), DTYPES[plan.precision.compute]
+        adapter = plan.trains if isinstance(plan.trains, Adapter) else None
+        self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
-        self.paths = state.trainable_paths(loaded, settings)
+        self.paths = state.trainable_paths(loaded, plan.trains)
         arrays = dict(state.flat(loaded.model))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
-        self.optimizer, self.scaler = Optimizer(settings), LossScaler(settings.precision)
+        self.optimizer = Optimizer(plan.steps, adapter.lr_ratio if adapter else 1.0)
+        self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter, self.head, self.layout, self.reseeded = Memory(self), None, None, False
         self.foreign_rng = {}
-        self.seed(settings.seed)
+        self.seed(plan.steps.seed)
         self._gradients = self._build_gradients()
 
     # ---- before the first step
@@ -91,7 +95,7 @@ class MLXEngine:
         if self.loaded.base is None:
             return None
         layer = self.loaded.embedding if self.loaded.head is None else self.loaded.head
-        if self.settings.train_type == "full" and "bias" in layer:  # the chunked head has no gradient for it
+        if self.plan.all_weights and "bias" in layer:  # the chunked head has no gradient for it
             return None
         head, ids = Head.of(layer, self.loaded.config), mx.arange(3, 12)[None] % self.vocab_size()
         theirs = self.model(ids)[0].astype(mx.float32)
@@ -106,7 +110,7 @@ class MLXEngine:
         from finetune.mlx_engine import BLAS
 
         found = [] if self.on_gpu or BLAS is None else [BLAS]
-        if self.loaded.has_experts and self.settings.train_type != "full":
+        if self.loaded.has_experts and not self.plan.all_weights:
             found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
         return found
 
@@ -158,9 +162,10 @@ class MLXEngine:
         return result
 
     def _clipped(self, grads: dict, norm) -> dict:
-        if not self.settings.apply_gradient_clipping:
+        clip = self.plan.steps.clip
+        if clip is None:
             return grads
-        factor = mx.minimum(self.settings.grad_norm / (norm + 1e-6), 1.0)
+        factor = mx.minimum(clip / (norm + 1e-6), 1.0)
         return {n: g * factor for n, g in grads.items()}
 
     def _microbatch(self, batch: Batch, scale: float, kept: dict | None):
@@ -193,8 +198,8 @@ class MLXEngine:
 
     def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
         """Summed nll of the targets at the flat positions `at`; `key` None: without dropout."""
-        self._put({n: p.astype(self.dtype) if self.settings.train_type == "full" else p for n, p in params.items()})
-        if self.settings.lora_dropout:
+        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
+        if self.has_dropout:
             self.keys.begin(key)
         if self.head is None:
             logits = self.model(ids)
@@ -202,7 +207,7 @@ class MLXEngine:
             nll = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, labels[:, None], axis=-1).squeeze(-1)
             return (nll if weights is None else nll * weights).sum()
         hidden = self.loaded.base(ids)
-        trains = self.settings.train_type == "full"
+        trains = self.plan.all_weights
         return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning)
 
     def _inputs(self, batch: Batch):
@@ -220,22 +225,25 @@ class MLXEngine:
         wanted = np.maximum(labels.reshape(-1)[at], 0)
         return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed nll, targets) over all ranks, each of which takes its share of the microbatches."""
-        total, count = 0.0, 0
+    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """The nll without a step, over all ranks, each of which takes its share of the microbatches."""
+        total, num_targets, num_tokens = 0.0, 0, 0
         for batch in microbatches[self.data_rank :: self.ranks.size]:
             if stop and stop():
                 break
             with self._memory_advice(batch):
                 total += self._nll(self.params, *self._inputs(batch), None, learning=False).item()
             self._put(self.params)
-            count += batch.num_targets
-        total, count = self.ranks.sum_numbers(total, count)
-        return total, int(count)
+            num_targets, num_tokens = num_targets + batch.num_targets, num_tokens + batch.num_tokens
+        total, num_targets, num_tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
+        return StepResult(total, int(num_targets), int(num_tokens), 0.0)
+
+    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        raise AssertionError("the plan refuses preferences on MLX")
 
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, as the protocol says."""
-        if self.settings.lora_dropout:
+        if self.has_dropout:
             self.keys.begin(None)
         how = generate.Sampling(**sampling)
         stops = (stop_row, on_token, how, self._next_key)
@@ -255,7 +263,7 @@ class MLXEngine:
         except (MemoryError, RuntimeError) as error:
             if not (is_out_of_memory(error) or "malloc" in str(error)):
                 raise
-            s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape)) if batch else "0"
+            s, size = self.plan.settings, "x".join(map(str, batch.input_ids_BS.shape)) if batch else "0"
             raise OutOfMemoryError(
                 f"MLX ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
                 f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "

@@ -24,19 +24,19 @@ WHOLE_BYTES = 2**30  # weight files up to this size are compared in full
 TOKENS = 24
 
 
-def check(files, settings, reference) -> float | None:
+def check(files, options: MLXOptions, context_length: int, reference) -> float | None:
     """The largest difference, relative to the largest logit. Raises PlanError above LIMIT.
 
     `reference(folder, ids)`: transformers' logits. Without torch, a check of the config's fields takes their place.
     """
-    if not MLXOptions.read(settings.mlx_config).fingerprint:
+    if not options.fingerprint:
         return None
     unreadable = any(path.suffix == ".npz" for path in files.weight_files)  # by torch
     if unreadable or importlib.util.find_spec("torch") is None:
         check_fields(files)
         return None
     size = sum(path.stat().st_size for path in files.weight_files)
-    ids = tokens(files.config, settings.context_length)
+    ids = tokens(files.config, context_length)
     if size <= WHOLE_BYTES:
         return _compare(files.folder, files.config, ids, files.name, reference)
     with tempfile.TemporaryDirectory() as beside:

@@ -23,11 +23,6 @@ DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 ROUTERS = {"gate", "router"}
 
 
-def compute_dtype(precision: str):
-    """The dtype of products: *_autocast precisions differ from the plain ones in torch only."""
-    return DTYPES[precision.partition("_")[0]]
-
-
 @dataclass
 class MLXModel:
     """A loaded model. `names`: {path of a parameter in the MLX model: its name on disk}, without those that changed.

@@ -7,13 +7,14 @@ import mlx.core as mx
 
 from finetune.errors import CheckpointDamagedError
 from finetune.optimizer_state import MOMENTS
+from finetune.plan.parts import StepsPlan
 
 
 class Optimizer:
     """`moments`: {'<name>.<moment>': array}, `counts`: {'<name>.step': steps applied}; both empty before the first."""
 
-    def __init__(self, settings):
-        self.kind, self.wd, self.ratio = settings.optimizer, settings.wd, settings.loraplus_lr_ratio
+    def __init__(self, steps: StepsPlan, lr_ratio: float = 1.0):
+        self.kind, self.wd, self.ratio = steps.optimizer, steps.wd, lr_ratio
         self.moments, self.counts = {}, {}
 
     def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:

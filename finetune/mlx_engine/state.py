@@ -16,6 +16,7 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.mlx_engine.model import MLXModel, as_numpy
 from finetune.mlx_engine.targets import adapted_names, adapter_names
 from finetune.optimizer_state import check_known, check_moments
+from finetune.plan.parts import Adapter, Trains
 
 RNG = "mlx"
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -25,9 +26,9 @@ def flat(model) -> list[tuple[str, mx.array]]:
     return tree_flatten(model.parameters())
 
 
-def trainable_paths(loaded: MLXModel, settings) -> dict[str, str]:
+def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
     """{name on disk: path} of what trains. PlanError if some weight has no name of its own on disk."""
-    if settings.train_type != "full":
+    if isinstance(trains, Adapter):
         return adapter_names(loaded)
     renamed = sorted(path for path, _ in flat(loaded.model) if path not in loaded.names)
     if renamed:
@@ -63,12 +64,13 @@ def rng(engine) -> dict[str, np.ndarray]:
 
 def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
     """{file: JSON} beside the weights."""
-    if engine.settings.train_type == "full":
+    if engine.plan.all_weights:
         return {"config.json": engine.base_config}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
     targets = shortest_targets(adapted_names(engine.loaded), modules)
     base = {"name": base_name, "digest": base_digest}
-    return {"adapter_config.json": adapter_config(engine.settings, base_name, targets), "base_model.json": base}
+    config = adapter_config(engine.plan.trains, base_name, engine.plan.settings.revision, targets)
+    return {"adapter_config.json": config, "base_model.json": base}
 
 
 def write_model(engine, folder: Path) -> None:
@@ -105,7 +107,7 @@ def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dic
     shapes = {name: tuple(p.shape) for name, p in engine.params.items()}
     counts = numbers["counts"]
     check_known((*optimizer, *counts), shapes)
-    check_moments(optimizer, counts, shapes, engine.settings.optimizer, may_be_empty=numbers["scale"] is not None)
+    check_moments(optimizer, counts, shapes, engine.plan.steps.optimizer, may_be_empty=numbers["scale"] is not None)
     engine.optimizer.load({key: mx.array(np.array(v[...], np.float32)) for key, v in optimizer.items()}, counts)
     if engine.scaler.scale is not None and numbers["scale"] is not None:
         engine.scaler.scale, engine.scaler.clean_steps = numbers["scale"], numbers["clean_steps"]

@@ -9,6 +9,7 @@ from finetune.adapters.targets import default_targets, named_targets
 from finetune.errors import PlanError
 from finetune.mlx_engine.layers import DropoutKeys, LoRALinear, recompute
 from finetune.mlx_engine.model import MLXModel
+from finetune.plan.parts import Adapter
 
 PREFIX = "base_model.model."
 
@@ -23,23 +24,23 @@ def target_names(linears: dict[str, str], targets: str) -> list[str]:
     return named_targets(names, targets, "the MLX engine adapts no layer of that name in this model")
 
 
-def add_adapters(loaded: MLXModel, settings) -> DropoutKeys:
+def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     """Adds an adapter to each targeted linear; the keys of their dropout."""
-    s, linears = settings, loaded.linears()
-    names = target_names(linears, s.lora_target_modules)
+    linears, init = loaded.linears(), adapter.init
+    names = target_names(linears, adapter.targets)
     if not names:
         raise PlanError(
-            f"--model_name {s.model_name}: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so "
-            "none can be adapted under its own name. Use --backend cpu."
+            f"--model_name: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so none can be "
+            "adapted under its own name. Use --backend cpu."
         )
-    scaling = s.lora_alpha / (s.lora_rank**0.5 if s.use_rslora else s.lora_rank)
+    scaling = adapter.alpha / (adapter.rank**0.5 if adapter.rslora else adapter.rank)
     keys = DropoutKeys(len(names))
     for number, name in enumerate(names):
         base = loaded.module(linears[name])
-        layer = LoRALinear(base, s.lora_rank, scaling, s.lora_dropout, keys, number)
+        layer = LoRALinear(base, adapter.rank, scaling, adapter.dropout, keys, number)
         in_features = layer.lora_A.shape[1]
-        layer.lora_A = mx.array(start.initial_a(name, s.lora_rank, in_features, s.init_lora_weights, s.seed))
-        if s.use_dora:
+        layer.lora_A = mx.array(start.initial_a(name, adapter.rank, in_features, init.is_gaussian, init.seed))
+        if adapter.dora:
             layer.start_magnitude()
         layer.freeze()
         layer.unfreeze(recurse=False)

@@ -8,6 +8,7 @@ from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.plan.draft import Draft
+from finetune.plan.parts import Parts
 
 MULTIPLE = 64  # lengths are rounded up to these
 SHORT = 512  # rows up to this length are never cut
@@ -71,7 +72,7 @@ def context_length(draft: Draft) -> None:
 
 
 def _auto_length(draft: Draft, limit: int | None) -> None:
-    lengths = draft.facts.lengths and draft.facts.lengths(TrainConfig(**draft.values))
+    lengths = draft.facts.lengths and draft.facts.lengths(Parts(TrainConfig(**draft.values)).data)
     if lengths:
         needed, share = int(np.percentile(lengths, 99, method="higher")), "99 %"
         if max(lengths) <= max(SHORT, needed * 1.25):  # a few tokens more keep all of them
@@ -99,8 +100,8 @@ def _allowed_by_memory(draft: Draft, length: int) -> int:
     if values["cache_dequantized"] == "auto":
         values["cache_dequantized"] = "false"
     while length > least:
-        settings = TrainConfig(**values | {"context_length": length})
-        if budget.fits(settings, shape, memory_budget, budget.full_microbatch(settings, 1)):
+        plan = Parts(TrainConfig(**values | {"context_length": length}))
+        if budget.fits(plan, shape, memory_budget, budget.full_microbatch(plan, 1)):
             break
         length = max(least, length // 2)
     return length

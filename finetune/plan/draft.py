@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from backend_manager import Backend, BackendCapabilities
-from finetune.config import DEFAULTS, TrainConfig
+from finetune.config import DEFAULTS
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.demo import demo_defaults
+from finetune.plan.parts import DataPlan
 from finetune.plan.run_plan import Adjustment
 
 
@@ -36,7 +37,7 @@ class Facts:
     env: RankEnv | None = None
     num_devices: int = 1
     environment: dict = field(default_factory=dict)
-    lengths: Callable[[TrainConfig], tuple[int, ...] | None] | None = None
+    lengths: Callable[[DataPlan], tuple[int, ...] | None] | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

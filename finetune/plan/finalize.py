@@ -2,11 +2,10 @@
 
 import math
 
-from finetune.config import REFERENCED
 from finetune.data.reading.mixture import dataset_words
 from finetune.data.sampler import num_rows_of
 from finetune.errors import OutOfMemoryError, PlanError
-from finetune.estimate.budget import rows_for_data
+from finetune.plan.memory import rows_for_data
 from finetune.plan.run_plan import RunPlan
 
 
@@ -16,7 +15,7 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
     """
     changes = data_changes(plan, data.train.row_lengths)
-    checked = engine.verify(plan.settings.batch_layout)
+    checked = engine.verify(plan.data.layout)
     plan = plan.changed(changes | checked)
     for setting, (used, reason) in (changes | checked).items():
         say(f"{setting}: {used} ({reason})")
@@ -53,8 +52,8 @@ def reference_choice(plan: RunPlan, data) -> dict:
 
     Memory does not decide: the reference is the base with its adapters off, and a log-probability is a number.
     """
-    s = plan.settings
-    if s.preference not in REFERENCED or s.precompute_ref_log_probs != "auto":
+    s, objective = plan.settings, plan.objective
+    if not objective.facts.needs_reference or objective.precomputes_reference is not None:
         return {}
     steps, rows = data.total_steps(plan), data.train.num_rows
     read = steps * plan.rows_per_step if s.max_steps > 0 else s.num_epochs * num_rows_of(data.train.order)
@@ -73,7 +72,7 @@ def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
     """The changes to a smaller batch_size and, if it was left open, to a forward that takes the full batch."""
     changes = {"batch_size": (rows, why)}
     if "microbatch_tokens" not in plan.requested:
-        tokens = rows * plan.settings.row_length
+        tokens = rows * plan.data.row_length
         changes["microbatch_tokens"] = (tokens, "one forward takes the full batch")
     return changes
 

@@ -13,6 +13,7 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.plan.backend import choose_cpu_matmul
+from finetune.plan.parts import AllWeights
 from finetune.plan.run_plan import Adjustment, SavedRun, TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
@@ -47,7 +48,7 @@ class PretrainPlan:
     dims: ParallelDims = ParallelDims()
     resume_from: SavedRun | None = None
     steps_per_epoch: int = 0
-    engine = "torch"
+    engine, trains = "torch", AllWeights()
     has_adapter = False
     quantizes_again = False
 
@@ -64,6 +65,11 @@ class PretrainPlan:
         """What sets the number of steps, as it was written."""
         s = self.settings
         return f"max_steps={s.max_steps}" if s.max_steps else f"epochs={s.epochs}"
+
+    @property
+    def lr_flag(self) -> str:
+        """The learning rate, as it is written."""
+        return f"lr={self.settings.lr}"
 
     def schedule(self, total_steps: int) -> Schedule:
         s = self.settings

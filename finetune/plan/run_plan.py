@@ -7,11 +7,12 @@ from pathlib import Path
 
 from finetune.config import FIELDS, TrainConfig
 from finetune.data.sampler import Cursor
-from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles, find_model_of
-from finetune.schedule import Schedule, warmup_steps
+from finetune.plan.parts import PARTS, Parts
+from finetune.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,19 @@ class SavedRun:
         return self.step_folder is not None and self.step_folder.parent not in (root, root / "checkpoints")
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """What will run. `settings` hold every setting's settled value, `requested` only what the user set.
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Parts):
+    """What will run: the parts, and how they were found. `requested`: only what the user set.
 
     `shape`, `memory_budget` and `files` are what the plan was resolved against: they are not saved, and each rank finds
     the model's files on its own host.
     """
 
-    settings: TrainConfig
     requested: dict
     adjustments: tuple[Adjustment, ...]
     notices: tuple[str, ...]
     backend: str
     engine: str
-    dims: ParallelDims = ParallelDims()
-    distribution: str = "ptd"  # who shards and all-reduces: a key of accelerate_config.NAMES
     resume_from: SavedRun | None = None
     shape: ModelShape | None = None
     memory_budget: MemoryBudget | None = None
@@ -72,50 +70,47 @@ class RunPlan:
         return self.dims.data_ranks
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """True if a layer's gathered weights are freed between its forward and its backward."""
-        return self.settings.sharding_strategy not in KEEPS_GATHERED
-
-    @property
     def asked_length(self) -> str:
         """What sets the number of steps, as it was written."""
-        s = self.settings
-        return f"--max_steps {s.max_steps}" if s.max_steps > 0 else f"--num_epochs {s.num_epochs}"
+        return self.steps.length_flag
+
+    @property
+    def lr_flag(self) -> str:
+        """The learning rate, as it is written."""
+        return f"--lr {self.steps.lr}"
 
     @property
     def rows_per_step(self) -> int:
-        return self.settings.batch_size * self.settings.gradient_accumulation_steps * self.data_ranks
+        return self.steps.batch_size * self.steps.accumulation * self.data_ranks
 
     @property
     def quantizes_again(self) -> bool:
         """True if a resumed run has its base in another format than the saved one."""
-        if self.resume_from is None or self.settings.train_type != "qlora":
+        if self.resume_from is None or self.quantization is None:
             return False
-        return self.settings.quantization_backend != self.resume_from.saved_plan["settled"].get("quantization_backend")
+        return self.quantization.method != self.resume_from.saved_plan["settled"].get("quantization_backend")
 
     @property
     def has_adapter(self) -> bool:
-        return self.settings.train_type != "full"
+        return not self.all_weights
 
     def schedule(self, total_steps: int) -> Schedule:
-        s = self.settings
-        warmup = warmup_steps(total_steps, s.warmup_steps, s.warmup_ratio)
-        return Schedule(s.lr_scheduler, s.lr, total_steps, warmup, s.cosine_min_lr_ratio)
+        return self.steps.schedule(total_steps)
 
     def eval_due(self, state: "TrainState") -> bool:
-        every = self.settings.eval_every
+        every = self.output.eval_every
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
 
     def save_due(self, state: "TrainState", stopping: bool) -> bool:
-        every = self.settings.save_every
+        every = self.output.save_every
         periodic = bool(every) and state.step % every == 0
-        return self.settings.save_model and (periodic or stopping or state.step == state.total_steps)
+        return self.output.save_model and (periodic or stopping or state.step == state.total_steps)
 
     def changed(self, changes: dict) -> "RunPlan":
         """The plan with {setting: (value used, reason)}, an Adjustment for each that differs."""
         new = {k: v for k, (v, _) in changes.items() if getattr(self.settings, k) != v}
         adjustments = tuple(Adjustment(k, getattr(self.settings, k), v, changes[k][1]) for k, v in new.items())
-        return replace(self, settings=replace(self.settings, **new), adjustments=self.adjustments + adjustments)
+        return replace(self.with_settings(**new), adjustments=self.adjustments + adjustments)
 
     def to_json(self) -> dict:
         """What run_plan.json holds."""
@@ -130,6 +125,7 @@ class RunPlan:
     def serialize(self) -> str:
         """JSON of all that other ranks need: every decision, without what it was resolved against."""
         content = asdict(replace(self, shape=None, memory_budget=None, files=None))
+        content = {name: value for name, value in content.items() if name not in PARTS}
         return json.dumps(content, default=str)
 
     @classmethod

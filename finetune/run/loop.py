@@ -1,7 +1,6 @@
 """The loop that every run shares, with evaluation and publishing around it: one turn is one optimizer step.
 
-Everything it uses is an argument; no object holds all. `find(engine, data, plan, step, stopping)` is what an evaluation
-finds: train.py's is evaluation.evaluate.
+Everything it uses is an argument; no object holds all.
 """
 
 import time
@@ -12,9 +11,7 @@ from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
 
 
-def run_steps(
-    engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop, find=evaluation.evaluate
-) -> None:
+def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
     """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before."""
     summary = log.summary
 
@@ -25,16 +22,16 @@ def run_steps(
 
     stop.sync(engine.all_reduce_max)
     if state.step == 0 and not stop.requested():
-        evaluate(engine, data, plan, state, log, output_dir, stop, find)
+        evaluate(engine, data, plan, state, log, output_dir, stop)
         stop.sync(engine.all_reduce_max)
         if not stop.requested():
             summary.sample_before = sample(summary.scored_answer)
             summary.scored_answer = None
-    train(engine, data, plan, state, log, output_dir, stop, find)
+    train(engine, data, plan, state, log, output_dir, stop)
     if not stop.requested():
         if plan.settings.save_model:
             output_dir.publish(engine)
-        evaluate(engine, data, plan, state, log, output_dir, stop, find)
+        evaluate(engine, data, plan, state, log, output_dir, stop)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
@@ -43,11 +40,11 @@ def run_steps(
         output_dir.finish(state)
 
 
-def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop, find) -> None:
+def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule, traces = plan.schedule(state.total_steps), []
     if state.eval_pending:
-        evaluate(engine, data, plan, state, log, output_dir, stop, find)
+        evaluate(engine, data, plan, state, log, output_dir, stop)
     with engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
@@ -57,14 +54,14 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
                 result = engine.train_step(microbatches, lr)
             except NonFiniteError as error:
                 sources = data.sources_of(rows)
-                line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.settings.lr)
+                line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
             state.advance(result, cursor)
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             if plan.eval_due(state):
-                evaluate(engine, data, plan, state, log, output_dir, stop, find)
+                evaluate(engine, data, plan, state, log, output_dir, stop)
             if plan.save_due(state, stop.requested()):
                 log.saved(output_dir.save_step(engine, state, log.offset()))
     log.end_live()
@@ -72,13 +69,13 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
 
 
-def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop, find) -> None:
+def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
     if data.validation is None:
         return
     s, summary = plan.settings, log.summary
     with log.phase("scoring"):
-        found = find(engine, data, plan, state.step, stop.requested)
+        found = evaluation.evaluate(engine, data, plan, state.step, stop.requested)
         state.eval_pending = found is None
         if found is None:
             return

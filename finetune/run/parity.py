@@ -5,14 +5,21 @@ What it shows on a machine is what a run that moves between them will see there.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, versions
+from finetune.data.chat_template import ensure_chat_template
+from finetune.data.prepare import load_data, read_datasets
+from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import load_tokenizer, pad_id
+from finetune.plan.finalize import finalize
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.run.report import plan_lines
 
 STEPS = 20
 # Largest relative difference in loss at any step that counts as the same run. fp32: products in another order; 16 bits:
@@ -31,6 +38,35 @@ class Track:
     grad_norms: list = field(default_factory=list)
     seconds: float = 0.0
     weights: dict = field(default_factory=dict)
+
+
+def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callable) -> TrainState:
+    """Takes the same steps on both backends of --parity; prints, writes and returns the verdict.
+
+    `make_plan(overrides)`; `open_engine(plan, env)`: the plan's engine, as train.py opens it.
+    """
+    both, tracks = backends(overrides.pop("parity")), []
+    for name, alone in (("resume", None), ("world_size", 1)):
+        if overrides.get(name) not in (None, alone):
+            raise PlanError(f"--{name} {overrides[name]}: --parity starts two runs in one process. Omit it.")
+    for backend in both:
+        plan = make_plan(overrides_of(overrides, backend, both))
+        say("\n".join(plan_lines(plan)))
+        if overrides.get("dry_run"):
+            continue
+        tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.data)
+        ensure_chat_template(tokenizer)
+        data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
+        engine = rank.build(rank.load(), pad_id(tokenizer))
+        tracks.append(follow(engine, data, finalize(plan, data, engine, say), say))
+        del engine
+    if overrides.get("dry_run"):
+        return TrainState(status="planned", output_dir=plan.output.output_dir)
+    verdict, folder = compare(*tracks, plan.precision.word), plan.output.folder
+    write(verdict, folder)
+    say("\n".join([*report(verdict), f"written: {folder}/parity.json, {folder}/parity.svg"]))
+    exit_code = 0 if verdict["same"] else PlanError.exit_code
+    return TrainState(status="compared", output_dir=str(folder), exit_code=exit_code)
 
 
 def backends(text: str) -> tuple[str, str]:

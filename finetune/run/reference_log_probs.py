@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from finetune.checkpoint.store import replace_text, storage
-from finetune.config import REFERENCED
 from finetune.data.collate import microbatches
 from finetune.system.json_files import NUMBER, JsonFileError, read_json
 
@@ -22,8 +21,7 @@ DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_
 
 def with_reference(engine, data, plan, root: Path, say, stop):
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
-    s = plan.settings
-    if s.preference not in REFERENCED or s.precompute_ref_log_probs != "true":
+    if not plan.objective.facts.needs_reference or not plan.objective.precomputes_reference:
         return data
     datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
     key = _key(plan, datasets)
@@ -31,10 +29,10 @@ def with_reference(engine, data, plan, root: Path, say, stop):
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
-        found = {use: _computed(engine, dataset, s, stop, say) for use, dataset in datasets.items()}
+        found = {use: _computed(engine, dataset, plan, stop, say) for use, dataset in datasets.items()}
         if stop.requested():
             return data
-        if engine.rank == 0 and s.save_model:
+        if engine.rank == 0 and plan.output.save_model:
             with storage(root):
                 replace_text(root / FILE, json.dumps({"key": key, "sha256": _digest(found), "log_probs": found}))
     else:
@@ -43,14 +41,14 @@ def with_reference(engine, data, plan, root: Path, say, stop):
     return replace(data, **known)
 
 
-def _computed(engine, dataset, settings, stop, say) -> list[float]:
+def _computed(engine, dataset, plan, stop, say) -> list[float]:
     """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
-    s, rows, found = settings, dataset.num_rows, {}
-    batches = microbatches(dataset, range(rows), s.batch_layout, rows, s.microbatch_tokens, engine.pad_id)
+    rows, found = dataset.num_rows, {}
+    batches = microbatches(dataset, range(rows), plan.data.layout, rows, plan.steps.microbatch_tokens, engine.pad_id)
     began = said = time.monotonic()
     for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):
         stop.sync(engine.all_reduce_max)  # of several ranks, all hear a signal at the same part
-        found |= engine.reference_log_probs([batches[i] for i in part], stop.requested)
+        found |= engine.log_probs_before_training([batches[i] for i in part], stop.requested)
         now, done = time.monotonic(), len(found)
         if now - said > SAY_EVERY_S and done < len(dataset):
             said, left = now, (now - began) * (len(dataset) / max(1, done) - 1)

@@ -49,12 +49,12 @@ def ranks_line(plan) -> list[str]:
     return [f"ranks: {plan.dims.world_size} ({plan.dims}{by})"]
 
 
-def not_finite(error, step: int, sources: list[str], root, lr: float) -> str:
+def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     good, _ = newest_checkpoint(root)
     kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint exists yet"
-    return f"step {step}: {error}; rows {shown}; {kept}. Lower --lr {lr}, or look at these rows."
+    return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
 def ask_command(output_dir: str, row: Row | None) -> str:

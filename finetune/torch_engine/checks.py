@@ -70,9 +70,9 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tupl
     call(check_causal, model, forward.autocast)
     padding_free = Check(False, "requested")
     if batch_layout != "padded":
-        padding_free = call(check_padding_free, model, forward.autocast, forward.settings.context_length)
+        padding_free = call(check_padding_free, model, forward.autocast, forward.context_length)
         if not padding_free.holds and forward.groups.dims.cp == 1:
-            told = call(check_padding_free, model, forward.autocast, forward.settings.context_length, True)
+            told = call(check_padding_free, model, forward.autocast, forward.context_length, True)
             forward.passes_bounds = told.holds
             more = "" if told.reason.split("(")[0] == padding_free.reason.split("(")[0] else f"; {told.reason}"
             padding_free = told if told.holds else Check(False, padding_free.reason + more)

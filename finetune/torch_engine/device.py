@@ -31,17 +31,19 @@ def set_num_threads(local_ranks: int = 1) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
-def cpu_matmul() -> str:
-    """Which library multiplies fp32 matrices on a CPU in this process: `onednn` or `blas`."""
-    allowed = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    return "onednn" if allowed else "blas"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_cpu_matmul(word: str) -> None:
-    """Which library multiplies fp32 matrices on a CPU, for this process: `onednn`, or `blas`: torch's BLAS.
+def uses_onednn() -> bool:
+    """True if oneDNN multiplies fp32 matrices on a CPU in this process, not torch's BLAS."""
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+
+
+def set_onednn(used: bool) -> None:
+    """Which library multiplies fp32 matrices on a CPU, for this process: oneDNN, or torch's BLAS.
 
     "bf16" only permits oneDNN to round inputs; BackendManager's probe has shown that it does not on this processor.
     torch.get_float32_matmul_precision() raises once this is set: torch does not mix its two interfaces.
     """
     if torch.backends.mkldnn.is_available():
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if word == "onednn" else "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if used else "none"

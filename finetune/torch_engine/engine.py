@@ -11,15 +11,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from finetune import objectives
 from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
+from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
+from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
-from finetune.torch_engine import checks, experts, generate, memory_stats, optim, preference, profiling
+from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
+from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
 
@@ -33,18 +37,20 @@ class TorchEngine(EngineBase):
     config.json. `objective`: what a step minimizes.
     """
 
-    def __init__(self, parallel: Parallelism, settings, base_config: dict | None = None):
-        self.objective = preference.objective_of(settings)
-        self.parallel, self.forward, self.settings = parallel, parallel.forward, settings
+    def __init__(self, parallel: Parallelism, plan: Parts, base_config: dict | None = None):
+        self.objective = objectives.build(plan.objective.name, plan.objective.arguments)
+        self.parallel, self.forward, self.plan = parallel, parallel.forward, plan
         self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
-        self.optimizer = optim.build(local, settings, self.device) if parallel.placement.trains_here else None
-        self.scaler = LossScaler(settings.precision)
+        lr_ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
+        trains_here = parallel.placement.trains_here
+        self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio) if trains_here else None
+        self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
-        parallel.attach(self.optimizer, settings.grad_norm if settings.apply_gradient_clipping else None)
-        self.state = EngineState(self.model, parallel, self.optimizer, self.scaler, settings)
-        self.seed(settings.seed)
+        parallel.attach(self.optimizer, plan.steps.clip)
+        self.state = EngineState(self.model, parallel, self.optimizer, self.scaler, plan)
+        self.seed(plan.steps.seed)
 
     # ---- before the first step
 
@@ -55,7 +61,7 @@ class TorchEngine(EngineBase):
         return self.forward.parameter_counts
 
     def notices(self) -> list[str]:
-        left = [] if self.settings.train_type == "full" else experts.unreached(self.model)
+        left = [] if self.plan.all_weights else experts.unreached(self.model)
         if not left:
             return []
         return [
@@ -81,11 +87,12 @@ class TorchEngine(EngineBase):
                 self.optimizer.step()
                 if not several:
                     self.optimizer.zero_grad(set_to_none=True)
-                (batch,) = self._compared([batch])
+                (batch,), statistic = self.objective.prepare(self._passes(), [batch])
+                totals = Totals(self.objective.count(batch), statistic)
                 self.model.train()
                 with self._offload():
-                    loss, _ = self.objective.loss(self.forward, batch, 1.0)
-                (loss / max(1, self.objective.count(batch))).backward()
+                    loss, _ = self.objective.loss(self.forward, batch, totals)
+                (loss / max(1, totals.count)).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
@@ -95,39 +102,34 @@ class TorchEngine(EngineBase):
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets, or preference rows, together.
+        """One optimizer step over what the objective counts of all microbatches together.
 
         NonFiniteError leaves weights and moments unchanged.
         """
-        ahead, microbatches = self.objective.split(microbatches)
-        ahead = self._sums_ahead(ahead)
+        microbatches, statistic = self.objective.prepare(self._passes(), microbatches)
         # Ranks that share their rows count them once.
-        counts = preference.counts_of(self.objective, microbatches if self.groups.is_data_leader else [])
-        has_reference = any(b.reference_D is not None for b in microbatches)
-        by_rank = self.groups.all_gather_scalars([*counts, len(microbatches), has_reference])
-        count, num_targets, num_tokens, nll_targets = (int(n) for n in by_rank[:, :4].sum(0))
-        assert count > 0, "a step without a target: data.tokenize drops such rows"
+        counts = self._counts(microbatches if self.groups.is_data_leader else [])
+        by_rank = self.groups.all_gather_scalars([*counts, len(microbatches)])
+        num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-1].sum(0))
+        totals = Totals(tuple(totals), statistic)
+        assert totals.count > 0, "a step without a target: data.tokenize drops such rows"
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
-        most, has_reference = by_rank[:, 4:].max(0)
-        microbatches = self._compared(self.forward.filled(microbatches, int(most), bool(has_reference)))
+        microbatches = self.forward.filled(microbatches, int(by_rank[:, -1].max()))
         self.model.train()
-        known = self.objective.known(count, nll_targets, ahead)
-        total, metrics = self._accumulate(microbatches, self.scaler.factor / count, known)
+        total, sums = self._accumulate(microbatches, totals)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
         norm = self.parallel.clip(parameters)
-        sums = [total.item(), self._aux_loss(), *metrics.values()]
-        nll, aux_loss, *sums = self.groups.all_gather_scalars(sums).sum(0).tolist()
-        means = self.objective.means(dict(zip(metrics, sums, strict=True)), count, known)
+        nll, aux_loss, *sums = self._summed(total.item(), self._aux_loss(), *sums.values())
         result = StepResult(
             nll,
             num_targets,
             num_tokens,
             norm,
             aux_loss if self.forward.balance else None,
-            num_rows=count if self.objective.per_row else None,
-            metrics=means,
+            num_rows=totals.count if self.objective.counts_rows else None,
+            metrics=self._means(sums, totals),
         )
         if not np.isfinite(norm) or not np.isfinite(nll):
             self.parallel.drop_gradients()
@@ -145,29 +147,35 @@ class TorchEngine(EngineBase):
         self.scaler.step()
         return result
 
-    def _sums_ahead(self, microbatches: list[Batch], stop=None) -> list[float]:
-        return preference.sums_ahead(self.objective, self.parallel, microbatches, self._memory_advice, stop)
+    def _passes(self, everywhere: bool = False, stop=None) -> Passes:
+        return Passes(self.parallel, self._memory_advice, everywhere, stop)
 
-    def _compared(self, microbatches: list[Batch]) -> list[Batch]:
-        return preference.compared(self.objective, self.parallel, microbatches, self._memory_advice)
+    def _counts(self, microbatches: list[Batch]) -> list[int]:
+        """Targets, tokens, and what the objective counts."""
+        counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches]
+        width = 2 + len(self.objective.count(self.forward.empty_batch()))
+        return [sum(column) for column in zip(*counts or [[0] * width], strict=True)]
 
-    @torch.no_grad()
-    def reference_log_probs(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
-        """{document: its log-probability under the model before training}; every rank computes its share."""
-        self.model.eval()
-        found = []
-        for batch in self.forward.share(microbatches):
-            if stop and stop():
-                break
-            (batch,) = self._compared([batch])
-            found += zip(batch.rows, batch.reference_D.tolist(), strict=False)  # an empty batch is of no row
-        return {row: value for part in self.groups.all_gather_object(found) for row, value in part}
+    def _summed(self, *numbers: float) -> list[float]:
+        return self.groups.all_gather_scalars(list(numbers)).sum(0).tolist()
 
-    def _accumulate(self, microbatches: list[Batch], scale: float, known: float) -> tuple[torch.Tensor, dict]:
-        """Forward and backward of all; this rank's part of the summed loss, fp64, and of each metric."""
-        metrics = dict.fromkeys(self.objective.sums, 0.0)
+    def _means(self, sums: list[float], totals: Totals) -> dict[str, float]:
+        return self.objective.means(dict(zip(self.objective.sums, sums, strict=True)), totals)
+
+    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the base without adapters}; every rank computes its share."""
+        passes, log_probs = self._passes(True, stop), []
+        mine = passes.share(microbatches)
+        for batch, log_probs_D in zip(mine, passes.log_probs_before_training(mine), strict=False):
+            log_probs += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
+        return {row: value for part in self.groups.all_gather_object(log_probs) for row, value in part}
+
+    def _accumulate(self, microbatches: list[Batch], totals: Totals) -> tuple[torch.Tensor, dict]:
+        """Forward and backward of all; this rank's part of the summed loss, in fp64, and of the objective's sums."""
+        sums = dict.fromkeys(self.objective.sums, 0.0)
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
-        scale, fraction = scale * self.parallel.loss_scale, self.forward.nll_fraction()
+        scale = self.scaler.factor / totals.count * self.parallel.loss_scale
+        fraction = self.forward.nll_fraction()
         balance = self.forward.balance
         if balance:
             self._count_routes(microbatches)
@@ -176,10 +184,8 @@ class TorchEngine(EngineBase):
             nonlocal total
             if balance:
                 balance.recording = True
-            loss, found = self.objective.loss(self.forward, batch, known)
+            loss = self._loss(batch, totals, sums)
             total += loss.detach().to(total.device).double() * fraction
-            for name in found:
-                metrics[name] += found[name]
             if balance:
                 factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
                 return loss * scale + balance.loss() * factor
@@ -188,12 +194,14 @@ class TorchEngine(EngineBase):
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
         self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
-        return total, metrics
+        return total, sums
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
-        """(summed loss, targets or preference rows), see `measure`."""
-        found = self.measure(microbatches, stop)
-        return found.nll, found.num_targets if found.num_rows is None else found.num_rows
+    def _loss(self, batch: Batch, totals: Totals, sums: dict) -> torch.Tensor:
+        """The microbatch's summed loss; adds to the objective's sums."""
+        loss, found = self.objective.loss(self.forward, batch, totals)
+        for name, number in found.items():
+            sums[name] += number
+        return loss
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
         """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
@@ -218,36 +226,33 @@ class TorchEngine(EngineBase):
         return self.forward.balance.total / self.groups.dims.tp if self.forward.balance else 0.0
 
     @torch.no_grad()
-    def measure(self, microbatches: list[Batch], stop=None) -> StepResult:
-        """Loss and metrics without a step, over all ranks, each of which takes its share of the microbatches."""
+    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """The objective's loss and metrics without a step; each rank takes its share of the microbatches."""
+        mine, statistic = self.objective.prepare(self._passes(True, stop), microbatches)
+        _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
+        totals, sums = Totals(tuple(map(int, totals)), statistic), dict.fromkeys(self.objective.sums, 0.0)
         self.model.eval()
-        ahead, microbatches = self.objective.split(microbatches)
-        count, _, _, nll_targets = preference.counts_of(self.objective, microbatches)
-        known = self.objective.known(count, nll_targets, self._sums_ahead(self.forward.share(ahead), stop))
-        total, counts, metrics = 0.0, np.zeros(4), dict.fromkeys(self.objective.sums, 0.0)
-        for batch in self.forward.share(microbatches):
+        total, done = 0.0, []
+        for batch in mine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                (batch,) = self._compared([batch])
-                shape, work = self.forward.shape(batch), partial(self._measured, batch, known, metrics)
+                shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, sums)
                 loss = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
             total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()
-            counts += preference.counts_of(self.objective, [batch]) if self.groups.is_data_leader else 0
+            done.append(batch)
         self.parallel.reshard()
-        total, *found = self.groups.all_gather_scalars([total, *counts, *metrics.values()]).sum(0).tolist()
-        count, num_targets, num_tokens, _ = map(int, found[:4])
-        means = self.objective.means(dict(zip(metrics, found[4:], strict=True)), max(1, count), known)
+        counts = self._counts(done if self.groups.is_data_leader else [])
+        total, num_targets, num_tokens, *rest = self._summed(total, *counts, *sums.values())
+        counts, sums = tuple(map(int, rest[: len(totals.counts)])), rest[len(totals.counts) :]
         return StepResult(
-            total, num_targets, num_tokens, 0.0, num_rows=count if self.objective.per_row else None, metrics=means
+            total,
+            int(num_targets),
+            int(num_tokens),
+            0.0,
+            num_rows=counts[0] if self.objective.counts_rows else None,
+            metrics=self._means(sums, totals._replace(counts=(max(1, counts[0]), *counts[1:]))),
         )
-
-    def _measured(self, batch: Batch, known: float, metrics: dict) -> torch.Tensor:
-        """The microbatch's loss; adds to the metrics."""
-        loss, found = self.objective.loss(self.forward, batch, known)
-        for name in found:
-            metrics[name] += found[name]
-        return loss
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
@@ -265,7 +270,7 @@ class TorchEngine(EngineBase):
         return self.parallel.full_weights()
 
     def _offload(self):
-        if self.settings.use_activation_cpu_offload:
+        if self.plan.memory.offload_activations:
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return contextlib.nullcontext()
 
@@ -277,7 +282,7 @@ class TorchEngine(EngineBase):
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            s, size = self.settings, "x".join(map(str, batch.input_ids_BS.shape))
+            s, size = self.plan.settings, "x".join(map(str, batch.input_ids_BS.shape))
             raise OutOfMemoryError(
                 f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
                 f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or "
@@ -322,29 +327,30 @@ class TorchEngine(EngineBase):
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} beside the weights, so that others can load them."""
-        if self.settings.train_type == "full":
+        if self.plan.all_weights:
             self.model.config.dtype = self.saved_dtype
             return {"config.json": self.model.config.to_dict()}
-        if self.settings.llama_pro_path:
+        if isinstance(self.plan.trains, AddedLayers):
             tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}
             return {"trained_blocks.json": trained}
         # A file of its own: PEFT warns of keys it lacks.
         base = {"name": base_name, "digest": base_digest}
-        return {"adapter_config.json": peft_config(self.model, self.settings, base_name), "base_model.json": base}
+        config = peft_config(self.model, self.plan.trains, base_name, self.plan.settings.revision)
+        return {"adapter_config.json": config, "base_model.json": base}
 
     def write_model(self, folder: Path) -> None:
         self.state.write_model(folder, self.saved_dtype)
 
     def profiler(self, written: list):
-        settings = self.settings if self.rank == 0 else replace(self.settings, profile=False)
-        return profiling.profiler(settings, self.device, written)
+        profile = self.plan.profile if self.rank == 0 else replace(self.plan.profile, profile=False)
+        return profiling.profiler(profile, self.device, written)
 
     # ---- memory
 
     def begin_memory(self, baseline: int) -> int:
         """Peak bytes of loading above `baseline`, the process after its imports; counts training from now on."""
-        memory_stats.keep_heap(self.settings.low_memory)
+        memory_stats.keep_heap(self.plan.memory.low_memory)
         return self.counter.begin(baseline)
 
     def memory(self) -> MemoryStats:

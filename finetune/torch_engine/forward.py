@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
+from finetune.plan.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.load import autocast_dtype
+from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
@@ -59,10 +60,11 @@ class ModelForward:
     checks.record_reference. `parameter_counts`: (trainable, all) of the full model.
     """
 
-    def __init__(self, model, settings, groups: ProcessGroups, pad_id: int):
-        self.model, self.settings, self.groups, self.pad_id = model, settings, groups, pad_id
+    def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
+        self.model, self.groups, self.pad_id = model, groups, pad_id
+        self.context_length = plan.data.context_length
         self.device, self.pipeline = groups.device, SingleStage()
-        dtype = autocast_dtype(settings)
+        dtype = plan.precision.autocast and DTYPES[plan.precision.autocast]
         self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
         self.casts = dtype is not None
         self.layout, self.head, self.head_is_shared = None, None, False
@@ -70,7 +72,7 @@ class ModelForward:
         self.passes_bounds = False  # whether the model is told where packed documents begin
         self.shards_sequences = False  # context parallelism, once the model is distributed
         self.checks, self.reference = None, None
-        coefficient = settings.router_aux_loss_coef
+        coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.parameter_counts = parameter_counts(model)
 

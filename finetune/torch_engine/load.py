@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 import quantization_wrapper
-from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
+from finetune.plan.parts import Adapter, AddedLayers, ParallelPlan, Parts, Precision, Trains
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import experts, llama_pro, load_balancing, memory_stats
+from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
@@ -24,20 +25,6 @@ from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights.stream import empty_model, load_dense, load_weights
-
-WEIGHT_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "bf16_autocast": torch.float32,
-    "fp16_autocast": torch.float32,
-    "bf16_buffers_autocast": torch.float32,
-}
-AUTOCAST_DTYPES = {
-    "bf16_autocast": torch.bfloat16,
-    "fp16_autocast": torch.float16,
-    "bf16_buffers_autocast": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Layers:
 
 
 @contextlib.contextmanager
-def memory_advice(folder, settings: TrainConfig):
+def memory_advice(folder, plan: Parts):
     """Turns a failed allocation into an OutOfMemoryError that says what to change."""
     try:
         yield
@@ -65,63 +52,63 @@ def memory_advice(folder, settings: TrainConfig):
             raise
         raise OutOfMemoryError(
             f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora "
-            f"(now {settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller "
-            "model."
+            f"(now {plan.settings.train_type}), --cache_dequantized false (now {plan.settings.cache_dequantized}) or a "
+            "smaller model."
         ) from error
 
 
-def build_on_meta(folder, settings: TrainConfig):
+def build_on_meta(folder, precision: Precision, parallel: ParallelPlan, load_balancing_loss: float = 0.0):
     """The model of a folder's config, its parameters on meta.
 
     PlanError if its class has no plan for TP or PP, no experts for EP, or no router for a load-balancing loss.
     """
-    model = empty_model(folder, WEIGHT_DTYPES[settings.precision])
-    if settings.tp_degree > 1:
-        tensor_parallel.plan_of(model, f"--tp_degree {settings.tp_degree}")
-    if settings.ep_degree > 1:
-        expert_parallel.reachable_experts(model, f"--ep_degree {settings.ep_degree}")
-    if settings.pp_degree > 1:
-        pipeline.stages_of(model, settings.pp_degree)
-    if settings.router_aux_loss_coef:
-        load_balancing.routers_of(model, f"--router_aux_loss_coef {settings.router_aux_loss_coef:g}")
+    model = empty_model(folder, DTYPES[precision.weights])
+    if parallel.tp > 1:
+        tensor_parallel.plan_of(model, f"--tp_degree {parallel.tp}")
+    if parallel.ep > 1:
+        expert_parallel.reachable_experts(model, f"--ep_degree {parallel.ep}")
+    if parallel.pp > 1:
+        pipeline.stages_of(model, parallel.pp)
+    if load_balancing_loss:
+        load_balancing.routers_of(model, f"--router_aux_loss_coef {load_balancing_loss:g}")
     return model
 
 
-def layers_of(model, folder, settings: TrainConfig) -> Layers:
+def layers_of(model, folder, trains: Trains) -> Layers:
     """Which layers are quantized, adapted or new. Raises PlanError for names that match nothing."""
-    new = new_blocks(model, folder, settings)
+    new = new_blocks(model, folder, trains)
     linears = [n for n in linear_names(model) if not llama_pro.inside_blocks(n, new)]
     moe = [n for n in experts.reachable(model) if not llama_pro.inside_blocks(n, new)]
-    adapted = []
-    if settings.train_type != "full" and not new:
-        adapted = target_names(model, settings.lora_target_modules, settings.use_dora)
-    from_base = settings.init_lora_weights == "eva" or settings.init_lora_weights in RESIDUAL_INITS
-    return Layers(new, linears, moe, adapted, bool(adapted) and from_base)
+    if not isinstance(trains, Adapter):
+        return Layers(new, linears, moe, [], False)
+    adapted = target_names(model, trains.targets, trains.dora)
+    return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_full_base)
 
 
-def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, device, local_shards=None) -> list[str]:
+def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_shards=None) -> list[str]:
     """Streams the weights in, each quantized as it arrives; notices to print.
 
     Raises PlanError if they do not fit the config.
 
     `local_shards`: keeps this rank's rows only, and the parameters stay on meta.
     """
-    dtype, config, quantized = WEIGHT_DTYPES[settings.precision], quantization_config(settings), {}
+    dtype, memory, quantized = DTYPES[plan.precision.weights], plan.memory, {}
+    config = plan.quantization and plan.quantization.config
     # What is read and dropped leaves no holes between the weights that stay. Quantizers' blocks are smaller: mapping
     # those too, each faulted in anew, takes three times as long.
-    memory_stats.map_blocks_from(2**18 if settings.low_memory else 2**20 + 2**18)
+    memory_stats.map_blocks_from(2**18 if memory.low_memory else 2**20 + 2**18)
     if local_shards is not None:
         local_shards.experts = {name: module.num_experts for name, module in experts.reachable(model).items()}
     if config and not layers.quantize_last:
         quantized = {f"{n}.weight": config for n in layers.linears}
         in_experts = [n for n in experts.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
         quantized |= dict.fromkeys(in_experts, config)
-    workers = 1 if settings.low_memory else settings.loading_workers
+    workers = 1 if memory.low_memory else memory.loading_workers
     notices = load_weights(model, folder, dtype, device, quantized, workers, experts.hold, local_shards)
     if config and not layers.quantize_last:
         for name in layers.experts:
             experts.wrapped(model, name)
-    read = read_by_code(model) if settings.train_type != "full" else {}
+    read = {} if plan.all_weights else read_by_code(model)
     if read:
         first = next(iter(read))
         notices.append(
@@ -131,55 +118,53 @@ def load_and_quantize(model, folder, layers: Layers, settings: TrainConfig, devi
     return notices
 
 
-def init_from_base(
-    model, layers: Layers, settings: TrainConfig, device, batches=None, initial_adapter=None
-) -> dict | None:
+def init_from_base(model, layers: Layers, plan: Parts, device, batches=None, initial_adapter=None) -> dict | None:
     """{layer: A, or (A, B)} of adapters that start from the base; quantizes it afterwards. None for other inits.
 
     `batches`: the first ones of the data, for eva; `initial_adapter`: a checkpoint's, for inits that change the base.
     """
     if not layers.quantize_last:
         return None
-    config = quantization_config(settings)
-    if settings.init_lora_weights == "eva":
+    config, adapter = plan.quantization and plan.quantization.config, plan.trains
+    if adapter.init.needs_data:
         linears = [n for n in layers.adapted if n in layers.linears]
-        starts = eva_init(model, linears, settings, [padded_inputs(batch) for batch in batches])
+        starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
     else:
-        starts = residual_init(model, layers.adapted, settings, config, initial_adapter, device)
+        starts = residual_init(model, layers.adapted, adapter, config, initial_adapter, device)
     if config:
         quantization_wrapper.quantize_model(model, config, layers.linears, device=device)
         experts.quantize(model, config, layers.experts, device)
     return starts
 
 
-def make_trainable(model, layers: Layers, settings: TrainConfig, device, starts=None, local_shards=None) -> None:
+def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, local_shards=None) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
 
     Moves the model to `device`.
     """
-    if settings.train_type == "full":
+    if plan.all_weights:
         model.requires_grad_(True)
         return
     if local_shards is None:
         model.to(device)
-    if settings.cache_dequantized == "true":
-        cache_dequantized(model, autocast_dtype(settings) or WEIGHT_DTYPES[settings.precision])
+    if plan.memory.cache_dequantized:
+        cache_dequantized(model, DTYPES[plan.precision.compute])
     if layers.new_blocks:
         llama_pro.unfreeze_blocks(model, layers.new_blocks)
     else:
-        add_adapters(model, layers.adapted, settings, starts, local_shards)
-    if settings.precision == "bf16_buffers_autocast":
+        add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
+    if plan.precision.casts_buffers:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(torch.bfloat16))
 
 
-def new_blocks(model, folder, settings) -> list[str]:
+def new_blocks(model, folder, trains: Trains) -> list[str]:
     """Names of the layers that expand.py added, if the run trains those; else none."""
-    if not settings.llama_pro_path:
+    if not isinstance(trains, AddedLayers):
         return []
-    flag = f"--llama_pro_path {settings.llama_pro_path}"
+    flag = f"--llama_pro_path {trains.folder}"
     return llama_pro.new_blocks(model, llama_pro_files.read_record(Path(folder), flag), flag)
 
 
@@ -188,23 +173,6 @@ def cache_dequantized(model, dtype) -> None:
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.cache(dtype)
-
-
-def quantization_config(settings):
-    """The quantization of a qlora run's base; None for other train types."""
-    if settings.train_type != "qlora":
-        return None
-    return quantization_wrapper.config_for(
-        settings.quantization_backend, settings.n_bits, settings.quant_type, settings.group_size, settings.double_quant
-    )
-
-
-def autocast_dtype(settings):
-    """The dtype products are cast to; with new fp32 layers between frozen 16-bit ones, that of the frozen ones."""
-    dtype = AUTOCAST_DTYPES.get(settings.precision)
-    if settings.llama_pro_path and settings.precision in ("bf16", "fp16"):
-        return WEIGHT_DTYPES[settings.precision]
-    return dtype
 
 
 def padded_inputs(batch) -> dict:

@@ -18,6 +18,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
+from finetune.plan.parts import Adapter, Parts
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import PREFIX
@@ -214,18 +215,18 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
         settled = json.loads(needed[0].read_text(encoding="utf-8"))["settled"]
         counts = json.loads(needed[1].read_text(encoding="utf-8"))["engine"]["counts"]
         tensors, moments = load_file(folder / f"{weights[0]}.safetensors"), load_file(needed[2])
-        settings = TrainConfig(**{k: v for k, v in settled.items() if k in TrainConfig.__dataclass_fields__})
+        plan = Parts(TrainConfig(**{k: v for k, v in settled.items() if k in TrainConfig.__dataclass_fields__}))
         named = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
-        optimizer = optim.build(named, settings, torch.device("cpu"))
+        ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
+        optimizer = optim.build(named, plan.steps, torch.device("cpu"), ratio)
         optim.load_state(optimizer, named, {n: np.asarray(t) for n, t in moments.items()}, counts)
-    precision, to = settings.precision, DTYPES.get(dtype)
-    quantized = settings.train_type == "qlora"
+    quantization, to = plan.quantization, DTYPES.get(dtype)
     content = {
         "model_state_dict": {n: t if to is None else t.to(to) for n, t in tensors.items()},
         "optimizer_state_dict": optimizer.state_dict(),
         "backend": settled["backend"],
-        "precision": precision if to is None else dtype,
-        "quantization": f"{settings.quantization_backend}-{settings.n_bits}bit" if quantized else "none",
+        "precision": plan.precision.word if to is None else dtype,
+        "quantization": f"{quantization.method}-{quantization.bits}bit" if quantization else "none",
     }
     if weights[0] == "adapter_model":
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))

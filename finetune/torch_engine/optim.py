@@ -7,44 +7,42 @@ import torch
 
 from finetune.errors import PlanError
 from finetune.optimizer_state import check_known
+from finetune.plan.parts import StepsPlan
 from finetune.quantizers import bnb
 
 # Groups over which a parameter may be sharded.
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
 
 
-def build(named: dict, settings, device):
-    """Builds the optimizer over {name: parameter}. LoRA+ (Hayou et al.
-
-    2024): lr of B = `loraplus_lr_ratio` * lr of A.
-    """
+def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0):
+    """The optimizer over {name: parameter}. `lr_ratio`: lr of B divided by that of A, for LoRA+ (Hayou et al. 2024)."""
     decayed = [p for n, p in named.items() if p.ndim >= 2 and not n.endswith("lora_B")]
     flat = [p for n, p in named.items() if p.ndim < 2]
     b_side = [p for n, p in named.items() if p.ndim >= 2 and n.endswith("lora_B")]
     groups = [
-        {"params": decayed, "weight_decay": settings.wd, "ratio": 1.0},
-        {"params": b_side, "weight_decay": settings.wd, "ratio": settings.loraplus_lr_ratio},
+        {"params": decayed, "weight_decay": steps.wd, "ratio": 1.0},
+        {"params": b_side, "weight_decay": steps.wd, "ratio": lr_ratio},
         {"params": flat, "weight_decay": 0.0, "ratio": 1.0},
     ]
     groups = [g for g in groups if g["params"]]
     fused = {"fused": True} if device.type in ("cpu", "cuda", "mps", "xpu") else {}
-    match settings.optimizer:
+    match steps.optimizer:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=settings.lr, **fused)
+            return torch.optim.AdamW(groups, lr=steps.lr, **fused)
         case "adam":
-            return torch.optim.Adam(groups, lr=settings.lr, **fused)
+            return torch.optim.Adam(groups, lr=steps.lr, **fused)
         case "sgd":
-            return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9)
+            return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
         case "adadelta":
-            return torch.optim.Adadelta(groups, lr=settings.lr)
+            return torch.optim.Adadelta(groups, lr=steps.lr)
         case "adamw_8bit":
             try:
                 bnb.functional()
                 import bitsandbytes
             except ImportError as error:
                 raise PlanError("--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes.") from error
-            return bitsandbytes.optim.AdamW8bit(groups, lr=settings.lr)
-    raise AssertionError(settings.optimizer)
+            return bitsandbytes.optim.AdamW8bit(groups, lr=steps.lr)
+    raise AssertionError(steps.optimizer)
 
 
 def set_lr(optimizer, lr: float) -> None:

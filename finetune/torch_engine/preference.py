@@ -1,4 +1,4 @@
-"""Losses of preference training, from summed log-probabilities per document, and what a step minimizes.
+"""Losses of preference training from summed log-probabilities per document, and the objectives made of them.
 
 P pairs of a chosen and a rejected answer to one prompt, D documents with a label. Nothing here is averaged: a step
 divides each sum once, by its pairs or documents over all microbatches and ranks.
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from finetune.engine import Batch
+from finetune.objectives import NextToken, Totals
 from finetune.torch_engine.forward import document_targets
-from finetune.torch_engine.lora.adapters import adapters_off
 
 
 class Pairs(NamedTuple):
@@ -96,91 +96,59 @@ def kto(log_probs_D, ref_D, desirable_D, reference_point, beta, desirable_weight
     return Labelled(weight_D * torch.sigmoid(-sign_D * distance_D), rewards_D.detach(), desirable_D)
 
 
-# ------ objectives of a step
-
-
-class NextToken:
-    """The nll of every target token. Every objective of a step has these attributes and methods."""
-
-    sums = ()  # what `loss` sums beside the loss
-    per_row = False  # the loss is divided by preference rows, not by target tokens
-    looks_ahead = False  # some microbatches are for `ahead`
-    compares = False  # microbatches must hold their documents' `reference_D`
-
-    def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-        """(microbatches that only `ahead` reads, those that are learned from)."""
-        return [], microbatches
-
-    def ahead(self, forward, batch: Batch) -> tuple[float, float]:
-        """Two numbers whose sums over the step are known before its first loss."""
-        return 0.0, 0.0
-
-    def count(self, batch: Batch) -> int:
-        """What a step's loss is divided by, summed over its microbatches and ranks."""
-        return batch.num_targets
-
-    def count_nll_targets(self, batch: Batch) -> int:
-        """Target tokens of a term that is divided by their number instead."""
-        return 0
-
-    def known(self, count: int, nll_targets: int, ahead) -> float:
-        """What a loss needs of the full step; `ahead`: the sums of `ahead`."""
-        return 0.0
-
-    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
-        """(summed loss of a microbatch, differentiable; {name in `sums`: sum})."""
-        return forward.nll(batch), {}
-
-    def means(self, sums: dict, count: int, known: float) -> dict:
-        """The metrics of a step, from its sums."""
-        return {}
+# ------ objectives of a step, see finetune/objectives.py
 
 
 @dataclass(frozen=True)
-class PairObjective(NextToken):
-    """DPO or ORPO on microbatches of pairs: document 2i of a dataset is pair i's chosen answer, 2i + 1 its rejected."""
+class OfPairs(NextToken):
+    """Microbatches of pairs: document 2i of a dataset is pair i's chosen answer, 2i + 1 its rejected one."""
 
-    name: str  # dpo or orpo
     beta: float = 0.1
 
     sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-    per_row = True
+    counts_rows = True
 
-    @property
-    def compares(self) -> bool:
-        return self.name == "dpo"
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        return (len(batch.rows) // 2,)
 
-    def count(self, batch: Batch) -> int:
-        return len(batch.rows) // 2
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
+        return {name: total / totals.count for name, total in sums.items()}
 
-    def count_nll_targets(self, batch: Batch) -> int:
-        return int(document_targets(batch)[pair_indices(batch)[0]].sum()) if self.name == "orpo" else 0
 
-    def known(self, count: int, nll_targets: int, ahead) -> float:
-        """Pairs per target token of chosen answers, so that dividing by pairs divides ORPO's nll by its tokens."""
-        return count / max(1, nll_targets)
+@dataclass(frozen=True)
+class DPO(OfPairs):
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
+        return with_reference(passes, microbatches), 0.0
 
-    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
-        chosen, rejected = (torch.from_numpy(i).to(forward.device) for i in pair_indices(batch))
-        if self.name == "orpo":
-            log_probs_D = forward.document_log_probs(batch)
-            counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
-            pairs = orpo(log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta)
-            return pairs.loss_P.sum() - known * log_probs_D[chosen].sum(), pairs.sums()
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D, ref_D = log_probs_and_reference(forward, batch)
         pairs = dpo(log_probs_D[chosen], log_probs_D[rejected], ref_D[chosen], ref_D[rejected], self.beta)
         return pairs.loss_P.sum(), pairs.sums()
 
-    def means(self, sums: dict, count: int, known: float) -> dict:
-        return {name: total / count for name, total in sums.items()}
+
+@dataclass(frozen=True)
+class ORPO(OfPairs):
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        """(pairs, target tokens of chosen answers)."""
+        return len(batch.rows) // 2, int(document_targets(batch)[: len(batch.rows) : 2].sum())
+
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        chosen, rejected = pair_indices(batch, forward.device)
+        log_probs_D = forward.document_log_probs(batch)
+        counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
+        pairs = orpo(log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta)
+        # The step divides by pairs; times pairs per token, the nll is divided by its tokens.
+        pairs_per_token = totals.counts[0] / max(1, totals.counts[1])
+        return pairs.loss_P.sum() - pairs_per_token * log_probs_D[chosen].sum(), pairs.sums()
 
 
 @dataclass(frozen=True)
-class LabelledObjective(NextToken):
-    """KTO on microbatches of documents with labels.
+class KTO(NextToken):
+    """Microbatches of documents with labels.
 
-    The reference point is of the full step, over accumulation and ranks: TRL's, who takes each microbatch's own, where
-    a step is one batch.
+    The reference point is of the full step, over accumulation and ranks: TRL's, which takes each microbatch's own,
+    where a step is one batch.
     """
 
     beta: float = 0.1
@@ -188,54 +156,38 @@ class LabelledObjective(NextToken):
     undesirable_weight: float = 1.0
 
     sums = ("rewards/chosen", "rewards/rejected", "chosen", "rejected")
-    per_row = looks_ahead = compares = True
+    counts_rows = True
 
-    def split(self, microbatches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-        return [b for b in microbatches if b.mismatched], [b for b in microbatches if not b.mismatched]
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
+        """The statistic is the reference point: the mean log-ratio of mismatched documents, 0 if it is negative."""
+        mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
+        total, documents = passes.sum(np.sum([(0.0, 0), *passes.map(_log_ratios, mismatched)], 0).tolist())
+        learned = with_reference(passes, [b for b in microbatches if not b.mismatched])
+        return learned, max(0.0, total / max(1.0, documents))
 
-    def ahead(self, forward, batch: Batch) -> tuple[float, float]:
-        """(summed log-ratios, documents) of a mismatched microbatch."""
-        log_probs_D, ref_D = log_probs_and_reference(forward, batch)
-        return (log_probs_D - ref_D)[: len(batch.rows)].cpu().double().sum().item(), len(batch.rows)
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        return (len(batch.rows),)
 
-    def count(self, batch: Batch) -> int:
-        return len(batch.rows)
-
-    def known(self, count: int, nll_targets: int, ahead) -> float:
-        """The reference point."""
-        total, documents = ahead
-        return max(0.0, total / max(1.0, documents))
-
-    def loss(self, forward, batch: Batch, known: float) -> tuple[torch.Tensor, dict]:
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
         labels = np.zeros(0, bool) if batch.desirable_D is None else np.array(batch.desirable_D)
         desirable_D = torch.from_numpy(labels).to(forward.device)
-        found = kto(log_probs_D, ref_D, desirable_D, known, self.beta, self.desirable_weight, self.undesirable_weight)
-        return found.loss_D.sum(), found.sums()
+        weights = self.desirable_weight, self.undesirable_weight
+        labelled = kto(log_probs_D, ref_D, desirable_D, totals.statistic, self.beta, *weights)
+        return labelled.loss_D.sum(), labelled.sums()
 
-    def means(self, sums: dict, count: int, known: float) -> dict:
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         """As TRL's; of answers that the step has none of, nothing."""
-        found = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
-        if len(found) == 2:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found | {"kl": known}
+        rewards = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
+        if len(rewards) == 2:
+            rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
+        return rewards | {"kl": totals.statistic}
 
 
-def counts_of(objective: NextToken, microbatches: list[Batch]) -> list[int]:
-    """What the loss is divided by, targets, tokens, and targets of the term that is divided by their number."""
-    count, nll_targets = objective.count, objective.count_nll_targets
-    found = [[count(b), b.num_targets, b.num_tokens, nll_targets(b)] for b in microbatches]
-    return [sum(column) for column in zip(*found or [[0] * 4], strict=True)]
-
-
-def objective_of(settings) -> NextToken:
-    """What a step of a run with these settings minimizes."""
-    method, beta = settings.preference, settings.preference_beta
-    if method == "none":
-        return NextToken()
-    if method == "kto":
-        return LabelledObjective(beta, settings.desirable_weight, settings.undesirable_weight)
-    return PairObjective(method, beta)
+def _log_ratios(forward, batch: Batch) -> tuple[float, int]:
+    """(summed log-ratios, documents) of a microbatch."""
+    log_probs_D, ref_D = log_probs_and_reference(forward, batch)
+    return (log_probs_D - ref_D)[: len(batch.rows)].cpu().double().sum().item(), len(batch.rows)
 
 
 def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,51 +196,21 @@ def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.
     return log_probs_D, torch.from_numpy(np.array(batch.reference_D)).to(log_probs_D.dtype).to(log_probs_D.device)
 
 
-@torch.no_grad()
-def reference_log_probs(forward, batch: Batch) -> torch.Tensor:
-    """Each document's log-probability under the base with its adapters off."""
-    with adapters_off(forward.model):
-        return forward.document_log_probs(batch)
+def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
+    """This rank's microbatches with the reference's log-probabilities, computed where they are not known. Collective.
 
-
-@torch.no_grad()
-def compared(objective: NextToken, parallel, microbatches: list[Batch], advice) -> list[Batch]:
-    """Microbatches with the reference's log-probabilities, where the objective needs them and they are not there.
-
-    In forwards of their own, before a step's: nothing is kept for backward meanwhile. `advice(batch)`: a context around
-    each. Collective.
+    In forwards of their own, before a step's: nothing is kept for backward meanwhile.
     """
-    found = list(microbatches)
-    asked = [i for i, batch in enumerate(found) if objective.compares and batch.reference_D is None]
-    for i in asked:
-        with advice(found[i]):
-            log_probs_D = parallel.call(reference_log_probs, parallel.forward, found[i])
-        found[i] = replace(found[i], reference_D=log_probs_D.cpu().double().numpy())
-    if asked:
-        parallel.reshard()
-    return found
+    filled = passes.filled(microbatches)
+    unknown = [i for i, batch in enumerate(filled) if batch.reference_D is None]
+    log_probs = passes.log_probs_before_training([filled[i] for i in unknown])
+    for i, log_probs_D in zip(unknown, log_probs, strict=False):
+        filled[i] = replace(filled[i], reference_D=log_probs_D)
+    return filled if len(log_probs) == len(unknown) else []
 
 
-@torch.no_grad()
-def sums_ahead(objective: NextToken, parallel, microbatches: list[Batch], advice, stop=None) -> list[float]:
-    """The sums of `objective.ahead` over all ranks' microbatches, without dropout. Collective."""
-    if not objective.looks_ahead:
-        return [0.0, 0.0]
-    forward, total = parallel.forward, np.zeros(2)
-    forward.model.eval()
-    groups = forward.groups
-    for batch in forward.filled(microbatches, int(groups.all_reduce_max(len(microbatches)))):
-        if stop and stop():
-            break
-        (batch,) = compared(objective, parallel, [batch], advice)
-        with advice(batch):
-            total += parallel.call(objective.ahead, forward, batch)
-    parallel.reshard()
-    return groups.all_gather_scalars(total.tolist()).sum(0).tolist()
-
-
-def pair_indices(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def pair_indices(batch: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the chosen and the rejected documents of the batch's pairs are: one after the other, see collate."""
     rows = np.array(batch.rows, np.int64)
     assert np.array_equal(rows[1::2], rows[::2] + 1) and not (rows[::2] % 2).any(), f"not pairs: {rows}"
-    return np.arange(0, len(rows), 2), np.arange(1, len(rows), 2)
+    return torch.arange(0, len(rows), 2, device=device), torch.arange(1, len(rows), 2, device=device)

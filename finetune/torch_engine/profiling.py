@@ -6,23 +6,24 @@ from pathlib import Path
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from backend_manager import package_version
+from finetune.plan.parts import ProfilePlan
 
 
 @contextlib.contextmanager
-def profiler(settings, device, written: list):
+def profiler(plan: ProfilePlan, device, written: list):
     """Returns a function to call after each optimizer step; it appends the files it writes to `written`."""
-    if not settings.profile:
+    if not plan.profile:
         yield lambda: None
         return
-    folder, drawn = Path(settings.profiling_output), package_version("matplotlib") is not None
+    folder, drawn = Path(plan.profiling_output), package_version("matplotlib") is not None
     folder.mkdir(parents=True, exist_ok=True)
 
     def on_trace_ready(prof):
         number, asked = prof.step_num, []
-        if settings.export_trace:
+        if plan.export_trace:
             asked.append(folder / f"trace-step-{number}.json")
             prof.export_chrome_trace(str(asked[-1]))
-        if settings.export_memory_timeline:
+        if plan.export_memory_timeline:
             asked.append(folder / f"memory-step-{number}{'.html' if drawn else '.json.gz'}")
             prof.export_memory_timeline(str(asked[-1]), device=str(device))
         written.extend(file for file in asked if file.is_file())
@@ -30,26 +31,26 @@ def profiler(settings, device, written: list):
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
-    memory = settings.profile_memory or settings.export_memory_timeline
+    memory = plan.profile_memory or plan.export_memory_timeline
     with profile(
         activities=activities,
-        schedule=_phase(settings),
+        schedule=_phase(plan),
         on_trace_ready=on_trace_ready,
         profile_memory=memory,
-        record_shapes=settings.with_shapes or memory,
-        with_stack=settings.with_stack or memory,
+        record_shapes=plan.with_shapes or memory,
+        with_stack=plan.with_stack or memory,
     ) as prof:
         yield prof.step
 
 
-def _phase(settings):
+def _phase(plan):
     """Profiler schedule: cycles of --profiling_frequency steps, warmup then active; the first after --wait_steps."""
-    warmup, active = settings.profiler_warmup_steps, settings.active_steps
-    cycle_steps = max(settings.profiling_frequency, warmup + active)
+    warmup, active = plan.profiler_warmup_steps, plan.active_steps
+    cycle_steps = max(plan.profiling_frequency, warmup + active)
 
     def phase(step: int):
-        cycle, position = divmod(step - settings.wait_steps, cycle_steps)
-        if cycle < 0 or (settings.repeat and cycle >= settings.repeat) or position >= warmup + active:
+        cycle, position = divmod(step - plan.wait_steps, cycle_steps)
+        if cycle < 0 or (plan.repeat and cycle >= plan.repeat) or position >= warmup + active:
             return ProfilerAction.NONE
         if position < warmup:
             return ProfilerAction.WARMUP

@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import CheckpointDamagedError, PlanError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments
+from finetune.plan.parts import Adapter, Parts
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
@@ -21,13 +22,13 @@ from finetune.torch_engine.weights.save import StreamedSave
 class EngineState:
     """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
 
-    def __init__(self, model, parallel, optimizer, scaler: LossScaler, settings):
+    def __init__(self, model, parallel, optimizer, scaler: LossScaler, plan: Parts):
         self.model, self.parallel, self.place = model, parallel, parallel.placement
-        self.groups, self.optimizer, self.scaler, self.settings = self.place.groups, optimizer, scaler, settings
+        self.groups, self.optimizer, self.scaler, self.plan = self.place.groups, optimizer, scaler, plan
         self.is_rank0, self.reseeded = self.groups.rank == 0, False
         self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
         # Weights of the model itself train, not adapters.
-        self.trains_base_weights = settings.train_type == "full" or settings.llama_pro_path is not None
+        self.trains_base_weights = not isinstance(plan.trains, Adapter)
 
     def checkpoint_key(self, name: str) -> str:
         return name if self.trains_base_weights else disk_name(name)
@@ -44,7 +45,7 @@ class EngineState:
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
-            full = to_disk(self.model, full, self.settings)
+            full = to_disk(self.model, full, self.plan.trains)
         return {name: tensor.numpy() for name, tensor in full.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
@@ -90,7 +91,7 @@ class EngineState:
         dims = self.groups.dims
         sharded = dims.shards * dims.tp * dims.pp > 1
         one_slice = all(cut.blocks == 1 for cut in self.place.slices.values())
-        return self.settings.train_type == "full" and sharded and one_slice and self.parallel.holds_slices
+        return self.plan.all_weights and sharded and one_slice and self.parallel.holds_slices
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(fp32 weights, moments) that this rank writes, each read when it is written."""
@@ -162,7 +163,7 @@ class EngineState:
         shapes = {key: self.place.full_shape(name) for key, name in names.items()}
         check_known((*optimizer, *values["counts"]), names)
         fp16 = values["scale"] is not None
-        check_moments(optimizer, values["counts"], shapes, self.settings.optimizer, may_be_empty=fp16)
+        check_moments(optimizer, values["counts"], shapes, self.plan.steps.optimizer, may_be_empty=fp16)
         self.parallel.load_moments(names, optimizer, values["counts"])
         if self.scaler.scale is not None and values["scale"] is not None:
             self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
@@ -190,7 +191,7 @@ class EngineState:
     def load_trainable(self, trainable: dict) -> None:
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         if not self.trains_base_weights:
-            trainable = from_disk(self.model, self.place.trainable, trainable, self.settings)
+            trainable = from_disk(self.model, self.place.trainable, trainable, self.plan.trains)
         if set(names) != set(trainable):
             odd = sorted(set(names) ^ set(trainable))[0]
             raise PlanError(

@@ -2,8 +2,9 @@
 
 import pytest
 
-from finetune.data.collate import microbatches, mismatched_documents
+from finetune.data.collate import microbatches
 from finetune.data.columns import RowOptions
+from finetune.data.mismatched import mismatched_documents
 from finetune.data.overlong import Cut
 from finetune.data.reading.sources import read_rows
 from finetune.data.token_cache import TokenCache

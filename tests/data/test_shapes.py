@@ -16,6 +16,7 @@ from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokenize import tokenize
 from finetune.errors import PlanError
+from finetune.plan.parts import Parts
 from tests.support.chats import with_template
 from tests.support.templates import QWEN3, QWEN25, SMOLLM2
 
@@ -479,7 +480,7 @@ def dataset_of(folder: Path, files: dict, tokenizer, flags: dict):
     settings = TrainConfig(
         columns=flags.get("columns"), ignore_columns=flags.get("ignore"), preference=flags.get("preference", "none")
     )
-    options = options_of(Source("a"), settings)
+    options = options_of(Source("a"), Parts(settings).data)
     raw = read_rows(str(path), text_unit=flags.get("text_unit", "auto"))
     check_columns(raw, options, "--dataset")
     return tokenize(raw, options, tokenizer, 512), tokenizer

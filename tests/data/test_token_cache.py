@@ -10,7 +10,7 @@ import pytest
 
 from finetune.data.columns import RowOptions
 from finetune.data.overlong import Cut
-from finetune.data.prepare import Read, tokenized_once
+from finetune.data.prepare import DatasetSource, tokenized_once
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.token_cache import META, TokenCache
@@ -70,11 +70,11 @@ def test_an_error_in_a_worker_is_its_line(tmp_path, raw, chat_tokenizer):
 
 def test_the_second_time_tokens_come_from_the_cache(raw, cache, chat_tokenizer):
     said, unread = [], []
-    first = tokenized_once(Read.of(raw, RowOptions(), Source("a")), chat_tokenizer, LIMITS)
-    made = Read(Source("a"), RowOptions(), lambda: raw, cache())
+    first = tokenized_once(DatasetSource.of(raw, RowOptions(), Source("a")), chat_tokenizer, LIMITS)
+    made = DatasetSource(Source("a"), RowOptions(), lambda: raw, cache())
     assert not made.cache.holds_some()
     assert_same(tokenized_once(made, chat_tokenizer, LIMITS, say=said.append), first)
-    found = Read(Source("a"), RowOptions(), lambda: unread.append(1), cache())
+    found = DatasetSource(Source("a"), RowOptions(), lambda: unread.append(1), cache())
     assert found.cache.holds_some()
     again = tokenized_once(found, chat_tokenizer, LIMITS, say=said.append)
     assert_same(again, first)
@@ -103,7 +103,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("meta", "missing
 
 @pytest.mark.parametrize("damage", ["tokens", *SLOW])
 def test_a_damaged_entry_is_made_again(damage, raw, cache, chat_tokenizer):
-    read = Read(Source("a"), RowOptions(), lambda: raw, cache())
+    read = DatasetSource(Source("a"), RowOptions(), lambda: raw, cache())
     first = tokenized_once(read, chat_tokenizer, LIMITS)
     entry = read.cache.entry(chat_tokenizer, LIMITS)
     if damage == "tokens":
@@ -121,7 +121,7 @@ def test_a_damaged_entry_is_made_again(damage, raw, cache, chat_tokenizer):
 
 def test_a_cache_that_cannot_be_written_costs_only_time(raw, cache, tmp_path, chat_tokenizer):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    read = Read(Source("a"), RowOptions(), lambda: raw, cache())
+    read = DatasetSource(Source("a"), RowOptions(), lambda: raw, cache())
     assert len(tokenized_once(read, chat_tokenizer, LIMITS)) > 500
 
 

@@ -7,27 +7,28 @@ import pytest
 from finetune.distributed.parallel_dims import ParallelDims, check_settings
 from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
-from tests.support.planned import GIB, SMALL, dry_run, settings_of, shape_of
+from finetune.plan.memory import rows_for_data
+from tests.support.planned import GIB, SMALL, dry_run, plan_of_kind, shape_of
 
 
 def test_rows_chosen_by_the_plan_leave_an_epoch_enough_steps():
-    assert budget.rows_for_data(64, 10_000) == (64, None)
-    rows, reason = budget.rows_for_data(64, 100)
+    assert rows_for_data(64, 10_000) == (64, None)
+    rows, reason = rows_for_data(64, 100)
     assert rows == 8 and "100 rows of data" in reason
-    assert budget.rows_for_data(64, 3)[0] == 1
+    assert rows_for_data(64, 3)[0] == 1
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not():
-    room, settings = budget.MemoryBudget(24 * GIB), settings_of("qlora")
-    rows = budget.largest_rows(settings, SMALL, room)
-    assert budget.fits(settings, SMALL, room, budget.full_microbatch(settings, rows))
-    assert not budget.fits(settings, SMALL, room, budget.full_microbatch(settings, rows + 1))
+    room, plan = budget.MemoryBudget(24 * GIB), plan_of_kind("qlora")
+    rows = budget.largest_rows(plan, SMALL, room)
+    assert budget.fits(plan, SMALL, room, budget.full_microbatch(plan, rows))
+    assert not budget.fits(plan, SMALL, room, budget.full_microbatch(plan, rows + 1))
 
 
 def test_each_thing_that_takes_less_is_predicted_to():
     def total(**changes):
-        settings = settings_of(changes.pop("train_type", "lora"), changes.pop("precision", "bf16"), **changes)
-        return budget.predicted_bytes(settings, SMALL, budget.MemoryBudget(24 * GIB, "cuda"))
+        plan = plan_of_kind(changes.pop("train_type", "lora"), changes.pop("precision", "bf16"), **changes)
+        return budget.predicted_bytes(plan, SMALL, budget.MemoryBudget(24 * GIB, "cuda"))
 
     assert total(precision="fp32") > total() > total(train_type="qlora") > total(train_type="qlora", double_quant=True)
     assert total() > total(use_gradient_checkpointing="true") and total() > total(optimizer="adamw_8bit")
@@ -57,27 +58,27 @@ def test_a_70b_that_does_not_fit_two_devices_is_offered_host_memory():
     assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory per rank" in out
     code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
     assert code == 0 and "of host memory per rank, during training" in out and "  base " not in out
-    settings, shape = settings_of("qlora", "bf16"), shape_of("llama-3-70b")
+    plan, shape = plan_of_kind("qlora", "bf16"), shape_of("llama-3-70b")
     kept, moved = (
-        memory.estimate(replace(settings, use_cpu_offload=o), shape, budget.full_microbatch(settings), "cuda", 2)
+        memory.estimate(plan.with_settings(use_cpu_offload=o), shape, budget.full_microbatch(plan), "cuda", 2)
         for o in (False, True)
     )
     assert kept["total"] - moved["total"] == moved["host"] and "host" not in kept
-    alone = memory.estimate(replace(settings, use_cpu_offload=True), shape, budget.full_microbatch(settings), "cuda", 1)
+    alone = memory.estimate(plan.with_settings(use_cpu_offload=True), shape, budget.full_microbatch(plan), "cuda", 1)
     assert "host" not in alone  # one process shards nothing
 
 
 def test_what_would_make_it_fit_fits():
     room, shape = budget.MemoryBudget(24 * GIB, "cuda"), shape_of("qwen3-32b")
-    settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
-    assert not budget.fits(settings, shape, room)
-    enough = [c for c in remedies.options(settings, shape, room) if c.fits]
-    assert all(budget.fits(c.settings, shape, room) and c.price for c in enough)
-    steps = remedies.cheapest_combination(settings, shape, room)
+    plan = plan_of_kind("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
+    assert not budget.fits(plan, shape, room)
+    enough = [c for c in remedies.options(plan, shape, room) if c.fits]
+    assert all(budget.fits(c.plan, shape, room) and c.price for c in enough)
+    steps = remedies.cheapest_combination(plan, shape, room)
     assert enough or steps[-1].fits
-    ranks = remedies.fewest_devices(settings, shape, room)
-    assert budget.fits(settings, shape, replace(room, ranks=ranks)) and not budget.fits(
-        settings, shape, replace(room, ranks=ranks - 1)
+    ranks = remedies.fewest_devices(plan, shape, room)
+    assert budget.fits(plan, shape, replace(room, ranks=ranks)) and not budget.fits(
+        plan, shape, replace(room, ranks=ranks - 1)
     )
 
 
@@ -86,16 +87,16 @@ def test_what_would_make_it_fit_fits():
 )
 def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_refused_there(dims):
     dims, shape = ParallelDims(**dims), shape_of("qwen3-32b")
-    settings = settings_of("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
+    plan = plan_of_kind("lora", "bf16", use_gradient_checkpointing="true", microbatch_tokens=2048)
     room = budget.MemoryBudget(12 * GIB, "cuda", dims.shards, dims)
-    assert not budget.fits(settings, shape, room)
-    devices = remedies.fewest_devices(settings, shape, room)
+    assert not budget.fits(plan, shape, room)
+    devices = remedies.fewest_devices(plan, shape, room)
     other = ParallelDims(dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp)
     assert other.world_size == devices > dims.world_size
-    assert budget.fits(settings, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
-    assert f"unchanged, {devices} devices of this size suffice" in remedies.remedy_lines(settings, shape, room)
-    for change in remedies.options(settings, shape, room):
-        check_settings(dims, asdict(change.settings))
+    assert budget.fits(plan, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
+    assert f"unchanged, {devices} devices of this size suffice" in remedies.remedy_lines(plan, shape, room)
+    for change in remedies.options(plan, shape, room):
+        check_settings(dims, asdict(change.plan.settings))
 
 
 def test_small_sizes_are_printed_in_mib():

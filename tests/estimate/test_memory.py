@@ -4,8 +4,9 @@ import pytest
 
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
+from finetune.plan.parts import Parts
 from tests.support import cases, ranks, sharded_loading_cases
-from tests.support.planned import MIXED, SMALL, counted, settings_of, shape_of
+from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of
 
 CASES = {
     "full": ("llama", "full", "fp32", {}, {}),
@@ -53,7 +54,7 @@ def test_long_documents_run_through_fused_attention_and_are_counted_so(tmp_path)
 
 def test_a_sharded_rank_holds_its_shard_and_two_gathered_layers_and_the_root():
     one, four = (
-        memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "cuda", n)["items"]
+        memory.estimate(plan_of_kind("full"), SMALL, MicrobatchShape.full_rows(4, 512), "cuda", n)["items"]
         for n in (1, 4)
     )
     for name in ("trainable", "gradients", "optimizer"):
@@ -62,7 +63,7 @@ def test_a_sharded_rank_holds_its_shard_and_two_gathered_layers_and_the_root():
     layer = 4 * SMALL.linear_weights / SMALL.num_layers
     root = 2 * 4 * 32000 * 2048
     assert four["gathered"] == pytest.approx(2 * layer + root, rel=0.01) and "staged" not in four
-    on_macs = memory.estimate(settings_of("full"), SMALL, MicrobatchShape.full_rows(4, 512), "mps", 4)["items"]
+    on_macs = memory.estimate(plan_of_kind("full"), SMALL, MicrobatchShape.full_rows(4, 512), "mps", 4)["items"]
     assert on_macs["staged"] == pytest.approx(max(layer, root) * 1.25 + 2**26, rel=0.01)
 
 
@@ -72,7 +73,7 @@ def test_a_70b_base_in_nf4_is_what_arithmetic_says():
     linear = 80 * (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192)
     rest = 2 * 128256 * 8192 + (2 * 80 + 1) * 8192
     assert (shape.linear_weights, shape.num_weights) == (linear, linear + rest)
-    items = memory.estimate(settings, shape, MicrobatchShape.full_rows(1, 512), "cuda", 2)["items"]
+    items = memory.estimate(Parts(settings), shape, MicrobatchShape.full_rows(1, 512), "cuda", 2)["items"]
     assert items["base"] == pytest.approx((linear * 4.5 / 8 + rest * 2) / 2, abs=1)
     adapters_of_a_layer = 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
     assert items["trainable"] == 4 * 80 * adapters_of_a_layer / 2

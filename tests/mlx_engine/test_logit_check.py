@@ -6,9 +6,10 @@ import pytest
 from finetune.errors import PlanError
 from finetune.mlx_engine import logit_check
 from finetune.mlx_engine.config import translated, unread_fields
+from finetune.mlx_options import MLXOptions
 from finetune.model_files.files import find_model
 from finetune.torch_engine import transformers_logits
-from tests.support.mlx_engines import config_of, mlx_engine, save, settings_of, torch_engine_of
+from tests.support.mlx_engines import config_of, mlx_engine, save, torch_engine_of
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 MIXED_LAYERS = dict(layer_types=["sliding_attention", "full_attention"])
@@ -35,7 +36,7 @@ def test_a_model_gives_transformers_logits_and_trains_the_tensors_torch_trains(t
     architecture, changes = SHAPES[name]
     folder = save(tmp_path / "model", architecture, **changes)
     # fp32 products of two libraries.
-    assert logit_check.check(find_model(str(folder)), settings_of(), transformers_logits.logits) < 2e-6
+    assert logit_check.check(find_model(str(folder)), MLXOptions(), 512, transformers_logits.logits) < 2e-6
     targets = {"lora_target_modules": NO_EXPERTS.get(name, "all")}
     mlx, torch = mlx_engine(folder, **targets), torch_engine_of(folder, **targets)
     assert mlx.head is not None
@@ -63,16 +64,16 @@ def test_without_the_translation_of_rope_parameters_the_logits_are_others(tmp_pa
 def test_a_window_that_mlx_lm_does_not_have_is_refused(tmp_path, name):
     folder = save(tmp_path / "model", name)
     with pytest.raises(PlanError, match="gives other logits than transformers on 24 tokens .off by"):
-        logit_check.check(find_model(str(folder)), settings_of(), transformers_logits.logits)
+        logit_check.check(find_model(str(folder)), MLXOptions(), 512, transformers_logits.logits)
     # In rows that the window does not cut, it is the same model.
-    logit_check.check(find_model(str(folder)), settings_of(context_length=8), transformers_logits.logits)
+    logit_check.check(find_model(str(folder)), MLXOptions(), 8, transformers_logits.logits)
 
 
 def test_a_window_longer_than_the_usual_tokens_is_seen_too(tmp_path):
     folder = save(tmp_path / "model", "mistral", sliding_window=40)
     with pytest.raises(PlanError, match="on 48 tokens"):
-        logit_check.check(find_model(str(folder)), settings_of(context_length=128), transformers_logits.logits)
-    logit_check.check(find_model(str(folder)), settings_of(context_length=40), transformers_logits.logits)
+        logit_check.check(find_model(str(folder)), MLXOptions(), 128, transformers_logits.logits)
+    logit_check.check(find_model(str(folder)), MLXOptions(), 40, transformers_logits.logits)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma3", 6), ("mixtral", 2)])

@@ -83,7 +83,7 @@ def test_an_overflow_of_fp16_is_skipped_and_lowers_the_scale(folder):
 def test_every_affine_width_has_torchs_base(folder, bits):
     changes = dict(train_type="qlora", quantization_backend="mlx", n_bits=bits, group_size=32)
     batch = microbatches(ROWS, range(4), "padded", 4, 10**6, 0)
-    mine, theirs = (build(folder, **changes).evaluate(batch)[0] for build in (mlx_engine, torch_engine_of))
+    mine, theirs = (build(folder, **changes).evaluate(batch).nll for build in (mlx_engine, torch_engine_of))
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 

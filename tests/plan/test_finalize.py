@@ -30,7 +30,7 @@ s = settings_of("lora", low_memory=True, **changes)
 engine, layout = engine_of("llama", s, folder, hidden_size=256, intermediate_size=768)
 engine.begin_memory(0)
 rows = tiny.dataset((100,) * 64)
-plan = RunPlan(s, {"batch_size": "auto"}, (), (), "cpu", "torch")
+plan = RunPlan(settings=s, requested={"batch_size": "auto"}, adjustments=(), notices=(), backend="cpu", engine="torch")
 data = Data(None, set(), rows, None, [], ())
 engine.try_step(microbatches(rows, range(4), layout, 4, 6400, 0)[0], several=False)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -69,7 +69,9 @@ def test_a_reference_is_computed_once_where_rows_are_read_again(flags, validated
     rows = replace(tiny.dataset((5,) * 16), documents_per_row=2)
     train, validation = rows.select(np.arange(6)), rows.select([6, 7])
     data = Data(None, set(), train, validation if validated else None, [], None)
-    plan = RunPlan(TrainConfig(preference="dpo", batch_size=2, **flags), {}, (), (), "cpu", "torch")
+    settings = TrainConfig(preference="dpo", batch_size=2, **flags)
+    facts = dict(adjustments=(), notices=(), backend="cpu", engine="torch")
+    plan = RunPlan(settings=settings, requested={}, **facts)
     used, reason = reference_choice(plan, data)["precompute_ref_log_probs"]
     assert used == said[0] and said[1] in reason
     for changes in ({"preference": "orpo"}, {"preference": "none"}, {"precompute_ref_log_probs": "true"}):

@@ -1,7 +1,6 @@
 """What the plan decides from predicted memory."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,6 +10,7 @@ from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.plan.draft import Facts
+from finetune.plan.memory import MOST_AUTO_ROWS
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import inherited_from_checkpoint, merge_saved
 from tests.support import tiny
@@ -36,7 +36,7 @@ def test_batch_size_auto_stays_requested_and_is_settled_as_a_number():
     assert parse_value("batch_size", "AUTO") == "auto" and parse_value("batch_size", "4") == 4
     settled = planned(24, batch_size="auto")
     rows = settled.settings.batch_size
-    assert 1 < rows <= budget.MOST_AUTO_ROWS and rows & (rows - 1) == 0
+    assert 1 < rows <= MOST_AUTO_ROWS and rows & (rows - 1) == 0
     assert settled.settings.microbatch_tokens == rows * settled.settings.context_length
     saved = settled.to_json()
     assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == rows
@@ -70,8 +70,8 @@ def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):
     dense = plan_of(shape=shape, caps=capabilities(memory_bytes=64 * GIB))
     assert dense.settings.cache_dequantized == "true"
     room = budget.MemoryBudget(64 * GIB, "cpu")
-    least = budget.predicted_bytes(replace(dense.settings, cache_dequantized="false"), shape, room)
-    more = budget.predicted_bytes(dense.settings, shape, room) - least
+    least = budget.predicted_bytes(dense.with_settings(cache_dequantized="false"), shape, room)
+    more = budget.predicted_bytes(dense, shape, room) - least
     short = int((least + 0.3 * more) / budget.USABLE_PART) + GIB // 2
     plan_short = plan_of(shape=shape, caps=capabilities(memory_bytes=short))
     assert plan_short.settings.cache_dequantized == "false"

@@ -15,10 +15,10 @@ from finetune.errors import PlanError
 from finetune.estimate.memory import LOADING_BYTES, base_bytes, loading_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.plan.draft import Facts
+from finetune.plan.parts import Parts, Precision
 from finetune.plan.resolve import resolve_plan
 from finetune.run.report import plan_lines
-from finetune.torch_engine.device import device_of
-from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.device import DTYPES, device_of
 from quantization_wrapper import QuantizationConfig, QuantizationMethod, pairs
 from tests.support.build import load_model
 from tests.support.checklist import SHOWN_BY, ids_of
@@ -103,7 +103,7 @@ def test_the_parameters_have_the_dtype_that_the_precision_says(precision, tiny_m
     named = dict(load_model(tiny_model, settings, CPU).named_parameters())
     frozen = {p.dtype for p in named.values() if not p.requires_grad}
     trained = {p.dtype for p in named.values() if p.requires_grad}
-    assert frozen == {WEIGHT_DTYPES[precision]} and trained == {torch.float32}
+    assert frozen == {DTYPES[Precision.of(TrainConfig(precision=precision)).weights]} and trained == {torch.float32}
 
 
 @pytest.mark.parametrize(("name", "bits"), pairs())
@@ -111,8 +111,8 @@ def test_loading_is_predicted_within_what_is_stored_and_two_layers(name, bits):
     """Of the 1.1 B shape; benchmarks/loading.py measures it."""
     settings = TrainConfig(precision="bf16", quantization_backend=name, n_bits=bits, cache_dequantized="false")
     layer = sum(rows * columns for layer, rows, columns in SMALL.linears if ".layers.0." in layer) * 2
-    expected = loading_bytes(settings, SMALL) - LOADING_BYTES
-    assert layer > 0 and expected <= 1.15 * base_bytes(ModelCost(SMALL, settings)) + 2 * layer
+    expected = loading_bytes(Parts(settings), SMALL) - LOADING_BYTES
+    assert layer > 0 and expected <= 1.15 * base_bytes(ModelCost(SMALL, Parts(settings))) + 2 * layer
 
 
 @pytest.mark.parametrize(("name", "bits"), pairs())

@@ -114,7 +114,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(method, step, whole, tmp
 def test_the_reference_kept_is_what_a_second_model_gives(method, whole, flags):
     model = AutoModelForCausalLM.from_pretrained(flags[method]["model_name"], dtype=torch.float32)
     plan = make_plan(flags[method])
-    data = load_data(plan.settings, read_datasets(plan.settings), load_tokenizer(plan.files.folder), plan.files)
+    data = load_data(plan.data, read_datasets(plan.data), load_tokenizer(plan.files.folder), plan.files)
     kept = json.loads((whole(method) / FILE).read_text())["log_probs"]["train"]
     assert len(kept) == len(data.train) == (12 if method == "kto" else 24)
     for i, found in enumerate(kept):

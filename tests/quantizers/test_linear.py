@@ -8,6 +8,7 @@ import torch
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.engine import Batch
+from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.targets import linear_names
 from quantization_wrapper import (
@@ -150,7 +151,7 @@ def twenty_steps(config, device):
         cache_dequantized="false",
         microbatch_tokens=512,
     )
-    add_adapters(model, names, settings)
+    add_adapters(model, names, Adapter.of(settings))
     engine = torch_engine(model, settings, torch.device(device))
     engine.verify("auto")
     from finetune.data.collate import microbatches

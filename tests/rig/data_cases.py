@@ -11,6 +11,7 @@ from finetune.config import TrainConfig
 from finetune.data.prepare import load_data, read_datasets
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
+from finetune.plan.parts import Parts
 from tests.rig import mutate
 from tests.rig.batch import CANARY, Mutant
 from tests.rig.materials import Place
@@ -53,7 +54,7 @@ class DataBatch:
         more = {"skip": dict(skip_bad_rows=3), "samples": dict(dataset_samples=2), "split": dict(validation_split=0.3)}
         more = more[mutant.argv[0]] if mutant.argv else {}
         settings = replace(TrainConfig(), dataset=str(folder / name), context_length=64, model_name="m", **more)
-        load_data(settings, read_datasets(settings), tokenizer, files)
+        load_data(Parts(settings).data, read_datasets(Parts(settings).data), tokenizer, files)
 
 
 # ---- text formats

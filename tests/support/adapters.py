@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.config import TrainConfig
+from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import peft_config, to_disk
@@ -22,7 +23,7 @@ def adapted(architecture="llama", targets="all", model=None, **changes):
     """A tiny model with adapters whose B is not zero, so that they matter."""
     settings = dataclasses.replace(SETTINGS, **changes)
     model = (model or tiny.build(architecture)).requires_grad_(False)
-    add_adapters(model, target_names(model, targets, settings.use_dora), settings)
+    add_adapters(model, target_names(model, targets, settings.use_dora), Adapter.of(settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
@@ -35,6 +36,6 @@ def adapted(architecture="llama", targets="all", model=None, **changes):
 
 def write(model, settings, folder):
     folder.mkdir(exist_ok=True)
-    tensors = to_disk(model, adapter_parameters(model), settings)
+    tensors = to_disk(model, adapter_parameters(model), Adapter.of(settings))
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(peft_config(model, settings, "base")))
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config(model, Adapter.of(settings), "base")))

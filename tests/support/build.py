@@ -1,8 +1,8 @@
 """Engines as tests and benchmarks build them: from a model in memory, or from a folder."""
 
-from types import SimpleNamespace
-
-import train
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.plan.parts import Parts
+from finetune.torch_engine import open as torch_open
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
@@ -17,22 +17,21 @@ def torch_engine(
     base_config: dict | None = None,
     ranks: ProcessGroups = SINGLE_PROCESS,
     share=None,
-    **options,
+    distribution: str = "ptd",
 ) -> TorchEngine:
     """The engine of a loaded model, distributed over `ranks`; `share`: its local shards."""
     groups = ranks if device is None or not ranks.single_process else ProcessGroups(device=device)
+    plan = Parts(settings, ParallelDims(), distribution)
     if groups.device.type == emulated_device.NAME:  # as on an Apple GPU: through the wrapper
         from mps_fsdp_wrapper import MPSFSDPWrapper
 
-        plan = SimpleNamespace(
-            **{"settings": settings, "reshard_after_forward": True, "distribution": "ptd", **options}
-        )
         parallel = MPSFSDPWrapper(device_type=groups.device.type).distribute(model, plan, groups, share, pad_id)
     else:
-        parallel = parallelize(model, settings, groups, share, pad_id=pad_id, **options)
-    return TorchEngine(parallel, settings, base_config)
+        parallel = parallelize(model, plan, groups, share, pad_id)
+    return TorchEngine(parallel, plan, base_config)
 
 
 def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None):
-    """The model of a folder as train.load_model loads it; `say` is called with each notice."""
-    return train.load_model(folder, settings, ProcessGroups(device=device), share, batches, saved, say)
+    """The model of a folder as a run loads it; `say` is called with each notice."""
+    groups = ProcessGroups(device=device)
+    return torch_open.load_model(folder, Parts(settings), groups, share, batches, saved, say)

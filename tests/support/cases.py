@@ -16,6 +16,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
+from finetune.plan.parts import Adapter
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
@@ -197,15 +198,15 @@ def build(
         no_sync=case.no_sync,
         router_aux_loss_coef=case.aux,
         use_gradient_checkpointing="true" if case.recomputed else "false",
+        sharding_strategy="shard_grad_op" if case.kept else None,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
         add_frozen_base_and_adapters(model, case, settings, groups.device)
     if case.view_bf16:
         fsdp.view_as_bf16(model)
-    reshard = not case.kept
     model.to(groups.device)
-    engine = torch_engine(model, settings, ranks=groups, reshard_after_forward=reshard, distribution=distribution)
+    engine = torch_engine(model, settings, ranks=groups, distribution=distribution)
     engine.verify("auto")
     return engine
 
@@ -219,7 +220,7 @@ def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, devic
         quantization_wrapper.quantize_model(model, config, linear_names(model))
         experts.quantize(model, config, list(experts.reachable(model)))
     model.to(device)
-    add_adapters(model, target_names(model, "all", settings.use_dora), settings)
+    add_adapters(model, target_names(model, "all", settings.use_dora), Adapter.of(settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():

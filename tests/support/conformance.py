@@ -47,9 +47,9 @@ def check_engine(build, dataset, tmp_path) -> None:
     _check_try_step_changes_nothing(engine, batches)
     first = engine.evaluate(batches)
     results = [engine.train_step(batches, LR) for _ in range(4)]
-    assert [r.num_targets for r in results] == [first[1]] * 4 and all(r.grad_norm > 0 for r in results)
-    assert results[0].nll == pytest.approx(first[0], rel=1e-5)
-    assert engine.evaluate(batches)[0] < first[0]
+    assert [r.num_targets for r in results] == [first.num_targets] * 4 and all(r.grad_norm > 0 for r in results)
+    assert results[0].nll == pytest.approx(first.nll, rel=1e-5)
+    assert engine.evaluate(batches).nll < first.nll
     assert engine.memory().total > 0 and engine.reset_memory() >= 0
 
     _check_accumulation(build, dataset)
@@ -215,7 +215,7 @@ def check_recursive_engine() -> None:
     assert result.grad_norm > 0 and engine.memory().total > 0 and engine.reset_memory() >= 0
     one, many = (build().train_step(b, LR) for b in ([batch_of(ROWS, np.arange(4), True)], _halves()))
     assert one.nll == pytest.approx(many.nll, rel=1e-5) and one.grad_norm == pytest.approx(many.grad_norm, rel=1e-4)
-    assert engine.evaluate(batches)[1] == sum(b.num_targets for b in batches)
+    assert engine.evaluate(batches).num_targets == sum(b.num_targets for b in batches)
     _check_state(engine, build, batches[:1])
     _check_not_finite(engine, batches[:1])
     _check_generation(engine)

@@ -7,6 +7,7 @@ import torch
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
+from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
@@ -28,7 +29,7 @@ def engine(architecture="llama", layout="auto", train_type="lora", model=None, *
         if train_type == "qlora":
             config = quantization_wrapper.config_for("nf4")
             quantization_wrapper.quantize_model(model, config, linear_names(model))
-        add_adapters(model, target_names(model, "all"), settings)
+        add_adapters(model, target_names(model, "all"), Adapter.of(settings))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for layer in layers(model).values():

@@ -5,6 +5,7 @@ from dataclasses import replace
 from finetune.config import TrainConfig
 from finetune.estimate.budget import MemoryBudget, largest_rows
 from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import Parts
 
 
 def predicted_rows(model_size_b: float, context_length: int, memory_bytes: int, device: str) -> int:
@@ -20,7 +21,9 @@ def predicted_rows(model_size_b: float, context_length: int, memory_bytes: int, 
         context_length=context_length,
         microbatch_tokens=context_length,
     )
-    return largest_rows(settings, llama_like(max(float(model_size_b), 1e-3) * 1e9), MemoryBudget(memory_bytes, device))
+    return largest_rows(
+        Parts(settings), llama_like(max(float(model_size_b), 1e-3) * 1e9), MemoryBudget(memory_bytes, device)
+    )
 
 
 def llama_like(num_weights: float) -> ModelShape:

@@ -7,6 +7,7 @@ import torch
 
 from finetune.config import TrainConfig
 from finetune.mlx_engine.load import build_engine, load_model
+from finetune.plan.parts import Parts
 from tests.support import tiny
 from tests.support.build import load_model as load_torch
 from tests.support.build import torch_engine
@@ -31,7 +32,7 @@ def config_of(folder) -> dict:
 
 def mlx_engine(folder, verify=True, **changes):
     settings, config = settings_of(**changes), config_of(folder)
-    engine = build_engine(*load_model(folder, config, settings), settings, 0, config)
+    engine = build_engine(*load_model(folder, config, Parts(settings)), Parts(settings), 0, config)
     if verify:
         engine.verify("auto")
     return engine

@@ -11,6 +11,7 @@ from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.plan.draft import Facts
+from finetune.plan.parts import Parts
 from finetune.plan.resolve import resolve_plan
 from tests.support import tiny
 from tests.support.build import load_model, torch_engine
@@ -29,6 +30,10 @@ def settings_of(kind, precision="fp32", **changes):
     )
     values = dict(use_gradient_checkpointing="false", cache_dequantized="false", lr=1e-4, microbatch_tokens=4096)
     return replace(TrainConfig(), train_type=kind, precision=precision, **{**quantized, **values, **changes})
+
+
+def plan_of_kind(kind, precision="fp32", **changes) -> Parts:
+    return Parts(settings_of(kind, precision, **changes))
 
 
 def engine_of(architecture, settings, folder, **sizes):
@@ -50,7 +55,7 @@ def counted(architecture, settings, folder, lengths=LENGTHS, **sizes):
         json.loads((folder / "config.json").read_text()), read_headers(folder.glob("*.safetensors"))
     )
     load = MicrobatchShape(tuple(int(rows.lengths[r]) for r in batch.rows), batch.num_targets, layout)
-    return memory.estimate(settings, shape, load)["items"], measured
+    return memory.estimate(Parts(settings), shape, load)["items"], measured
 
 
 def shape_of(name) -> ModelShape:

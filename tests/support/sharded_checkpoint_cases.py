@@ -37,9 +37,10 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
 
 def directory(engine, folder: Path, configs: dict) -> output_dir.OutputDir:
     """The output folder of a run that resumes from itself; `configs` are the files next to its weights."""
-    settings = dataclasses.replace(engine.settings, output_dir=str(folder), keep_last=3)
+    settings = dataclasses.replace(engine.plan.settings, output_dir=str(folder), keep_last=3)
     dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
-    plan = RunPlan(settings, {}, (), (), "cpu", "torch", dims, resume_from=resumed)
+    facts = dict(requested={}, adjustments=(), notices=(), backend="cpu", engine="torch")
+    plan = RunPlan(settings=settings, dims=dims, resume_from=resumed, **facts)
     run = output_dir.open_output_dir(plan, engine.rank)
     run.identity, run.configs = {"base model": "a", "dataset": "b"}, configs
     return run

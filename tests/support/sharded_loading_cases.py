@@ -13,6 +13,7 @@ from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.model_files.files import find_model
+from finetune.plan.parts import Parts
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.parallel import placement, process_groups
 from finetune.torch_engine.weights.local_shards import LocalShards
@@ -117,7 +118,7 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         model = load_model(folder, settings, CPU, say=lambda line: None)
         full = torch_engine(model, settings, CPU, ranks=ranks)
         settings = dataclasses.replace(settings, use_cpu_offload=case.offloaded)
-        share = None if case.read_full else LocalShards.of(ranks, settings)
+        share = None if case.read_full else LocalShards.of(ranks, Parts(settings))
         model = load_model(folder, settings, CPU, share=share, say=lambda line: None)
         on_meta = case.read_full or all(p.is_meta or p.ndim == 0 for p in model.parameters())
         kept = sum(t.nbytes for t in share.kept.values()) if share else None
@@ -163,7 +164,7 @@ def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
     for layout, kind, folder in wanted:
         dims = cases.LAYOUTS[layout]
         ranks, settings = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU), BY_ID[kind].settings(folder)
-        share = LocalShards.of(ranks, settings)
+        share = LocalShards.of(ranks, Parts(settings))
         model = load_model(folder, settings, CPU, share=share, say=lambda line: None)
         engine = torch_engine(model, settings, CPU, ranks=ranks, share=share)
         engine.verify("auto")
@@ -174,7 +175,7 @@ def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
         config = json.loads((Path(folder) / "config.json").read_text())
         shape = ModelShape.from_config(config, read_headers(sorted(Path(folder).glob("*.safetensors"))))
         load = MicrobatchShape.full_rows(1, 64)
-        predicted = memory.estimate(settings, shape, load, ranks=dims.dp_shard)["items"]
+        predicted = memory.estimate(Parts(settings), shape, load, ranks=dims.dp_shard)["items"]
         items = ("base", "trainable", "gradients", "optimizer")
         one, two = ({name: i.get(name, 0) for name in items} for i in (predicted, measured))
         found.append({"case": f"{kind}, {Path(folder).name}", "predicted": one, "measured": two})

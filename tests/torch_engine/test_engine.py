@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.errors import NonFiniteError, OutOfMemoryError
+from finetune.plan.parts import Precision
+from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.generate import dense_weights
-from finetune.torch_engine.load import WEIGHT_DTYPES
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
 from tests.support.build import torch_engine
@@ -71,14 +73,14 @@ def test_dropout_resumes_identically_only_with_the_rng_state():
 def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type):
     exact = engine(train_type=train_type)
     model = tiny.build()
-    model.to(WEIGHT_DTYPES[precision])
+    model.to(DTYPES[Precision.of(TrainConfig(precision=precision)).weights])
     built = engine(train_type=train_type, model=model)
-    built = torch_engine(built.model, dataclasses.replace(built.settings, precision=precision), CPU)
+    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision=precision), CPU)
     built.verify("auto")
     assert built.layout == "padding_free"
     assert all(p.dtype == torch.float32 for p in trainable_params(built).values())
     frozen = {p.dtype for p in built.model.parameters() if not p.requires_grad and p.is_floating_point()}
-    assert frozen == {WEIGHT_DTYPES[precision]}
+    assert frozen == {DTYPES[Precision.of(TrainConfig(precision=precision)).weights]}
     one, two = (e.train_step(batches(), 1e-2) for e in (exact, built))
     # bf16 keeps 8 bits of a number, fp16 11: a mean over some 70 targets is within 1 % of the exact one.
     assert two.nll == pytest.approx(one.nll, rel=1e-2) and not two.skipped
@@ -89,7 +91,7 @@ def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision,
 def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
     model = tiny.build().to(torch.float16)
     built = engine(model=model)
-    built = torch_engine(built.model, dataclasses.replace(built.settings, precision="fp16"), CPU)
+    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision="fp16"), CPU)
     built.verify("auto")
     set_loss_scale(built, 2.0**40)
     before = built.trainable_state()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import quantization_wrapper
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter
 from finetune.run.metrics import read_events
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
@@ -234,8 +235,8 @@ def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora
         model = build(architecture).requires_grad_(False)
         before = model(IDS).logits
         names = target_names(model, "all")
-        starts = residual_init(model, names, settings, None, None, torch.device("cpu"))
-        add_adapters(model, names, settings, starts)
+        starts = residual_init(model, names, Adapter.of(settings), None, None, torch.device("cpu"))
+        add_adapters(model, names, Adapter.of(settings), starts)
         # 1e-5: the part that is taken out of a weight comes back through two other products.
         torch.testing.assert_close(model(IDS).logits, before, rtol=1e-5, atol=1e-5)
         with torch.no_grad():

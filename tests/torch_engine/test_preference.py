@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from finetune import objectives
 from finetune.config import TrainConfig
-from finetune.data.collate import preference_microbatches
+from finetune.data.mismatched import DataWithMismatches
+from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
 from finetune.estimate import engine_limits
+from finetune.plan.parts import Parts, Precision
 from finetune.torch_engine import loss, preference
-from finetune.torch_engine.load import WEIGHT_DTYPES
+from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import LoRALinear, layers
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.passes import Passes, no_advice
 from tests.support import cases, emulated_device, ranks, tiny
 from tests.support.build import torch_engine
 from tests.support.engine_access import optimizer, process_groups, trainable_params
@@ -79,8 +83,7 @@ def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
     desirable = torch.tensor([True, False, False, True, True, False])
     for mismatched in (log_probs.flip(0), ref - 1):  # the reference point is not negative
         total = (mismatched - ref).sum().item()
-        point = preference.LabelledObjective().known(6, 0, [total, 6])
-        assert point == pytest.approx(max(0.0, total / 6), abs=1e-12)
+        point = max(0.0, total / 6)
         found = preference.kto(log_probs, ref, desirable, point, 0.3, 1.5, 0.5)
         good = 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (log_probs - ref - point))))
         bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
@@ -169,9 +172,9 @@ def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_typ
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
 def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision):
-    model = tiny.build().to(WEIGHT_DTYPES[precision])
+    model = tiny.build().to(DTYPES[Precision.of(TrainConfig(precision=precision)).weights])
     built = engine(model=model)
-    built = torch_engine(built.model, replace(built.settings, precision=precision), CPU)
+    built = torch_engine(built.model, replace(built.plan.settings, precision=precision), CPU)
     built.verify("auto")
     (batch,) = batches()
     found = built.forward.document_log_probs(batch)
@@ -191,7 +194,7 @@ EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 def trainer_of(method, train_type="lora", layout="auto", **changes):
     built = engine(train_type=train_type, **changes)
-    settings = replace(built.settings, preference=method, preference_beta=0.3, undesirable_weight=0.5)
+    settings = replace(built.plan.settings, preference=method, preference_beta=0.3, undesirable_weight=0.5)
     built = torch_engine(built.model, settings, CPU)
     built.verify(layout)
     return built
@@ -199,9 +202,11 @@ def trainer_of(method, train_type="lora", layout="auto", **changes):
 
 def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows=None, mine=slice(None)):  # noqa: B008
     dataset = LABELLED if method == "kto" else PAIRS
-    settings = TrainConfig(preference=method, batch_layout=layout, microbatch_tokens=tokens)
+    plan = Parts(TrainConfig(preference=method, batch_layout=layout, microbatch_tokens=tokens))
     rows = range(dataset.num_rows) if rows is None else rows
-    return preference_microbatches(dataset, rows, mine, settings, 0, batch_size)
+    kind = DataWithMismatches if plan.data.mismatches else Data
+    data = kind(None, set(), dataset, None, [], None)
+    return data.microbatches(dataset, rows, mine, plan, 0, batch_size)
 
 
 def trained(built, batches, steps=2):
@@ -215,7 +220,7 @@ def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layou
         parts = step_batches("dpo", layout, batch_size, tokens)
         assert sorted(row for part in parts for row in part.rows) == list(range(8))
         for part in parts:
-            chosen, rejected = preference.pair_indices(part)
+            chosen, rejected = preference.pair_indices(part, CPU)
             assert [part.rows[i] + 1 for i in chosen] == [part.rows[i] for i in rejected]
             assert part.input_ids_BS.size <= tokens or len(part.rows) == 2
 
@@ -240,8 +245,8 @@ def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout)
         assert found.nll == pytest.approx(whole.nll, rel=1e-5)  # fp32: sums in another order
         assert found.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-5)
         assert found.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
-        scored = built.measure(step_batches(method, layout))
-        assert built.evaluate(step_batches(method, layout, 1)) == pytest.approx((scored.nll, whole.num_rows))
+        scored, again = (built.evaluate(step_batches(method, layout, size)) for size in (8, 1))
+        assert again.nll == pytest.approx(scored.nll) and again.num_rows == whole.num_rows
         assert scored.nll < whole.nll and scored.metrics.keys() == whole.metrics.keys()
         # Adam divides by the gradient's size, which magnifies rounding of small ones: 2 steps of 1e-2 each.
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
@@ -271,7 +276,8 @@ def test_the_reference_of_every_architecture_is_its_model_without_adapters(archi
     (batch,) = batches(built.layout)
     plain.model.eval()
     with torch.no_grad():
-        wanted, found = plain.forward.document_log_probs(batch), preference.reference_log_probs(built.forward, batch)
+        wanted = plain.forward.document_log_probs(batch)
+        found = torch.from_numpy(Passes(built.parallel, no_advice).log_probs_before_training([batch])[0]).float()
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # fp32
         assert not torch.allclose(built.forward.document_log_probs(batch), wanted, atol=1e-3)
 
@@ -296,15 +302,15 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
 
     def steps(built, method):
         groups = process_groups(built)
-        built.objective = preference.objective_of(replace(built.settings, preference=method, preference_beta=0.3))
+        built.objective = objectives.build(method, {"beta": 0.3})
         mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
         batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
         found = [built.train_step(batches, 1e-3)]
-        found.append(built.measure(step_batches(method, built.layout, 1)))
+        found.append(built.evaluate(step_batches(method, built.layout, 1)))
         found.append(built.train_step(batches, 1e-3))
         known = [b if b.mismatched else replace(b, reference_D=-np.arange(3.0, 3.0 + len(b.rows))) for b in batches]
         found.append(built.train_step(known, 1e-3))
-        found.append(built.measure(step_batches(method, built.layout, 1)))
+        found.append(built.evaluate(step_batches(method, built.layout, 1)))
         return [[r.loss, r.num_rows, r.grad_norm, *r.metrics.values()] for r in found]
 
     figures = []

@@ -11,11 +11,16 @@ import pytest
 import torch
 
 from finetune.config import TrainConfig
-from finetune.data.collate import microbatches, mismatched_documents, preference_microbatches
+from finetune.data.collate import microbatches
+from finetune.data.mismatched import DataWithMismatches, mismatched_documents
+from finetune.data.run_data import Data
 from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.objectives import Totals
+from finetune.plan.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import preference
 from finetune.torch_engine.lora.peft_format import disk_name
+from finetune.torch_engine.passes import Passes, no_advice
 from tests.support import tiny
 from tests.support.engine_access import trainable_params
 from tests.support.engines import assert_same, engine
@@ -166,14 +171,15 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
             assert all(map(np.array_equal, mine.document(i), (ids, is_target)))
     else:
         dataset = dataset_of([documents[i + 4 * k] for i in range(4) for k in (0, 1)], documents_per_row=2)
-    flags = TrainConfig(batch_layout=layout, microbatch_tokens=10**6, **own)
-    objective = built.objective
-    ahead, (one,) = objective.split(preference_microbatches(dataset, range(4), slice(None), flags, 0, 4))
-    (one,) = built._compared([one])
-    known = objective.known(objective.count(one), objective.count_nll_targets(one), built._sums_ahead(ahead))
-    mine, sums = objective.loss(built.forward, one, known)
-    mine = mine / objective.count(one)
-    assert objective.count(one) == 4 and (method != "kto" or known > 0)
+    plan = Parts(TrainConfig(batch_layout=layout, microbatch_tokens=10**6, **own))
+    objective, kind = built.objective, DataWithMismatches if method == "kto" else Data
+    data = kind(None, set(), dataset, None, [], None)
+    made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
+    (one,), statistic = objective.prepare(Passes(built.parallel, no_advice), made)
+    totals = Totals(objective.count(one), statistic)
+    mine, sums = objective.loss(built.forward, one, totals)
+    mine = mine / totals.count
+    assert totals.count == 4 and (method != "kto" or statistic > 0)
     if method == "orpo":
         chosen, num_targets = log_probs_of(built, documents[:4])
         mine = mine + chosen.sum() / num_targets.sum() + nll_of_all_tokens(built, documents[:4])
@@ -181,6 +187,4 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     assert_trains_like(trainer, batch, mine, {names[n]: p for n, p in trainable_params(built).items()})
     logged = trainer._stored_metrics["train"] if method == "orpo" else trainer._metrics["eval"]
     shown = {name: values[-1] for name, values in logged.items() if name.startswith("rewards/") or name == "kl"}
-    assert objective.means(sums, 4, known) == pytest.approx(
-        shown, rel=1e-4, abs=1e-5
-    )  # sums of log-probabilities of 60
+    assert objective.means(sums, totals) == pytest.approx(shown, rel=1e-4, abs=1e-5)  # sums of log-probabilities of 60

@@ -1,5 +1,6 @@
 """The data of pretrain.py: arrays of every path, mixed for training and evaluated path by path."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,10 +11,11 @@ from finetune.data.pretraining.arrays import Rows, joined, read_split, tokenizer
 from finetune.data.pretraining.carry import Carry, SlotBatch, earliest_halt
 from finetune.data.pretraining.chat_tokens import ChatTokenizer
 from finetune.data.sampler import Cursor
-from finetune.engine import IGNORE_INDEX
+from finetune.engine import IGNORE_INDEX, StepResult
 from finetune.errors import PlanError
 from finetune.pretrain_config import PretrainConfig
 
+ROWS_PER_EVALUATION = 32
 WIDTHS = 16  # widths are multiples of it: oneDNN compiles and keeps kernels for each shape it meets
 
 
@@ -103,6 +105,19 @@ class PretrainData:
     def sources_of(self, rows) -> list[str]:
         """Where these rows of a step are from."""
         return [self.train.sources[row] for row in rows]
+
+    def evaluation_batches(self, plan, pad_id: int) -> dict[str, list[SlotBatch]]:
+        """{path: microbatches of its test rows}."""
+        return {path: self.test_batches(rows, ROWS_PER_EVALUATION) for path, rows in self.tests.items()}
+
+    def evaluation_values(self, results: dict[str, StepResult]) -> dict:
+        """Loss, perplexity, right targets and exact rows of all test rows, then of each path if there are several."""
+        values = _scores(results.values(), sum(map(len, self.tests.values())))
+        if len(results) > 1:
+            for path, result in results.items():
+                each = _scores([result], len(self.tests[path]))
+                values |= {f"{path} {name}": value for name, value in each.items() if name != "num_targets"}
+        return values
 
     def test_batches(self, rows: Rows, size: int) -> list[SlotBatch]:
         return [batch_of(rows, np.arange(i, min(i + size, len(rows))), self.trims) for i in range(0, len(rows), size)]
@@ -209,3 +224,15 @@ def _tokenizer(s: PretrainConfig, train: Rows):
         counts = f"{tokenizer.vocab_size} tokens, dataset.json {train.vocab_size}"
         raise PlanError(f"{folder}: has {counts}. Build it again.")
     return tokenizer
+
+
+def _scores(results, num_rows: int) -> dict:
+    nll, num_targets = sum(r.nll for r in results), sum(r.num_targets for r in results)
+    loss = nll / num_targets
+    return {
+        "loss": loss,
+        "num_targets": num_targets,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "targets_right": sum(r.metrics["targets_right"] for r in results) / num_targets,
+        "rows_right": sum(r.metrics["rows_right"] for r in results) / num_rows,
+    }

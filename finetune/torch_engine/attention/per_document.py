@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
 from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
-from finetune.torch_engine.device import cpu_matmul
+from finetune.torch_engine.device import uses_onednn
 
 NAME = "documents"
 
@@ -26,7 +26,7 @@ def dense_up_to(tensor) -> int:
     """
     if tensor.device.type != "cpu" or tensor.dtype.itemsize not in DENSE_ATTENTION_UP_TO:
         return 0
-    return dense_attention_up_to(tensor.dtype.itemsize, cpu_matmul())
+    return dense_attention_up_to(tensor.dtype.itemsize, uses_onednn())
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import re
 import torch
 from torch import nn
 
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters, scaling_of
@@ -15,7 +15,7 @@ from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied_bases
 
 
-def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | None = None, local_shards=None) -> None:
+def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None = None, local_shards=None) -> None:
     """Adds an adapter to each named layer.
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
@@ -24,8 +24,7 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
     `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
     starts, modules = starts or {}, dict(model.named_modules())
-    s = settings
-    scaling = scaling_of(s.lora_rank, s.lora_alpha, s.use_rslora)
+    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
     inside = {}
     for name in names:
         if name not in modules:
@@ -34,23 +33,24 @@ def add_adapters(model, names: list[str], settings: TrainConfig, starts: dict | 
             continue
         base = modules[name]
         if isinstance(base, nn.Embedding):
-            layer = LoRAEmbedding(base, s.lora_rank, s.lora_alpha, s.use_rslora, s.use_dora)
+            layer = LoRAEmbedding(base, adapter.rank, adapter.alpha, adapter.rslora, adapter.dora)
             with torch.no_grad():  # as in PEFT: A zero, B normal
-                drawn = sampled(name, layer.lora_embedding_B.shape, "normal", s)
+                drawn = sampled(name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
                 assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
-            layer = LoRALinear(base, s.lora_rank, s.lora_alpha, s.lora_dropout, s.use_rslora, s.use_dora)
-            initialize(layer, name, starts.get(name), layer.in_features, s, local_shards)
-            if s.use_dora and layer.start is not None:  # the magnitude of the original base
+            how = adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora
+            layer = LoRALinear(base, *how)
+            initialize(layer, name, starts.get(name), layer.in_features, adapter, local_shards)
+            if adapter.dora and layer.start is not None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         model.set_submodule(name, layer)
     for owner, parameters in inside.items():
         module = experts.wrapped(model, owner)
-        module.adapt(parameters, s.lora_rank, scaling)
+        module.adapt(parameters, adapter.rank, scaling)
         for parameter, pair in module.pairs().items():
             name = f"{owner}.{parameter}"
-            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], s, local_shards)
+            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], adapter, local_shards)
     for name, parameter in adapter_parameters(model).items() if local_shards is not None else ():
         if not local_shards.has(parameter):
             local_shards.give(name, parameter, torch.zeros(parameter.shape))
@@ -104,7 +104,6 @@ def merge_adapters(model) -> None:
 def attach_adapter(model, folder) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
     import json
-    from dataclasses import replace
     from pathlib import Path
 
     from safetensors.torch import load_file
@@ -139,15 +138,8 @@ def attach_adapter(model, folder) -> None:
     for name in names:
         if name not in modules:
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
-    settings = replace(
-        TrainConfig(),
-        lora_rank=config["r"],
-        lora_alpha=config["lora_alpha"],
-        use_dora=bool(config.get("use_dora")),
-        use_rslora=bool(config.get("use_rslora")),
-        lora_dropout=0.0,
-    )
-    add_adapters(model, names + three_d, settings)
+    how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
+    add_adapters(model, names + three_d, Adapter(config["r"], config["lora_alpha"], **how))
     ours = {disk_name(n): p for n, p in adapter_parameters(model).items()}
     if set(ours) != set(tensors):
         raise PlanError(f"{file}: does not match its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import quantization_wrapper
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features, scaling_of
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
@@ -23,36 +23,36 @@ def assign(local_shards, name: str, parameter, value) -> None:
 
 
 @torch.no_grad()
-def initialize(layer, name: str, start, in_features: int, settings: TrainConfig, local_shards=None) -> None:
+def initialize(layer, name: str, start, in_features: int, adapter: Adapter, local_shards=None) -> None:
     if isinstance(start, tuple):
         layer.start = tuple(t.detach().float().cpu().clone() for t in start)
         layer.lora_A.copy_(start[0])
         layer.lora_B.copy_(start[1])
     elif start is not None:
         layer.lora_A.copy_(start)
-    elif settings.init_lora_weights == "gaussian":  # as in PEFT: normal with standard deviation 1/r
-        drawn = sampled(name, layer.lora_A.shape, "normal", settings)
-        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / settings.lora_rank)
+    elif adapter.init.is_gaussian:  # as in PEFT: normal with standard deviation 1/r
+        drawn = sampled(name, layer.lora_A.shape, "normal", adapter.init.seed)
+        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / adapter.rank)
     else:  # as in PEFT: Kaiming uniform with a = sqrt(5), i.e. +-1/sqrt(I)
-        drawn = sampled(name, layer.lora_A.shape, "uniform", settings)
+        drawn = sampled(name, layer.lora_A.shape, "uniform", adapter.init.seed)
         assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
 
 
-def sampled(name: str, shape, kind: str, settings: TrainConfig) -> torch.Tensor:
+def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
     """Random values determined by the seed and the layer's name: standard normal, or uniform in [-1, 1]."""
-    generator = torch.Generator().manual_seed(factors.seed_of(settings.seed, name))
+    generator = torch.Generator().manual_seed(factors.seed_of(seed, name))
     out = torch.empty(shape)
     return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
 
 
 @torch.no_grad()
-def residual_init(model, names: list[str], settings: TrainConfig, config, saved: dict | None, device) -> dict:
+def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict | None, device) -> dict:
     """{name: (A_0, B_0)} by pissa, olora or loftq; subtracts their product from the still dense base weights.
 
     `config`: quantization of the base, or None; `saved`: a checkpoint's tensors, whose initial adapter is reused.
     """
-    s, modules, starts = settings, dict(model.named_modules()), {}
-    scaling = scaling_of(s.lora_rank, s.lora_alpha, s.use_rslora)
+    init, modules, starts = adapter.init, dict(model.named_modules()), {}
+    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
     device = device if device.type == "cuda" else torch.device("cpu")
 
     def quantized(weight):
@@ -69,9 +69,7 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
             a, b = a.to(device), b.to(device)
         else:
             label = f"{name}.{number}" if count > 1 else name
-            a, b = factors.factors(
-                weight.to(device), s.init_lora_weights, s.lora_rank, scaling, s.seed, label, quantized
-            )
+            a, b = factors.factors(weight.to(device), init.word, adapter.rank, scaling, init.seed, label, quantized)
         weight.copy_((weight.to(device).float() - scaling * (b @ a)).to(weight.dtype))
         return a, b
 
@@ -82,7 +80,7 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
                 continue
             if module is model.get_output_embeddings() and tied(model):
                 raise PlanError(
-                    f"--init_lora_weights {s.init_lora_weights}: changes the weights of {name}, which are tied to the "
+                    f"--init_lora_weights {init.word}: changes the weights of {name}, which are tied to the "
                     "embedding. Remove it from --lora_target_modules, or use --init_lora_weights default."
                 )
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
@@ -99,7 +97,7 @@ def residual_init(model, names: list[str], settings: TrainConfig, config, saved:
     return starts
 
 
-def eva_init(model, names: list[str], settings: TrainConfig, batches) -> dict[str, torch.Tensor]:
+def eva_init(model, names: list[str], rank: int, batches) -> dict[str, torch.Tensor]:
     """{layer name: A [R, I]} by peft's EVA (Paischer et al. 2024): leading singular vectors of each layer's inputs.
 
     `model`: still dense; `batches`: dicts of its inputs. The rank is not redistributed (rho 1), so every layer gets R.
@@ -109,12 +107,8 @@ def eva_init(model, names: list[str], settings: TrainConfig, batches) -> dict[st
 
     for name in names:
         most = min(features(model.get_submodule(name)))
-        if settings.lora_rank > most:
-            raise PlanError(
-                f"--lora_rank {settings.lora_rank}: eva finds at most {most} components in {name}. Use at most {most}."
-            )
-    config = peft.LoraConfig(
-        r=settings.lora_rank, target_modules=names, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)
-    )
+        if rank > most:
+            raise PlanError(f"--lora_rank {rank}: eva finds at most {most} components in {name}. Use at most {most}.")
+    config = peft.LoraConfig(r=rank, target_modules=names, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0))
     state = get_eva_state_dict(model, batches, config, show_progress_bar=False)
     return {name: state[name] for name in names}

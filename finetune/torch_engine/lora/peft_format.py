@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from finetune.adapters.config import adapter_config, shortest_targets
-from finetune.config import RESIDUAL_INITS, TrainConfig
+from finetune.plan.parts import Adapter
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.lora import factors
@@ -29,10 +29,10 @@ def disk_name(name: str) -> str:
     return PREFIX + name + (".weight" if name.rpartition(".")[2] in ("lora_A", "lora_B") else "")
 
 
-def to_disk(model, named: dict, settings: TrainConfig) -> dict[str, torch.Tensor]:
+def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
     """{PEFT key: tensor} of the adapters; of twice the rank, for the original base, if the base was changed."""
     out = {disk_name(n): p.detach().float().cpu() for n, p in named.items()}
-    if settings.init_lora_weights in RESIDUAL_INITS:
+    if adapter.init.changes_base:
         for name in named:
             owner, _, leaf = name.rpartition(".")
             layer, key = model.get_submodule(owner), disk_name(name)
@@ -45,9 +45,9 @@ def to_disk(model, named: dict, settings: TrainConfig) -> dict[str, torch.Tensor
     return out
 
 
-def from_disk(model, named: dict, tensors: dict, settings: TrainConfig) -> dict:
+def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
     """Inverse of to_disk, for numpy arrays: the trained adapters, without the half of the initial ones."""
-    if settings.init_lora_weights not in RESIDUAL_INITS:
+    if not adapter.init.changes_base:
         return tensors
     out = dict(tensors)
     for name in named:
@@ -59,12 +59,12 @@ def from_disk(model, named: dict, tensors: dict, settings: TrainConfig) -> dict:
     return out
 
 
-def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
+def peft_config(model, adapter: Adapter, base_name: str, revision: str | None = None) -> dict:
     """Content of adapter_config.json in PEFT's format."""
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
     parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
-    if not settings.use_dora:  # such linears go into target_parameters by their .weight
+    if not adapter.dora:  # such linears go into target_parameters by their .weight
         as_parameters = [n for n in chosen if peft_takes_for_experts(model, n)]
         chosen = [n for n in chosen if n not in as_parameters]
         parameters += [f"{n}.weight" for n in as_parameters]
@@ -72,12 +72,10 @@ def peft_config(model, settings: TrainConfig, base_name: str) -> dict:
         m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
         for m in layers(model).values()
     )
-    s, twice = settings, settings.init_lora_weights in RESIDUAL_INITS
-    plain = twice or s.init_lora_weights == "default"
-    changes = {"target_parameters": parameters or None, "init_lora_weights": True if plain else s.init_lora_weights}
-    if twice:  # keeps alpha/r, or alpha/sqrt(r), as in training
-        changes |= {"r": s.lora_rank * 2, "lora_alpha": s.lora_alpha * (2**0.5 if s.use_rslora else 2)}
+    changes = {"target_parameters": parameters or None}
+    if adapter.init.changes_base:  # of twice the rank; keeps alpha/r, or alpha/sqrt(r), as in training
+        changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * (2**0.5 if adapter.rslora else 2)}
     if parameters:  # PEFT rejects dropout with target_parameters
         changes["lora_dropout"] = 0.0
     targets = shortest_targets(chosen, original_names(model))
-    return adapter_config(s, base_name, targets, fan_in_fan_out=conv, **changes)
+    return adapter_config(adapter, base_name, revision, targets, fan_in_fan_out=conv, **changes)

@@ -1,6 +1,7 @@
 """Distributes a model over the ranks, in this order: TP, EP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
 
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter, ParallelPlan, Parts
 from finetune.torch_engine import checks
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.parallel import expert as expert_parallel
@@ -14,38 +15,32 @@ from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, Proces
 
 
 def parallelize(
-    model,
-    settings,
-    groups: ProcessGroups = SINGLE_PROCESS,
-    local_shards=None,
-    reshard_after_forward: bool = True,
-    distribution: str = "ptd",
-    pad_id: int = 0,
+    model, plan: Parts, groups: ProcessGroups = SINGLE_PROCESS, local_shards=None, pad_id: int = 0
 ) -> Parallelism:
     """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
 
-    `local_shards`: this rank's rows, if it loaded only those. `distribution`: a key of accelerate_config.NAMES.
+    `local_shards`: this rank's rows, if it loaded only those.
     """
-    dims, forward = groups.dims, ModelForward(model, settings, groups, pad_id)
+    how, memory, layout = plan.parallel, plan.memory, plan.data.layout
+    dims, forward = groups.dims, ModelForward(model, plan, groups, pad_id)
 
     # Only a full model can show what its shards must compute: its checks and the logits to compare against.
     if dims.tp * dims.pp > 1 or dims.ep > 1 and local_shards is None:
-        checks.record_reference(forward, settings.batch_layout)
+        checks.record_reference(forward, layout)
 
     slices = tensor_parallel.shard_layers(model, groups)
     slices.local_shards = local_shards
     expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
-        forward.pipeline = Stage(model, groups, settings.pp_schedule)
-    if settings.use_gradient_checkpointing == "true":
-        checkpoint_activations(model, settings.reentrant_checkpointing)
+        forward.pipeline = Stage(model, groups, how.pp_schedule)
+    if memory.recompute:
+        checkpoint_activations(model, memory.reentrant)
     root = None
-    if groups.sharded and distribution == "fsdp2":
+    if groups.sharded and how.distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
-        options = local_shards, settings.use_cpu_offload, slices.experts
-        root = fsdp.shard(model, groups, reshard_after_forward, *options)
-    if local_shards is not None and settings.use_dora:
+        root = fsdp.shard(model, groups, how.reshard_after_forward, local_shards, memory.offload, slices.experts)
+    if local_shards is not None and isinstance(plan.trains, Adapter) and plan.trains.dora:
         fsdp.init_dora_magnitudes(root, groups)
 
     placement = Placement(model, groups, slices, forward.pipeline)
@@ -53,21 +48,21 @@ def parallelize(
         raise PlanError(
             f"--pp_degree {dims.pp}: nothing trains on stage {forward.pipeline.number}. Use a smaller degree."
         )
-    parallel = _around(forward, placement, root, settings.no_sync, distribution)
+    parallel = _around(forward, placement, root, how)
     if dims.cp > 1:
         if forward.reference is None:
-            checks.record_reference(forward, settings.batch_layout, parallel)
+            checks.record_reference(forward, layout, parallel)
         forward.shards_sequences = True
     return parallel
 
 
-def _around(forward: ModelForward, placement: Placement, root, no_sync: bool, distribution: str) -> Parallelism:
+def _around(forward: ModelForward, placement: Placement, root, how: ParallelPlan) -> Parallelism:
     if root is not None:
-        return fsdp.FSDP2(forward, placement, root, no_sync)
-    if distribution == "ddp" and not placement.groups.single_process:
+        return fsdp.FSDP2(forward, placement, root, how.no_sync)
+    if how.distribution == "ddp" and not placement.groups.single_process:
         return AccelerateDDP(forward, placement)
-    if distribution.startswith("zero") and not placement.groups.single_process:
-        return DeepSpeedZero(forward, placement, int(distribution.removeprefix("zero")))
+    if how.distribution.startswith("zero") and not placement.groups.single_process:
+        return DeepSpeedZero(forward, placement, int(how.distribution.removeprefix("zero")))
     return Local(forward, placement)
 
 

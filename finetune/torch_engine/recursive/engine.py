@@ -186,15 +186,10 @@ class RecursiveEngine(EngineBase):
             parameter.grad = None
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[SlotBatch], stop=None) -> tuple[float, int]:
-        nll, num_targets, *_ = self.score(microbatches, stop)
-        return nll, num_targets
-
-    @torch.no_grad()
-    def score(self, microbatches: list[SlotBatch], stop=None) -> tuple[float, int, int, int]:
-        """(summed nll, targets, targets right, rows right) after N_sup steps, by the average if there is one."""
+    def evaluate(self, microbatches: list[SlotBatch], stop=None) -> StepResult:
+        """After N_sup steps, by the average if there is one; metrics: the numbers of targets and of rows right."""
         self.model.eval()
-        sums = np.zeros(4)
+        sums = np.zeros(5)
         with self.averaged():
             for batch in microbatches[self.data_rank :: self.groups.dims.data_ranks]:
                 if stop and stop():
@@ -207,9 +202,14 @@ class RecursiveEngine(EngineBase):
                     nll, right_B, logits_NV = self._nll(y, batch, wants_right=True)
                 labels = torch.from_numpy(batch.labels_BS[batch.labels_BS != IGNORE_INDEX]).to(self.device)
                 cells = int((logits_NV.argmax(-1) == labels).sum())
-                sums += nll.item(), batch.num_targets, cells, int(right_B.sum())
+                sums += nll.item(), batch.num_targets, batch.num_tokens, cells, int(right_B.sum())
         nll, *numbers = self.groups.all_gather_scalars(list(sums)).sum(0)
-        return float(nll), *map(int, numbers)
+        num_targets, num_tokens, targets_right, rows_right = map(int, numbers)
+        metrics = {"targets_right": targets_right, "rows_right": rows_right}
+        return StepResult(float(nll), num_targets, num_tokens, 0.0, metrics=metrics)
+
+    def log_probs_before_training(self, microbatches: list[SlotBatch], stop=None) -> dict[int, float]:
+        raise AssertionError("a recipe has no preferences")
 
     def averaged(self):
         return self.average.applied() if self.average else contextlib.nullcontext()

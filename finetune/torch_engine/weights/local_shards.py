@@ -8,7 +8,7 @@ Parameters stay on meta in their full shapes. `rows` alone decides which rows of
 import torch
 from torch import nn
 
-from finetune.distributed.parallel_dims import loads_full_model
+from finetune.plan.parts import Parts, loads_full_model
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice
@@ -22,13 +22,13 @@ class LocalShards:
         self.experts = {}  # {name of a module: number of its experts}, of which expert parallelism keeps some
 
     @classmethod
-    def of(cls, groups: ProcessGroups, settings) -> "LocalShards | None":
+    def of(cls, groups: ProcessGroups, plan: Parts) -> "LocalShards | None":
         """None if this rank keeps everything, or must load the full model first. Collective."""
-        if not groups.sharded or loads_full_model(settings):
+        if not groups.sharded or loads_full_model(plan):
             return None
-        if settings.train_type == "qlora" and not fsdp.supports_integer_params(groups):
+        if plan.quantization and not fsdp.supports_integer_params(groups):
             return None
-        return cls(groups, torch.device("cpu") if settings.use_cpu_offload else groups.device)
+        return cls(groups, torch.device("cpu") if plan.memory.offload else groups.device)
 
     def rows(self, name: str, num_rows: int) -> slice:
         """This rank's rows of the tensor `name`, which has `num_rows`."""

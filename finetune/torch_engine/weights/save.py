@@ -13,7 +13,8 @@ import transformers
 
 from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
-from finetune.torch_engine.load import WEIGHT_DTYPES, load_trained
+from finetune.torch_engine.device import DTYPES
+from finetune.torch_engine.load import load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
 from finetune.torch_engine.modalities import forget_quantization
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
@@ -39,7 +40,7 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     merge_adapters(model)
     own = config_dtype(files.config)
     target.mkdir(parents=True, exist_ok=True)
-    write_model_folder(model, target, own if dtype == "auto" else WEIGHT_DTYPES[dtype])
+    write_model_folder(model, target, own if dtype == "auto" else DTYPES[dtype])
     after = load_dense(target, torch.float32)(input_ids=ids).logits
     return ((after - before).abs().max() / before.abs().max()).item()
 

@@ -9,6 +9,7 @@ import torch
 
 import export
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import target_names
@@ -67,7 +68,7 @@ def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_not
         model = tiny.build().requires_grad_(False)
         before = model(input_ids=IDS).logits
         settings = dataclasses.replace(SETTINGS, init_lora_weights=init)
-        add_adapters(model, target_names(model, "all"), settings)
+        add_adapters(model, target_names(model, "all"), Adapter.of(settings))
         assert torch.equal(model(input_ids=IDS).logits, before)
 
 

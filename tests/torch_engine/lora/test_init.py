@@ -11,6 +11,7 @@ import transformers
 import generate
 import quantization_wrapper
 from finetune.errors import PlanError
+from finetune.plan.parts import Adapter
 from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import residual_init
@@ -64,10 +65,10 @@ def started(init, architecture="llama", quantize=None, targets="all", **changes)
     settings = dataclasses.replace(SETTINGS, init_lora_weights=init, **changes)
     model = tiny.build(architecture).requires_grad_(False)
     names = target_names(model, targets)
-    starts = residual_init(model, names, settings, quantize, None, torch.device("cpu"))
+    starts = residual_init(model, names, Adapter.of(settings), quantize, None, torch.device("cpu"))
     if quantize:
         quantization_wrapper.quantize_model(model, quantize, linear_names(model))
-    add_adapters(model, names, settings, starts)
+    add_adapters(model, names, Adapter.of(settings), starts)
     return model, settings
 
 
@@ -135,4 +136,6 @@ def test_a_start_from_a_tied_head_is_refused():
     with pytest.raises(PlanError, match="--init_lora_weights pissa: changes the weights of lm_head"):
         started("pissa", "llama_tied", targets="lm_head")
     model, _ = started("pissa", "llama", targets="lm_head,embed_tokens")
-    assert to_disk(model, adapter_parameters(model), dataclasses.replace(SETTINGS, init_lora_weights="pissa"))
+    assert to_disk(
+        model, adapter_parameters(model), Adapter.of(dataclasses.replace(SETTINGS, init_lora_weights="pissa"))
+    )

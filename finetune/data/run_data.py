@@ -1,0 +1,77 @@
+"""What a run reads while it trains: `Data`, which the loop asks for each step and each evaluation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.columns import Row
+from finetune.data.sampler import Cursor, rows_so_far, step_rows, total_steps
+from finetune.data.tokenize import TokenizedDataset
+from finetune.engine import Batch, StepResult
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything a run reads: training rows, validation rows, and examples scored by exact match.
+
+    `score_examples`: (prompt ids, expected answer, source) each. `example`: one row as it was read. `stop_ids`: tokens
+    that end an answer.
+    """
+
+    tokenizer: object
+    stop_ids: set[int]
+
+    train: TokenizedDataset
+    validation: TokenizedDataset | None
+    score_examples: list
+    example: Row | None
+
+    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """(microbatches of this data rank, all rows of the step, where the next step begins)."""
+        rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
+        mine = slice(data_rank, None, plan.data_ranks)  # sampler.rank_rows
+        return self.microbatches(self.train, rows, mine, plan, pad_id, plan.steps.batch_size), rows, cursor
+
+    def microbatches(
+        self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int
+    ) -> list[Batch]:
+        """The microbatches of `rows[mine]`."""
+        return microbatches(dataset, rows[mine], plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id)
+
+    def evaluation_batches(self, plan, pad_id: int) -> dict[str, list[Batch]]:
+        """{name: microbatches} of each part of the validation rows that has a loss of its own: here all of them."""
+        rows = self.validation.num_rows
+        return {"": self.microbatches(self.validation, range(rows), slice(None), plan, pad_id, rows)}
+
+    def evaluation_values(self, results: dict[str, StepResult]) -> dict:
+        """What the eval event of metrics.jsonl holds of these results."""
+        (result,) = results.values()
+        values = {"loss": result.loss, "num_targets": result.num_targets}
+        return values | ({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics})
+
+    def sources_of(self, rows) -> list[str]:
+        """Where these rows of a step are from."""
+        return [self.train.row_source(row) for row in rows]
+
+    def close(self) -> None:
+        """Ends what reads rows while training; here nothing."""
+
+    def total_steps(self, plan) -> int:
+        return total_steps(self.train.order, plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
+
+    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+        """Tokens trained on so far of each dataset; empty if there is one."""
+        train, found = self.train, np.zeros(len(self.train.parts), np.int64)
+        if not train.parts:
+            return {}
+        numbers, lengths = train.part_numbers(), train.row_lengths
+        for rows in rows_so_far(train.order, plan.data.seed, state.cursor):
+            found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
+        return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
+
+    def largest_microbatch(self, plan, pad_id: int) -> Batch:
+        """The largest microbatch of the run's first epochs, as the loop will make it."""
+        rows, num_steps = (plan.rows_per_step, plan.data.seed, plan.data.layout), self.total_steps(plan)
+        limits = plan.steps.batch_size, plan.steps.microbatch_tokens
+        return largest_microbatch(self.train, *rows, *limits, pad_id, num_steps)

@@ -1,0 +1,133 @@
+"""--streaming: rows are read, tokenized and counted while the run trains."""
+
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+
+import numpy as np
+
+from finetune.data.columns import RowReader
+from finetune.data.encode import RowEncoder
+from finetune.data.reading.mixture import Source
+from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
+from finetune.data.reading.sources import find_files
+from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
+from finetune.data.run_data import Data
+from finetune.data.sampler import Cursor, rank_rows
+from finetune.data.tokenize import Limits, encode_row, joined_parts
+from finetune.engine import Batch
+from finetune.errors import PlanError
+from finetune.plan.parts import DataPlan
+
+
+@dataclass(frozen=True)
+class StreamedData(Data):
+    """Data of --streaming: `train` holds the first rows only, and each step reads its own from the stream.
+
+    Every rank reads and tokenizes all rows of a step, and takes its share: the order needs no exchange.
+    """
+
+    stream: Stream
+    encoders: tuple[RowEncoder, ...]
+    limits: Limits
+    skipped: list[str] = field(default_factory=list)
+    last_sources: list[str] = field(default_factory=list)
+
+    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
+        cursor, parts, began = state.cursor, [], state.cursor
+        while not parts:
+            rows, cursor = self._rows(cursor, plan.rows_per_step)
+            parts, sources, numbers = self._encoded(rows, plan.data.skip_bad_rows)
+            if not parts and cursor.epoch > began.epoch + 1:
+                raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
+        self.last_sources[:] = sources
+        self._count(state, numbers, parts)
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
+        mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
+        batches = self.microbatches(dataset, mine, slice(None), plan, pad_id, plan.steps.batch_size)
+        return batches, np.arange(len(dataset)), cursor
+
+    def _rows(self, cursor: Cursor, number: int) -> tuple[list[tuple], Cursor]:
+        found = []
+        for index in range(cursor.index, cursor.index + number):
+            row = self.stream.row(cursor.epoch, index)
+            if row is None:
+                break
+            found.append(row)
+        at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
+        return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
+
+    def _count(self, state, numbers: list[int], parts: list[tuple]) -> None:
+        """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning."""
+        if state.step == 0:
+            state.dataset_tokens = [0] * len(self.encoders)
+        if state.dataset_tokens is not None:
+            for number, (ids, _) in zip(numbers, parts, strict=True):
+                state.dataset_tokens[number] += len(ids)
+
+    def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
+        """Documents, and of each its source and the number of its dataset."""
+        parts, sources, numbers = [], [], []
+        for number, source, row in rows:
+            bad = row
+            if not isinstance(row, BadRow):
+                batch = encode_row(self.encoders[number], row, source, self.limits)
+                bad = batch.bad and BadRow(source, batch.bad.removeprefix(f"{source}: "))
+                parts += batch.parts
+                sources += [source] * len(batch.parts)
+                numbers += [number] * len(batch.parts)
+            if bad:
+                self.skipped.append(skip_or_raise(bad, len(self.skipped), skip_bad_rows))
+        return parts, sources, numbers
+
+    def sources_of(self, rows) -> list[str]:
+        return [self.last_sources[row] for row in rows]
+
+    def total_steps(self, plan) -> int:
+        return plan.steps.max_steps
+
+    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+        """As Data's; empty if the run began with a version that did not count them."""
+        names = [part.name for part in self.train.parts]
+        return dict(zip(names, state.dataset_tokens or (), strict=False))
+
+    def close(self) -> None:
+        for encoder in self.encoders:
+            encoder.__exit__(None, None, None)
+
+
+def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:
+    """The first block of a streamed dataset: what is checked, shown and planned by before the run."""
+    rows, sources, skipped, columns = [], [], [], {}
+    files = streamed_files(source, plan, split)
+    for name, row in islice(chain.from_iterable(file.rows(0) for file in files), plan.shuffle_buffer):
+        if isinstance(row, BadRow):
+            skipped.append(skip_or_raise(row, len(skipped), plan.skip_bad_rows))
+            continue
+        rows.append(row)
+        sources.append(name)
+        columns.update(dict.fromkeys(row))
+    if not rows:
+        raise PlanError(f"--dataset {source}: has no rows. Give a file with at least one row.")
+    description = f"{source}: its first {len(rows):,} rows, the rest is streamed"
+    return RawDataset(rows, sources, tuple(columns), tuple(skipped), "", description, plan.skip_bad_rows)
+
+
+def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedFile]:
+    files = find_files(source.name, source.split or split, "--dataset", plan.text_unit)[0]
+    return [StreamedFile(*file) for file in files]
+
+
+def streamed_data(facts: tuple, plan: DataPlan, reads: list, limits: Limits) -> "StreamedData":
+    """Data whose training rows are read while the run trains. `facts`: the fields of Data."""
+    sources = [
+        SourceStream(streamed_files(read.source, plan, "train"), plan.seed, i, plan.shuffle_buffer)
+        for i, read in enumerate(reads)
+    ]
+    weights = None if reads[0].source.weight is None else [read.source.weight for read in reads]
+    sizes = [f"{file.label} {file.num_bytes()}" for source in sources for file in source.files]
+    tokenizer, stop_ids, train, *others = facts
+    facts = tokenizer, stop_ids, replace(train, rest="\n".join(sizes)), *others
+    readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]
+    encoders = tuple(RowEncoder(facts[0], reader) for reader in readers)
+    return StreamedData(*facts, Stream(sources, weights, plan.seed), encoders, limits)

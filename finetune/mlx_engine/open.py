@@ -1,0 +1,29 @@
+"""One rank of an MLX run, alone or under mlx.launch: it compares logits, loads the model, and builds the engine."""
+
+from collections.abc import Callable
+
+from finetune.mlx_engine import load, logit_check
+from finetune.mlx_engine.engine import MLXEngine
+from finetune.mlx_options import MLXOptions
+from finetune.plan.run_plan import RunPlan
+
+
+class MLXRank:
+    """`reference(folder, ids)`: transformers' logits, which MLX's are compared with before a run.
+
+    `baseline`, `loads_own_shards`: as TorchRank's.
+    """
+
+    baseline, loads_own_shards = 0, False
+
+    def __init__(self, plan: RunPlan, reference: Callable):
+        self.plan, self.reference = plan, reference
+
+    def load(self, batches=None, initial_adapter=None):
+        plan = self.plan
+        options = MLXOptions.read(plan.settings.mlx_config)
+        logit_check.check(plan.files, options, plan.data.context_length, self.reference)
+        return load.load_model(plan.files.folder, plan.files.config, plan)
+
+    def build(self, model, pad_id: int) -> MLXEngine:
+        return load.build_engine(*model, self.plan, pad_id, self.plan.files.config, self.plan.dims.world_size)

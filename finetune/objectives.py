@@ -1,0 +1,126 @@
+"""What a step minimizes: the protocol that every objective follows, the table of objectives, and next-token.
+
+A step divides each sum once, over its microbatches and ranks, so that no objective averages. Objectives of preferences
+are beside the engine that computes them: a row of the table names the class.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+from finetune.engine import Batch
+
+
+@dataclass(frozen=True)
+class ObjectiveFacts:
+    """One row of OBJECTIVES: a class of a module. `arguments`: {argument of the class: flag of its value}.
+
+    `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer with a label. `needs_reference`: it
+    compares with the model before training. `mismatches`: prompts with other rows' answers are read before a step.
+    """
+
+    module: str
+    name: str
+    summary: str
+    arguments: dict[str, str] = field(default_factory=dict)
+    pairs: bool = False
+    labels: bool = False
+    needs_reference: bool = False
+    mismatches: bool = False
+
+    @property
+    def is_preference(self) -> bool:
+        return self.pairs or self.labels
+
+
+BETA = {"beta": "preference_beta"}
+OBJECTIVES = {
+    "none": ObjectiveFacts("finetune.objectives", "NextToken", "the next token of every answer"),
+    "dpo": ObjectiveFacts(
+        "finetune.torch_engine.preference",
+        "DPO",
+        "pairs: the chosen answer gains on the rejected one, relative to the model before training",
+        BETA,
+        pairs=True,
+        needs_reference=True,
+    ),
+    "orpo": ObjectiveFacts(
+        "finetune.torch_engine.preference",
+        "ORPO",
+        "pairs: the chosen answer is learned, and its odds rise",
+        BETA,
+        pairs=True,
+    ),
+    "kto": ObjectiveFacts(
+        "finetune.torch_engine.preference",
+        "KTO",
+        "answers with a label, relative to the model before training",
+        BETA | {"desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"},
+        labels=True,
+        needs_reference=True,
+        mismatches=True,
+    ),
+}
+
+
+class Totals(NamedTuple):
+    """What the full step counts. `counts`: of Objective.count, summed; the first divides the loss.
+
+    `statistic`: a number that `prepare` found over all ranks' microbatches.
+    """
+
+    counts: tuple[int, ...]
+    statistic: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return self.counts[0]
+
+
+class Objective(Protocol):
+    """What the engine asks of an objective. `sums`: names of what `loss` sums; `counts_rows`: the loss is per row."""
+
+    sums: tuple[str, ...]
+    counts_rows: bool
+
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
+        """(this rank's microbatches to learn from, a statistic of the step), before its first loss. Collective.
+
+        `passes`: forwards without gradients, see torch_engine.passes.
+        """
+
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        """Numbers whose sums over a step `loss` and `means` divide by; the first divides the loss."""
+
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, dict[str, float]]:
+        """(summed loss of a microbatch, differentiable; {name in `sums`: sum})."""
+
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
+        """The metrics of a step, from its sums."""
+
+
+class NextToken:
+    """The nll of every target token."""
+
+    sums: tuple[str, ...] = ()
+    counts_rows = False
+
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
+        return passes.share(microbatches), 0.0
+
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        return (batch.num_targets,)
+
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, dict[str, float]]:
+        return forward.nll(batch), {}
+
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
+        return {}
+
+
+def build(name: str, arguments: dict[str, float]) -> Objective:
+    """The objective of a row of OBJECTIVES, with its arguments."""
+    facts = OBJECTIVES[name]
+    implementation: Callable[..., Objective] = getattr(import_module(facts.module), facts.name)
+    return implementation(**arguments)

@@ -1,0 +1,71 @@
+"""The plan of a command line: the run it resumes, this machine, the model's files, then the rules."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from finetune.checkpoint.saved_run import find_saved_run
+from finetune.data.lengths import sampled_lengths
+from finetune.data.prepare import named_sources
+from finetune.data.reading.sources import check_local
+from finetune.distributed.env import RankEnv
+from finetune.errors import PlanError
+from finetune.estimate.model_shape import planned_shape
+from finetune.model_files.files import find_model_of
+from finetune.plan.backend import check_environment, select_backend, selection
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
+from finetune.plan.run_plan import RunPlan
+
+
+def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
+    """The settled plan, before anything is loaded. A dry run neither probes nor downloads. Raises PlanError.
+
+    `env`: this process's rank if a launcher started it.
+    """
+    check_environment(overrides)
+    prepare, given = not overrides.get("dry_run"), overrides
+    saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
+    if saved:
+        overrides = resumed_overrides(overrides, saved, launched=env is not None)
+    manager, skipped = select_backend(overrides.get("backend"))
+    files = find_model_of(overrides, fetch=prepare)
+    facts = Facts(
+        manager.backend,
+        manager.capabilities if prepare else manager.documented_or_cached(),
+        planned_shape(files, overrides.get("llama_pro_path")) if files else None,
+        inherited=inherited_from_checkpoint(saved.saved_plan, str(manager.backend), given) if saved else None,
+        probe=manager.probe_quantization if prepare else manager.known_quantization,
+        prequantized=files.stored if files else None,
+        env=env,
+        num_devices=manager.num_devices,
+        environment=dict(os.environ),
+        lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
+    )
+    plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
+    selected = selection(overrides.get("backend"), manager, skipped)
+    plan = replace(with_files_checked(plan), adjustments=(*([selected] if selected else ()), *plan.adjustments))
+    for flag in ("dataset", "validation_dataset", "score_dataset"):
+        for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
+            check_local(source.name, f"--{flag}")
+    if plan.settings.verbose:
+        manager.print_summary()
+    return check_resumed(plan, saved.saved_plan) if saved else plan
+
+
+def with_files_checked(plan: RunPlan) -> RunPlan:
+    """The plan, with a notice if its model is not here. Raises PlanError for files that it cannot train or write to."""
+    files, name = plan.files, plan.settings.model_name
+    if files is None:
+        notice = f"{name} is not on this disk yet: limits that depend on it are not checked"
+        return replace(plan, notices=(*plan.notices, notice))
+    if Path(plan.output.output_dir).resolve() == files.folder.resolve():
+        raise PlanError(f"--output_dir {plan.output.output_dir}: is the model's own folder. Give another.")
+    if plan.engine != "mlx" and any(path.suffix == ".npz" for path in files.weight_files):
+        raise PlanError(
+            f"--model_name {name}: holds MLX's .npz. Direct loading not supported, conversion required: "
+            "use --backend mlx, or write model.safetensors with mlx.core.save_safetensors."
+        )
+    return plan

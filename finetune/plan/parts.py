@@ -1,0 +1,435 @@
+"""What the plan decided, as typed parts: functions take the part they need, and no flag is read after the plan.
+
+Each part is made from the settled settings in one place, so a changed setting changes its part. A part's class says
+what is so (`trains` is an Adapter), its fields say how much; a flag's words are compared here.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import quantization_wrapper
+from finetune.config import RESIDUAL_INITS, TrainConfig
+from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
+from finetune.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.schedule import Schedule, warmup_steps
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types by group of tensors: `weights` that are frozen, `compute` of products; trainable ones are fp32.
+
+    `autocast`: what operations cast to, None without. `casts_buffers`: buffers too are in 16 bits. `onednn`: it
+    computes fp32 products on a CPU.
+    """
+
+    word: str
+    weights: str
+    compute: str
+    autocast: str | None
+    casts_buffers: bool = False
+    onednn: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return BYTES[self.weights]
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES[self.compute]
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if weights are wider than products, so that each use of one casts it."""
+        return self.weights != self.compute
+
+    @property
+    def scales_loss(self) -> bool:
+        """True in fp16, whose gradients would underflow."""
+        return self.compute == "fp16"
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "Precision":
+        word = settings.precision
+        compute = word.partition("_")[0]
+        weights = "fp32" if word.endswith("autocast") else compute
+        # Added layers train in fp32 between frozen ones in 16 bits.
+        mixed = weights != compute or (settings.llama_pro_path and compute != "fp32")
+        buffers = word == "bf16_buffers_autocast"
+        return cls(word, weights, compute, compute if mixed else None, buffers, settings.cpu_matmul == "onednn")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the frozen base is quantized; `method`: a row of quantization_wrapper.METHODS, or MLX's own modes."""
+
+    method: str
+    bits: int
+    group_size: int
+    quant_type: str | None
+    double_quant: bool
+
+    @cached_property
+    def config(self) -> quantization_wrapper.QuantizationConfig:
+        return quantization_wrapper.config_for(
+            self.method, self.bits, self.quant_type, self.group_size, self.double_quant
+        )
+
+    @property
+    def needs_full_matrix(self) -> bool:
+        return self.bits in quantization_wrapper.METHODS[self.method].needs_full_matrix
+
+    def weight_bytes(self, rows: int, columns: int, scale_bytes: int, ranks: int = 1) -> int:
+        """See quantization_wrapper.weight_bytes."""
+        how = self.method, self.bits, self.group_size, self.double_quant
+        return quantization_wrapper.weight_bytes(*how, rows, columns, scale_bytes, ranks)
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "Quantization | None":
+        s = settings
+        if s.train_type != "qlora":
+            return None
+        return cls(s.quantization_backend, s.n_bits, s.group_size, s.quant_type, s.double_quant)
+
+
+@dataclass(frozen=True)
+class AdapterInit:
+    """How adapters start: a word of config.INITS, and the seed that random numbers are drawn from."""
+
+    word: str = "default"
+    seed: int = 42
+
+    @property
+    def changes_base(self) -> bool:
+        """True if the initial B @ A is subtracted from the base weights, so the base is a residual."""
+        return self.word in RESIDUAL_INITS
+
+    @property
+    def needs_data(self) -> bool:
+        return self.word == "eva"
+
+    @property
+    def needs_full_base(self) -> bool:
+        """True if it starts from unquantized weights, or from what flows through them."""
+        return self.changes_base or self.needs_data
+
+    @property
+    def is_gaussian(self) -> bool:
+        return self.word == "gaussian"
+
+    @property
+    def peft_word(self) -> bool | str:
+        """PEFT's `init_lora_weights`; of a changed base that of the plain adapter that is saved."""
+        return True if self.changes_base or self.word == "default" else self.word
+
+
+@dataclass(frozen=True)
+class AllWeights:
+    """Full fine-tuning."""
+
+
+@dataclass(frozen=True)
+class AddedLayers:
+    """LLaMA-Pro: the layers that expand.py added to the model in `folder`."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str = "all"
+    dora: bool = False
+    rslora: bool = False
+    lr_ratio: float = 1.0
+    init: AdapterInit = AdapterInit()
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "Adapter":
+        s = settings
+        how = s.lora_rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
+        return cls(*how, s.loraplus_lr_ratio, AdapterInit(s.init_lora_weights, s.seed))
+
+
+Trains = AllWeights | AddedLayers | Adapter
+
+
+def trains_of(settings: TrainConfig) -> Trains:
+    if settings.train_type == "full":
+        return AllWeights()
+    return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)
+
+
+@dataclass(frozen=True)
+class ObjectivePlan:
+    """What a step minimizes. `facts`: its row of OBJECTIVES; `arguments`: of its class.
+
+    `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
+    log-probabilities are computed once; None until the number of rows is known.
+    """
+
+    name: str = "none"
+    facts: ObjectiveFacts = OBJECTIVES["none"]
+    arguments: dict[str, float] = field(default_factory=dict)
+    load_balancing: float = 0.0
+    precomputes_reference: bool | None = None
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "ObjectivePlan":
+        s, facts = settings, OBJECTIVES[settings.preference]
+        arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
+        once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
+        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once)
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row."""
+
+    dataset: str | list | None
+    validation_dataset: str | None
+    score_dataset: str | None
+    dataset_samples: int
+    score_samples: int
+    score_max_new_tokens: int
+    validation_split: float
+    format: str
+    columns: str | None
+    ignore_columns: str | None
+    text_unit: str
+    skip_bad_rows: int
+    context_length: int
+    overlong: str
+    window_overlap: int
+    train_on_prompt: bool
+    streaming: bool
+    shuffle_buffer: int
+    layout: str
+    seed: int
+    pairs: bool
+    labels: bool
+    mismatches: bool
+
+    @property
+    def documents_per_row(self) -> int:
+        """2 if a row is a pair of a chosen and a rejected answer."""
+        return 2 if self.pairs else 1
+
+    @property
+    def row_length(self) -> int:
+        return self.documents_per_row * self.context_length
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "DataPlan":
+        s, facts = settings, OBJECTIVES[settings.preference]
+        renamed = dict(format=s.dataset_format, layout=s.batch_layout)
+        renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
+        same = {name: getattr(s, name) for name in cls.__dataclass_fields__ if name not in renamed}
+        return cls(**same, **renamed)
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """Rows, tokens and updates of a step, and their number. `clip`: of the global gradient norm; None: not clipped."""
+
+    batch_size: int
+    accumulation: int
+    microbatch_tokens: int
+    num_epochs: int
+    max_steps: int
+    optimizer: str
+    lr: float
+    wd: float
+    lr_scheduler: str
+    warmup_steps: int | None
+    warmup_ratio: float
+    cosine_min_lr_ratio: float
+    clip: float | None
+    seed: int
+
+    def schedule(self, total_steps: int) -> Schedule:
+        warmup = warmup_steps(total_steps, self.warmup_steps, self.warmup_ratio)
+        return Schedule(self.lr_scheduler, self.lr, total_steps, warmup, self.cosine_min_lr_ratio)
+
+    @property
+    def length_flag(self) -> str:
+        """What sets the number of steps, as it is written."""
+        return f"--max_steps {self.max_steps}" if self.max_steps > 0 else f"--num_epochs {self.num_epochs}"
+
+    @property
+    def moments_are_8_bit(self) -> bool:
+        return self.optimizer == "adamw_8bit"
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "StepsPlan":
+        s = settings
+        renamed = dict(
+            accumulation=s.gradient_accumulation_steps, clip=s.grad_norm if s.apply_gradient_clipping else None
+        )
+        return cls(**{n: getattr(s, n) for n in cls.__dataclass_fields__ if n not in renamed}, **renamed)
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How ranks share the work. `distribution`: who shards and all-reduces, a key of accelerate_config.NAMES.
+
+    `reshard_after_forward`: a layer's gathered weights are freed between its forward and its backward.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp_shards: int = 1
+    reshard_after_forward: bool = True
+    no_sync: bool = False
+    pp_schedule: str = "1f1b"
+    rank_timeout: float = 600.0
+    distribution: str = "ptd"
+
+    @property
+    def keeps_all_in_flight(self) -> bool:
+        """True if a pipeline runs all forwards before the first backward."""
+        return self.pp_schedule == "gpipe"
+
+    @classmethod
+    def of(cls, settings: TrainConfig, distribution: str) -> "ParallelPlan":
+        s = settings
+        degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
+        reshards = s.sharding_strategy not in KEEPS_GATHERED
+        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What trades speed for memory. `loading_workers`: -1: as many as the machine takes."""
+
+    recompute: bool = False
+    reentrant: bool = False
+    offload: bool = False
+    offload_activations: bool = False
+    cache_dequantized: bool = False
+    low_memory: bool = False
+    loading_workers: int = -1
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "MemoryPlan":
+        s = settings
+        return cls(
+            s.use_gradient_checkpointing == "true",
+            s.reentrant_checkpointing,
+            s.use_cpu_offload,
+            s.use_activation_cpu_offload,
+            s.cache_dequantized == "true",
+            s.low_memory,
+            s.loading_workers,
+        )
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Where a run writes, and when."""
+
+    output_dir: str | None
+    save_model: bool
+    save_every: int
+    keep_last: int
+    eval_every: int
+    overwrite: bool
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir)
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "OutputPlan":
+        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What --profile records and writes."""
+
+    profile: bool
+    profiling_output: str
+    with_stack: bool
+    with_shapes: bool
+    export_trace: bool
+    export_memory_timeline: bool
+    profile_memory: bool
+    wait_steps: int
+    profiler_warmup_steps: int
+    active_steps: int
+    repeat: int
+    profiling_frequency: int
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "ProfilePlan":
+        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The settled settings and the parts made from them."""
+
+    settings: TrainConfig
+    dims: ParallelDims = ParallelDims()
+    distribution: str = "ptd"
+    precision: Precision = field(init=False, repr=False)
+    quantization: Quantization | None = field(init=False, repr=False)
+    trains: Trains = field(init=False, repr=False)
+    objective: ObjectivePlan = field(init=False, repr=False)
+    data: DataPlan = field(init=False, repr=False)
+    steps: StepsPlan = field(init=False, repr=False)
+    parallel: ParallelPlan = field(init=False, repr=False)
+    memory: MemoryPlan = field(init=False, repr=False)
+    output: OutputPlan = field(init=False, repr=False)
+    profile: ProfilePlan = field(init=False, repr=False)
+
+    def __post_init__(self):
+        s = self.settings
+        for name, part in (
+            ("precision", Precision.of(s)),
+            ("quantization", Quantization.of(s)),
+            ("trains", trains_of(s)),
+            ("objective", ObjectivePlan.of(s)),
+            ("data", DataPlan.of(s)),
+            ("steps", StepsPlan.of(s)),
+            ("parallel", ParallelPlan.of(s, self.distribution)),
+            ("memory", MemoryPlan.of(s)),
+            ("output", OutputPlan.of(s)),
+            ("profile", ProfilePlan.of(s)),
+        ):
+            object.__setattr__(self, name, part)
+
+    @property
+    def all_weights(self) -> bool:
+        return isinstance(self.trains, AllWeights)
+
+    def with_settings(self, **changes):
+        """The same with other settings, and the parts that follow from them."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+
+PARTS = tuple(name for name, f in Parts.__dataclass_fields__.items() if not f.init)
+
+
+def loads_full_model(plan: Parts) -> str | None:
+    """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
+    parallel, quantization, trains = plan.parallel, plan.quantization, plan.trains
+    if parallel.tp * parallel.pp > 1:
+        return "TP/PP first record the full model's logits to compare against"
+    if parallel.ep > 1 and quantization and (quantization.double_quant or quantization.needs_full_matrix):
+        return "EP divides experts by rows, and this quantizer's values belong to full matrices"
+    if isinstance(trains, AddedLayers):
+        return "the added layers are verified to be identities on the loaded weights"
+    if isinstance(trains, Adapter) and trains.init.needs_data:
+        return "eva initializes from activations of the unquantized model"
+    if isinstance(trains, Adapter) and trains.init.changes_base:
+        return f"{trains.init.word} changes full weight matrices before they are quantized"
+    return None

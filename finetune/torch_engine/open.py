@@ -1,0 +1,57 @@
+"""One rank of a torch run: it joins the others, loads its part of the model, and builds the engine around it."""
+
+from collections.abc import Callable
+
+from finetune.distributed.env import RankEnv
+from finetune.plan.run_plan import RunPlan
+from finetune.system.terminal import say
+from finetune.torch_engine import load
+from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
+from finetune.torch_engine.engine import TorchEngine
+from finetune.torch_engine.memory_stats import current_resident_bytes
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.weights.local_shards import LocalShards
+
+
+def load_model(folder, plan, groups, local_shards=None, batches=None, initial_adapter=None, log: Callable = say):
+    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
+
+    `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
+    a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
+    """
+    device = groups.device
+    with load.memory_advice(folder, plan):
+        model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing)
+        layers = load.layers_of(model, folder, plan.trains)
+        for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards):
+            log(f"  note: {notice}")
+        starts = load.init_from_base(model, layers, plan, device, batches, initial_adapter)
+        load.make_trainable(model, layers, plan, device, starts, local_shards)
+    return model
+
+
+class TorchRank:
+    """This rank among the others: joined here. `baseline`: memory of the process after its imports.
+
+    `wrap(model, plan, groups, local_shards, pad_id)`: the model distributed as the plan says, a Parallelism.
+    """
+
+    def __init__(self, plan: RunPlan, env: RankEnv, wrap: Callable):
+        set_num_threads(env.local_size)
+        set_onednn(plan.precision.onednn)
+        self.plan, self.wrap, self.baseline = plan, wrap, current_resident_bytes()
+        device = device_of(plan.backend, env.local_rank if env.size > 1 else None)
+        self.groups = ProcessGroups.of(env, plan.dims, device)
+        self.local_shards = LocalShards.of(self.groups, plan) if plan.parallel.distribution == "ptd" else None
+
+    @property
+    def loads_own_shards(self) -> bool:
+        """True if it reads only its rows of the weights."""
+        return self.local_shards is not None
+
+    def load(self, batches=None, initial_adapter=None):
+        return load_model(self.plan.files.folder, self.plan, self.groups, self.local_shards, batches, initial_adapter)
+
+    def build(self, model, pad_id: int) -> TorchEngine:
+        parallel = self.wrap(model, self.plan, self.groups, self.local_shards, pad_id)
+        return TorchEngine(parallel, self.plan, self.plan.files.config)

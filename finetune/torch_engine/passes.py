@@ -1,0 +1,70 @@
+"""Forwards around a step that keep nothing for backward, as an objective asks for them before its first loss."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from finetune.engine import Batch
+from finetune.torch_engine.lora.adapters import adapters_off
+from finetune.torch_engine.parallel.parallelism import Parallelism
+
+
+@dataclass(frozen=True)
+class Passes:
+    """`advice(batch)`: a context around each forward. `everywhere`: every rank holds all microbatches, as in an
+    evaluation, and takes its share; in a step each rank holds its own. `stop()`: give up.
+
+    Every method but `share` is collective, and is called by all ranks with as many microbatches.
+    """
+
+    parallel: Parallelism
+    advice: object
+    everywhere: bool = False
+    stop: object = None
+
+    def share(self, microbatches: list[Batch]) -> list[Batch]:
+        """Those that this rank computes."""
+        return self.parallel.forward.share(microbatches) if self.everywhere else microbatches
+
+    def filled(self, microbatches: list[Batch]) -> list[Batch]:
+        """This rank's, with empty ones up to the number of the rank that has most."""
+        forward, mine = self.parallel.forward, self.share(microbatches)
+        has_reference = any(b.reference_D is not None for b in mine)
+        most, has_reference = forward.groups.all_gather_scalars([len(mine), has_reference]).max(0)
+        return forward.filled(mine, int(most), bool(has_reference))
+
+    @torch.no_grad()
+    def map(self, work, microbatches: list[Batch]) -> list:
+        """[work(forward, batch)], without dropout; fewer if `stop` ended it."""
+        found = []
+        if not microbatches:
+            return found
+        self.parallel.forward.model.eval()
+        for batch in microbatches:
+            if self.stop and self.stop():
+                break
+            with self.advice(batch):
+                found.append(self.parallel.call(partial(work, self.parallel.forward, batch)))
+        self.parallel.reshard()
+        return found
+
+    def log_probs_before_training(self, microbatches: list[Batch]) -> list[np.ndarray]:
+        """Of each microbatch, each document's log-probability under the base with its adapters off."""
+        return self.map(_log_probs_before_training, microbatches)
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        """Over ranks."""
+        return self.parallel.forward.groups.all_gather_scalars(numbers).sum(0).tolist()
+
+
+def no_advice(batch: Batch):
+    """In place of advice on memory."""
+    return contextlib.nullcontext()
+
+
+def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:
+    with adapters_off(forward.model):
+        return forward.document_log_probs(batch).cpu().double().numpy()
