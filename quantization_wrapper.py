@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
-from backend_manager import PROBE_FAILURES, Backend, first_line
+from finetune.backend.capabilities import Backend
+from finetune.backend.probes import PROBE_FAILURES
+from finetune.errors import first_line
 
 
 class QuantizationMethod(str, Enum):

@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from backend_manager import CAPABILITIES
-from finetune import doctor
+from finetune.backend import doctor
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run, finished_run
 from finetune.checkpoint.store import storage
@@ -55,6 +55,7 @@ from finetune.older.other_names import answer
 from finetune.plan.backend import ENGINES, check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.finalize import data_changes, finalize
+from finetune.plan.recommend import recommend
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import RunPlan, TrainState
@@ -339,8 +340,8 @@ def run_doctor(overrides: dict) -> TrainState:
 
         return examine(manager.device)
 
-    wanted, recommend = overrides.get("doctor", "false"), bool(overrides.get("recommend"))
-    say("\n".join(doctor.report(manager, wanted, recommend, device_facts)))
+    advice = recommend(manager) if overrides.get("recommend") else []
+    say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), advice, device_facts)))
     return TrainState(status="examined")
 
 

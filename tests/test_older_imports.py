@@ -19,6 +19,7 @@ from backend_manager import (
     get_backend_manager,
     get_device,
 )
+from finetune.backend import detect
 from finetune.config import NAMES
 from finetune.quantizers.linear import QuantizedLinear
 from quantization_wrapper import (
@@ -104,9 +105,7 @@ def test_a_driver_that_torch_cannot_use_is_a_reason(monkeypatch):
         raise RuntimeError("driver too old\nmore")
 
     monkeypatch.setattr(torch.cuda, "is_available", broken)
-    monkeypatch.setattr(
-        backend_manager, "torch_build", lambda: {"version": "2", "cuda": "12", "hip": None, "xpu": None}
-    )
+    monkeypatch.setattr(detect, "torch_build", lambda: {"version": "2", "cuda": "12", "hip": None, "xpu": None})
     manager = BackendManager(verbose=False)
     assert manager.unavailable[Backend.CUDA] == "torch 2 cannot use it: driver too old"
 

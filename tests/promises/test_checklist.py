@@ -48,7 +48,7 @@ def test_every_promise_has_a_test_that_runs_by_default():
 
 
 def test_a_test_is_found_by_the_promise_it_shows():
-    assert ids_of("tests/test_doctor.py::test_the_tree_ends_in_flags_that_parse") == {"TAB_04"}
+    assert ids_of("tests/plan/test_recommend.py::test_the_tree_ends_in_flags_that_parse") == {"TAB_04"}
     exact = "tests/promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"
     assert {"Q_04", "FT_05", "FT_06", "FT_07"} <= ids_of(exact)
     assert ids_of(exact.replace("[2]", "[4]")) == {"FT_07"}

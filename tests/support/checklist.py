@@ -135,7 +135,7 @@ SHOWN_BY = {
     "TAB_01": [CHECKLIST + "test_speeds_of_the_guides_are_not_repeated"],
     "TAB_02": [MANAGER + "test_the_baseline_has_every_documented_field_for_every_backend"],
     "TAB_03": [MANAGER + "test_the_baseline_has_every_documented_field_for_every_backend"],
-    "TAB_04": ["test_doctor.py::test_the_tree_ends_in_flags_that_parse"],
+    "TAB_04": ["plan/test_recommend.py::test_the_tree_ends_in_flags_that_parse"],
     "Q_01": ["test_older_imports.py::test_an_adapter_is_made_in_both_forms_and_quantizes"],
     "Q_02": [CHECKLIST + "test_hqq_4bit_is_hqq_with_four_bits"],
     "Q_03": ["test_quantization_wrapper.py::test_configs_say_what_a_method_has"],
