@@ -10,15 +10,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import quantization_wrapper
-from finetune.backend import detect, machine, report
+from finetune.backend import detect, report
 from finetune.backend.capabilities import (
     CAPABILITIES,
     ONEDNN_PAYS,
-    PRECISION_MAP,
-    QUANTIZATION_MAP,
     Backend,
     BackendCapabilities,
-    allowed,
     auto_cpu_matmul,
     auto_precision,
     merged,
@@ -37,28 +34,11 @@ from finetune.backend.machine import (
 from finetune.backend.probes import ONEDNN_ERROR, PROBE_FAILURES, ProbeCache, probe_torch
 from finetune.backend.report import memory_lines
 from finetune.errors import first_line
+from finetune.older.backend import PRECISION_MAP, QUANTIZATION_MAP, OlderManager, allowed, rows_that_fit
 from finetune.system.terminal import say
 
 
-def rows_that_fit(model_size_b: float, context_length: int, memory_bytes: int, device: str) -> int:
-    """Rows of one forward in 4-bit qlora with activation checkpointing, on a Llama-like model; 0 to 4096.
-
-    The plan's memory prediction in closed form, for a model of which only the size is known: h hidden size, h / 128
-    layers, an MLP of 8/3 h, 32,000 tokens. Bytes of the packed base, embedding, rank-16 adapters with Adam, one
-    dequantized matrix; per token the inputs that checkpointing keeps and one layer's activations.
-    """
-    num_weights, vocab_size = max(float(model_size_b), 1e-3) * 1e9, 32000
-    hidden = 64
-    while vocab_size * hidden + 12 * max(2, hidden // 128) * hidden**2 < num_weights:
-        hidden += 64
-    layers, size = max(2, hidden // 128), 4 if device == "cpu" else 2
-    base = 0.5625 * num_weights + vocab_size * hidden * size + 4864 * hidden * layers + 8 * hidden**2 // 3 * size
-    per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 26))
-    free = 0.92 * memory_bytes - base - 2**27 - (2**29 if device == "cpu" else 0)
-    return int(min(max(0, free // per_row), 4096))
-
-
-class BackendManager:
+class BackendManager(OlderManager):
     """Selects a backend and reports its capabilities.
 
     `backend`: a Backend, its name in any case, 'auto' or None (= auto).
@@ -66,8 +46,6 @@ class BackendManager:
     Raises ValueError for an unknown or unavailable backend, listing the available ones. A subclass adds a backend by
     overriding `_detect_available_backends`.
     """
-
-    CAPABILITIES = CAPABILITIES
 
     def __init__(self, backend=None, verbose: bool = True):
         self.unavailable = {}
@@ -123,11 +101,6 @@ class BackendManager:
         return found
 
     _mlx_has_gpu = staticmethod(detect.mlx_has_gpu)
-
-    @property
-    def _available_backends(self) -> list[Backend]:
-        """Older name of `available`."""
-        return self.available
 
     # ---- capabilities of the selected backend
 
@@ -187,13 +160,11 @@ class BackendManager:
         pairs = [p for p in quantization_wrapper.pairs() if p[1] == bits]
         return bits == 16 or any(self.probe_quantization(*p)["error"] is None for p in pairs)
 
-    @property
+    # ---- the device, reports
+
+    @cached_property
     def device(self):
         """The torch.device; for MLX, mlx's default device."""
-        return self.get_device()
-
-    def get_device(self):
-        """`device`, as a method."""
         if self.backend is Backend.MLX:
             import mlx.core
 
@@ -201,56 +172,6 @@ class BackendManager:
         import torch
 
         return torch.device(str(self.backend))
-
-    def get_dtype(self, prefer_bfloat16: bool = True):
-        """Compute dtype (torch): bf16 if preferred and fast here, else fp16 on GPUs and fp32 on a CPU."""
-        import torch
-
-        word = auto_precision(self.backend, prefer_bfloat16 and self.capabilities.supports_bfloat16)
-        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[word]
-
-    def get_distributed_backend(self) -> str | None:
-        return CAPABILITIES[self.backend].distributed_backend
-
-    def get_memory_info(self) -> dict:
-        """Memory in bytes: total and available (of the device, or unified), allocated and reserved by torch.
-
-        total_memory, free_memory, allocated_memory and reserved_memory are older names of the same.
-        """
-        info = machine.memory_info(self.backend)
-        older = {"free_memory": info["available"]}
-        older |= {f"{name}_memory": info[name] for name in ("total", "allocated", "reserved")}
-        return info | older
-
-    def get_optimal_batch_size(
-        self, model_size_b: float = 7, context_length: int = 512, sequence_length: int | None = None
-    ) -> int:
-        """Rows of `context_length` tokens that fit in one forward in the memory available now; at least 1.
-
-        Predicted for qlora with activation checkpointing on a Llama-like model of `model_size_b` billion parameters.
-        `sequence_length`: older name of context_length.
-        """
-        available = self.get_memory_info()["available"]
-        return max(1, rows_that_fit(model_size_b, sequence_length or context_length, available, str(self.backend)))
-
-    def fits_model_size(self, model_size_b: float) -> bool:
-        """True if qlora with activation checkpointing on one row of 512 tokens is predicted to fit in memory."""
-        return rows_that_fit(model_size_b, 512, self.get_memory_info()["total"], str(self.backend)) > 0
-
-    def validate_model_size(self, model_size_b: float) -> bool:
-        """True if `fits_model_size`. Raises ValueError with the largest size that fits otherwise."""
-        if self.fits_model_size(model_size_b):
-            return True
-        low, high = 0.0, float(model_size_b)
-        while high - low > 0.01 * high:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.fits_model_size(middle) else (low, middle)
-        raise ValueError(
-            f"model of {model_size_b:g} B parameters: exceeds the recommended limit of {low:.1f} B for "
-            f"{self.backend} with {self.get_memory_info()['total'] / GIB:.1f} GiB. Use a smaller model or more devices."
-        )
-
-    # ---- reports
 
     @property
     def num_devices(self) -> int:

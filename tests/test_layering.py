@@ -47,6 +47,7 @@ SHARED = {
     "distributed",
 }
 BOTTOM = {"quantization_wrapper", "backend_manager"}
+BELOW = {"backend", "system", "finetune.errors"}
 # Room -> (rooms it may import at module level, packages it may import at module level).
 ARROWS = {
     "script": (SHARED | BOTTOM, set()),
@@ -58,15 +59,17 @@ ARROWS = {
     ),
     "mlx_engine": (SHARED | BOTTOM | {"mlx_engine", "finetune.quantizers.affine"}, {"numpy", "mlx", "mlx_lm"}),
     "quantizers": ({"quantizers"}, {"numpy", "torch", "triton"}),
-    "backend_manager": ({"quantization_wrapper", "backend", "system", "finetune.errors"}, set()),
-    "quantization_wrapper": ({"backend", "finetune.errors"}, set()),
-    "backend": ({"backend", "system", "finetune.errors"}, set()),
+    "backend_manager": (BELOW | {"quantization_wrapper", "finetune.older.backend"}, set()),
+    "quantization_wrapper": (BELOW, set()),
+    "backend": (BELOW, set()),
     "system": ({"system", "finetune.errors"}, set()),
 }
 # Modules whose functions may import torch or transformers too, and which of them.
 INSIDE_FUNCTIONS = {
     "backend_manager": {"torch", "mlx"},
     "finetune.backend.machine": {"torch", "mlx"},
+    "finetune.older.backend": {"torch"},
+    "finetune.older.mps_fsdp": {"torch"},
     "finetune.backend.probes": {"torch"},
     "quantization_wrapper": {"torch"},
     "finetune.model_files.tokenizer": {"transformers"},
@@ -74,7 +77,10 @@ INSIDE_FUNCTIONS = {
 }
 # Modules whose functions may import from a room above, and what.
 UPWARDS_INSIDE_FUNCTIONS = {
-    "quantization_wrapper": {"finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"}
+    "quantization_wrapper": {
+        *("finetune.quantizers.nf4", "finetune.quantizers.bnb", "finetune.quantizers.linear"),
+        "finetune.older.quantization",
+    }
 }
 READS_STATE_DICTS = {
     "finetune.torch_engine.older_state",

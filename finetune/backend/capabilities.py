@@ -115,18 +115,6 @@ CAPABILITIES = {
         notes="Intel GPUs through torch",
     ),
 }
-# The documented tables: precisions and quantizers documented for each backend.
-PRECISION_MAP = {
-    str(b): list(CAPABILITIES[b].precisions) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)
-}
-QUANTIZATION_MAP = {"cuda": ["bnb", "hqq", "quanto"], "mps": ["mlx", "quanto"], "mlx": ["mlx"], "cpu": ["hqq"]}
-
-
-def allowed(table: dict, backend, value: str) -> str:
-    """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend, else ValueError."""
-    if value not in table[str(backend)]:
-        raise ValueError(f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}")
-    return value
 
 
 def merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendCapabilities:

@@ -3,7 +3,7 @@
 import platform
 from dataclasses import asdict
 
-from finetune.backend.machine import GIB, cpu_facts, environment, system_memory, versions
+from finetune.backend.machine import GIB, cpu_facts, environment, memory_info, system_memory, versions
 
 
 def describe(manager) -> dict:
@@ -23,7 +23,7 @@ def describe(manager) -> dict:
 def summary_lines(manager) -> list[str]:
     """Probes what is not cached."""
     caps, facts = manager.capabilities, describe(manager)
-    memory = manager.get_memory_info()
+    memory = memory_info(manager.backend)
     yes = {True: "yes", False: "no"}
     lines = [
         f"System: {platform.platform()}, Python {platform.python_version()}, {facts['cpu']['model']} x "
@@ -32,7 +32,7 @@ def summary_lines(manager) -> list[str]:
         f"Selected backend: {manager.backend}" + ("" if manager.requested else " (auto)"),
         f"Available backends: {', '.join(facts['available'])}",
         *(f"  not {name}: {why}" for name, why in facts["unavailable"].items()),
-        f"Device: {manager.get_device()}",
+        f"Device: {manager.device}",
         f"Quantization bits: {', '.join(map(str, caps.quantization_bits))} with "
         f"{', '.join(caps.quantization_backends)}"
         f" ({len(caps.quantizers)} of the pairs probed; --doctor probes all)",

@@ -13,7 +13,7 @@ from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
-from finetune.mlx_engine.model import MLXModel, as_numpy
+from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.targets import adapted_names, adapter_names
 from finetune.optimizer_state import check_known, check_moments
 
@@ -145,7 +145,3 @@ def load_trainable(engine, trainable: dict) -> None:
             )
     engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}
     engine._put(engine.params)
-
-
-def numpy_state(engine) -> dict[str, np.ndarray]:
-    return {name: as_numpy(p) for name, p in engine.params.items()}

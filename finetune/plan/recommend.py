@@ -1,6 +1,7 @@
 """Recommended settings for this machine: --recommend."""
 
 from backend_manager import GIB, BackendManager
+from finetune.backend.machine import memory_info
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 
@@ -18,7 +19,7 @@ LARGE_GIB = 24  # above this, guide S1's decision tree trains without quantizati
 def recommend(manager: BackendManager) -> list[str]:
     """Guide S1's decision tree for this machine: each question with its answer, then the flags."""
     available, why_not = ({str(b) for b in manager.available}, {str(b): w for b, w in manager.unavailable.items()})
-    memory = manager.get_memory_info()["total"] / GIB
+    memory = memory_info(manager.backend)["total"] / GIB
     backend, caps = str(manager.backend), manager.capabilities
 
     def answer(name):
