@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetune.backend.machine import cpu_facts, environment, versions
 from finetune.errors import first_line
+from finetune.system.files import replace
 
 # What torch raises where a device, its driver or a kernel is missing.
 PROBE_FAILURES = (
@@ -55,9 +56,8 @@ class ProbeCache:
         facts = self.read() | facts
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(facts, indent=1))
-            beside.replace(self.file)
+            with replace(self.file) as file:
+                file.write(json.dumps(facts, indent=1).encode())
         except OSError:
             pass
         return facts

@@ -16,6 +16,7 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.targets import adapted_names, adapter_names
 from finetune.optimizer_state import check_known, check_moments
+from finetune.system.files import replace
 
 RNG = "mlx"
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -82,9 +83,8 @@ def write_model(engine, folder: Path) -> None:
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
         for name, p in engine.params.items()
     ]
-    beside = folder / ".tmp-model.safetensors"
-    safetensors_io.write_file(beside, tensors)
-    beside.replace(folder / "model.safetensors")
+    with replace(folder / "model.safetensors") as file:
+        safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
