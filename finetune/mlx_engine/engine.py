@@ -14,6 +14,7 @@ from mlx.utils import tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
+from finetune.generation import Sampling
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head
 from finetune.mlx_engine.memory import Memory
@@ -237,7 +238,7 @@ class MLXEngine:
         """New token ids per prompt, as the protocol says."""
         if self.settings.lora_dropout:
             self.keys.begin(None)
-        how = generate.Sampling(**sampling)
+        how = Sampling(**sampling)
         stops = (stop_row, on_token, how, self._next_key)
         return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
 
