@@ -7,6 +7,7 @@ from finetune.plan.resolve import resolve_plan
 from train import build_parser
 
 
+@pytest.mark.promise("TAB_04")
 def test_the_tree_ends_in_flags_that_parse():
     text = recommend(BackendManager("cpu", verbose=False))
     assert text[0].startswith("NVIDIA or AMD GPU? ") and any(

@@ -285,6 +285,7 @@ def test_puzzle_embeddings_come_before_the_grid_and_are_trained_by_their_own_opt
     assert used.tolist() == [True, True, False, True]
 
 
+@pytest.mark.promise("TR_16")
 def test_the_parameters_are_those_that_the_plan_counts():
     from finetune.estimate.recursive import parameters
 
