@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
@@ -42,7 +42,7 @@ class MLXEngine:
         self.options, self.dtype = options or MLXOptions(), compute_dtype(settings.precision)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, settings)
-        arrays = dict(state.flat(loaded.model))
+        arrays = dict(tree_flatten(loaded.model.parameters()))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
         self.optimizer, self.scaler = Optimizer(settings), LossScaler(settings.precision)

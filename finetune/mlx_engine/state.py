@@ -6,7 +6,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, shortest_targets
@@ -14,7 +13,7 @@ from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.mlx_engine.model import MLXModel
-from finetune.mlx_engine.targets import adapted_names, adapter_names
+from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
 from finetune.optimizer_state import check_known, check_moments
 from finetune.system.files import replace
 
@@ -22,21 +21,11 @@ RNG = "mlx"
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def flat(model) -> list[tuple[str, mx.array]]:
-    return tree_flatten(model.parameters())
-
-
 def trainable_paths(loaded: MLXModel, settings) -> dict[str, str]:
     """{name on disk: path} of what trains. PlanError if some weight has no name of its own on disk."""
     if settings.train_type != "full":
         return adapter_names(loaded)
-    renamed = sorted(path for path, _ in flat(loaded.model) if path not in loaded.names)
-    if renamed:
-        raise PlanError(
-            f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
-            f"such as {renamed[0]}, so a checkpoint could not name them. Use --train_type lora, or --backend cpu."
-        )
-    return {name: path for path, name in loaded.names.items()}
+    return weight_names(loaded)
 
 
 # ---- out
@@ -67,7 +56,7 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
     if engine.settings.train_type == "full":
         return {"config.json": engine.base_config}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
-    targets = shortest_targets(adapted_names(engine.loaded), modules)
+    targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
     base = {"name": base_name, "digest": base_digest}
     return {"adapter_config.json": adapter_config(engine.settings, base_name, targets), "base_model.json": base}
 
