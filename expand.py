@@ -33,7 +33,7 @@ from finetune.model_files.llama_pro import (
     write,
 )
 from finetune.system import process
-from finetune.system.new_folder import check_new, new_folder
+from finetune.system.files import check_new, new_folder
 from finetune.system.terminal import say
 
 

@@ -17,7 +17,7 @@ from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
 from finetune.system import process
-from finetune.system.new_folder import check_new, new_folder
+from finetune.system.files import check_new, new_folder
 from finetune.system.terminal import say
 
 

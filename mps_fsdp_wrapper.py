@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -22,39 +21,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from backend_manager import GIB, BackendManager, first_line
+from finetune.backend.machine import GIB
 from finetune.config import DEFAULTS
-from finetune.errors import PlanError
+from finetune.errors import PlanError, first_line
+from finetune.older.mps_fsdp import BackwardPrefetch, MPSOperatorFallback, ShardingStrategy, UnifiedMemoryOptimizer
 from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel import device_shims, fsdp, self_test, staged_gloo, wrapper_checkpoint
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups, prepare_device
 
 logger = logging.getLogger("mps_fsdp_wrapper")
-FALLBACK_SWITCH = "PYTORCH_ENABLE_MPS_FALLBACK"  # torch reads it when it is imported
-
-
-class NamedEnum(Enum):
-    @classmethod
-    def of(cls, value):
-        """The member that `value` is or names; torch's own members are known by their names. Raises ValueError."""
-        name = value if isinstance(value, str) else getattr(value, "name", str(value))
-        if name not in cls.__members__:
-            raise ValueError(f"{cls.__name__} {name}: unknown. Use one of {', '.join(cls.__members__)}.")
-        return cls[name]
-
-
-class ShardingStrategy(NamedEnum):
-    """What is divided over the ranks: weights too, weights only between steps, or nothing."""
-
-    FULL_SHARD = 1
-    SHARD_GRAD_OP = 2
-    NO_SHARD = 3
-
-
-class BackwardPrefetch(NamedEnum):
-    BACKWARD_PRE = 1
-    BACKWARD_POST = 2
 
 
 def _gloo(name: str) -> str:
@@ -153,99 +129,6 @@ class MPSFSDPConfig:
             name = getattr(self.backward_prefetch, "name", None)
             lines.append(f"backward_prefetch {name}: FSDP2 always gathers the next unit before the present backward")
         return lines
-
-
-class UnifiedMemoryOptimizer:
-    """Decisions about the one memory that host and device share. `reason`: why the last one was taken."""
-
-    def __init__(self, config: MPSFSDPConfig, device_type: str = "mps"):
-        self.config, self.device_type, self.reason = config, device_type, ""
-
-    def available_bytes(self) -> int:
-        """What the device may use: the pool's size if one is set."""
-        total = getattr(torch.get_device_module(self.device_type), "recommended_max_memory", None)
-        total = total() if total else BackendManager("cpu", verbose=False).get_memory_info()["total"]
-        return min(total, self.config.unified_memory_pool_size or total)
-
-    def optimize_sharding_strategy(self, model_size: int, available_memory: int) -> ShardingStrategy:
-        """NO_SHARD below a quarter of the memory, SHARD_GRAD_OP to four fifths, FULL_SHARD above. Sizes in bytes.
-
-        A larger ratio never shards less. Several processes on one Mac share its memory: there sharding saves nothing.
-        """
-        pool = self.config.unified_memory_pool_size
-        memory = min(available_memory, pool) if pool else available_memory
-        ratio = model_size / memory if memory > 0 else float("inf")
-        strategy = ShardingStrategy.FULL_SHARD
-        if ratio < 0.25:
-            strategy = ShardingStrategy.NO_SHARD
-        elif ratio < 0.8:
-            strategy = ShardingStrategy.SHARD_GRAD_OP
-        of = "the pool" if pool and pool < available_memory else "memory"
-        self.reason = f"{strategy.name}: the model is {ratio:.0%} of {memory / GIB:.1f} GiB of {of}"
-        logger.info(self.reason)
-        return strategy
-
-    def get_optimal_bucket_size(self) -> int:
-        """Bytes of gradients to reduce together: 200e6 with 16 GiB or more, else 50e6."""
-        return int(200e6 if self.available_bytes() >= 16 * GIB else 50e6)
-
-    def setup_memory_pool(self) -> int:
-        """Caps the device's memory at the configured pool size; the cap in bytes, 0 if none is configured."""
-        pool = self.config.unified_memory_pool_size
-        if not pool:
-            self.reason = "no pool size is set: the device's own limit holds"
-            return 0
-        module = torch.get_device_module(self.device_type)
-        if hasattr(module, "set_per_process_memory_fraction"):
-            # MPS counts in shares of the recommended working set, up to twice of it.
-            module.set_per_process_memory_fraction(min(2.0, pool / module.recommended_max_memory()))
-        if self.config.aggressive_memory_optimization and hasattr(module, "empty_cache"):
-            module.empty_cache()
-        self.reason = f"capped at {pool / GIB:.1f} GiB"
-        return pool
-
-
-class MPSOperatorFallback:
-    """What torch does with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
-
-    `fell_back`: operators that did.
-    """
-
-    def __init__(self, config: MPSFSDPConfig):
-        self.config, self.fell_back = config, []
-        self.enabled = os.environ.get(FALLBACK_SWITCH) == "1"
-
-    def patch_unsupported_ops(self) -> list[str]:
-        """The configured operators, which fall back if the switch was set before torch was imported; else a warning
-        says so. Nothing is patched: an operator that falls back is correct and slow.
-        """
-        if not self.enabled:
-            warnings.warn(
-                f"{FALLBACK_SWITCH} is not set: operators that MPS lacks raise NotImplementedError. Set it to 1 before "
-                "torch is imported, in one process only.",
-                stacklevel=2,
-            )
-        return sorted(self.config.fallback_to_cpu_ops)
-
-    @contextlib.contextmanager
-    def fallback_context(self):
-        """Sets the switch for processes started inside, restores it after, and notes the operators that fell back."""
-        names = (FALLBACK_SWITCH, "PYTORCH_MPS_FALLBACK")  # the second is what older scripts read
-        before = {name: os.environ.get(name) for name in names}
-        os.environ.update(dict.fromkeys(names, "1"))
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                yield self
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            for warning in caught:
-                operator = str(warning.message).partition("'aten::")[2].partition("'")[0]
-                if operator and "fall back" in str(warning.message):
-                    self.fell_back.append(f"aten::{operator}")
-                else:
-                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def unavailable(device_type: str) -> str | None:

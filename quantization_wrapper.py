@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
-from backend_manager import PROBE_FAILURES, Backend, first_line
+from finetune.backend.probes import PROBE_FAILURES
+from finetune.errors import first_line
 
 
 class QuantizationMethod(str, Enum):
@@ -169,7 +170,9 @@ class QuantizationConfig:
         if name in METHODS and self.quant_type in (None, "nf4"):  # older programs pass "nf4" by default
             books = METHODS[name].quant_types.get(self.bits) or (None,)
             self.quant_type = book or ("nf4" if "nf4" in books else books[0])
-        validate_quantization_config(self)
+        issue = issue_of(self)
+        if issue:
+            raise ValueError(issue)
 
     @property
     def backend(self) -> str:
@@ -177,30 +180,8 @@ class QuantizationConfig:
         return METHOD_OF[self.method][0]
 
 
-def validate_quantization_config(config: QuantizationConfig, backend=None) -> list[str] | None:
-    """Raises ValueError for an unsupported combination, listing the values the method supports.
-
-    With `backend`, as in the older scripts, a list of issues instead, empty if there are none; the backend's own too:
-    a package that is not installed, a method that its documentation does not name.
-    """
-    issue = _issue_of(config)
-    if backend is None:
-        if issue:
-            raise ValueError(issue)
-        return None
-    issues = [issue] if issue else []
-    name = config.backend
-    if name == "none":
-        return issues
-    word, method = str(Backend(str(backend))), METHODS[name]
-    if word == "mlx" and name != "mlx":
-        issues.append(f"method {name}: backend mlx has mlx only.")
-    if method.package and not _importable(method.package):
-        issues.append(f"method {name}: {method.package} is not installed: {method.install}")
-    return issues
-
-
-def _issue_of(config: QuantizationConfig) -> str | None:
+def issue_of(config: QuantizationConfig) -> str | None:
+    """The error for a combination that its method does not support, listing what it does; else None."""
     name, widths, _ = METHOD_OF[config.method]
     if name == "none":
         return None
@@ -290,41 +271,6 @@ def config_for(
     )
 
 
-# Memory of a model's weights in 16 bits per billion parameters, and what a run takes beside them, as a factor.
-GB_PER_BILLION, BESIDE_WEIGHTS = 2.0, 1.2
-
-
-def get_recommended_config(
-    backend="cpu",
-    model_size_b: float | None = None,
-    available_memory_gb: float | None = None,
-    *,
-    bits: int | None = None,
-) -> QuantizationConfig:
-    """Config of the first method in AUTO_ORDER with `bits` (mlx: only its own).
-
-    Or, as in the older scripts, from a model's size and the memory for it: none if 16 bits fit with a fifth to spare,
-    else 8 bits if those fit, else 4. Raises ValueError for bits that no method has, and if one of the two is missing.
-    """
-    if (model_size_b is None) != (available_memory_gb is None):
-        raise ValueError(
-            f"get_recommended_config({backend}, {model_size_b or available_memory_gb}): is that a size or bits? Give "
-            "model_size_b and available_memory_gb, or bits=."
-        )
-    if model_size_b is not None:
-        if bits is not None:
-            raise ValueError("bits: contradicts model_size_b and available_memory_gb. Give one of them.")
-        needed = GB_PER_BILLION * BESIDE_WEIGHTS * model_size_b
-        bits = 16 if needed <= available_memory_gb else 8 if needed / 2 <= available_memory_gb else 4
-    if bits == 16:
-        return QuantizationConfig(QuantizationMethod.NONE)
-    names = ("mlx",) if str(backend) == "mlx" else AUTO_ORDER
-    for name in names:
-        if (bits or 4) in METHODS[name].bits:
-            return config_for(name, bits or 4)
-    raise ValueError(f"bits {bits}: not supported by any method on {backend}.")
-
-
 def rows_independent(config: QuantizationConfig, columns: int) -> bool:
     """True if quantizing a slice of rows equals slicing the quantized matrix."""
     if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
@@ -395,74 +341,6 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     return model
 
 
-# ---- names of the older scripts
-
-
-def replace_linear_with_quantized(model, config, skip_modules=None):
-    """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
-    config = config.config if isinstance(config, QuantizationAdapter) else config
-    return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
-
-
-class QuantizationAdapter:
-    """A config and the backend it is for, as the older scripts pass them around."""
-
-    methods = tuple(METHODS)
-
-    def __init__(self, config: QuantizationConfig, backend=None):
-        if config.backend not in (*self.methods, "none"):
-            raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
-        self.config, self.backend = config, None if backend is None else Backend(str(backend))
-
-    def quantize_model(self, model):
-        return quantize_model(model, self.config)
-
-    def quantize_linear(self, linear):
-        """Quantizes one nn.Linear."""
-        return quantized_linear(linear.weight.detach(), linear.bias, self.config)
-
-    def load_quantized_model(self, path, config: QuantizationConfig | None = None):
-        """Raises ValueError with what loads a quantized model instead."""
-        backend = (config or self.config).backend
-        raise ValueError(
-            f"load_quantized_model: use `python train.py --model_name {path} --train_type qlora "
-            f"--quantization_backend {backend}`, which quantizes while it loads, or quantize_model on a loaded model."
-        )
-
-
-class BitsAndBytesAdapter(QuantizationAdapter):
-    methods = ("bnb", "nf4")
-
-
-class HQQAdapter(QuantizationAdapter):
-    methods = ("hqq",)
-
-
-class MLXAdapter(QuantizationAdapter):
-    methods = ("mlx",)
-
-
-class QuantoAdapter(QuantizationAdapter):
-    methods = ("quanto",)
-
-
-ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
-
-
-def create_quantization_adapter(*args, config=None, backend=None) -> QuantizationAdapter:
-    """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
-    for value in args:
-        if isinstance(value, QuantizationConfig) and config is None:
-            config = value
-        elif isinstance(value, str) and backend is None:
-            backend = value
-        else:
-            raise ValueError(f"create_quantization_adapter: {value!r} is neither a QuantizationConfig nor a backend.")
-    if config is None:
-        raise ValueError("create_quantization_adapter: has no QuantizationConfig. Give (backend, config) or (config).")
-    return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)
-
-
 # ---- probing
 
 
@@ -479,9 +357,9 @@ def probe(name: str, bits: int, device: str) -> dict:
     tokens through 1024 x 1024; 'bits_per_weight': scales included; 'kernel': what
     dequantizes}.
     """
-    method = METHODS[name]
-    if method.package and not _importable(method.package):
-        return {"error": f"{method.package} is not installed: {method.install}"}
+    missing = not_installed(name)
+    if missing:
+        return {"error": missing}
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -522,11 +400,15 @@ def kernel_of(name: str, device: str) -> str:
 WEIGHT_ERROR = {8: 0.02, 6: 0.06, 5: 0.1, 4: 0.15, 3: 0.3, 2: 0.7}
 
 
-def _importable(package: str) -> bool:
+def not_installed(name: str) -> str | None:
+    """The package that a method needs and that is missing, with its install command; None if it needs none."""
+    method = METHODS[name]
     try:
-        return importlib.util.find_spec(package) is not None
+        if method.package is None or importlib.util.find_spec(method.package) is not None:
+            return None
     except ModuleNotFoundError:  # the parent of a dotted name is missing
-        return False
+        pass
+    return f"{method.package} is not installed: {method.install}"
 
 
 def _seconds(layer, x) -> float:
@@ -542,3 +424,26 @@ def _seconds(layer, x) -> float:
         synchronize()
         best = min(best, time.perf_counter() - start)
     return best
+
+
+OLDER_NAMES = (
+    "Backend",
+    "validate_quantization_config",
+    "get_recommended_config",
+    "replace_linear_with_quantized",
+    "create_quantization_adapter",
+    "QuantizationAdapter",
+    "BitsAndBytesAdapter",
+    "HQQAdapter",
+    "MLXAdapter",
+    "QuantoAdapter",
+)
+
+
+def __getattr__(name: str):
+    """The names of the older scripts. Their file imports this one, so they are looked up when a program asks."""
+    if name in OLDER_NAMES:
+        from finetune.older import quantization
+
+        return getattr(quantization, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

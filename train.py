@@ -29,7 +29,7 @@ import os
 import time
 
 from backend_manager import CAPABILITIES
-from finetune import doctor
+from finetune.backend import doctor
 from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
 from finetune.checkpoint.store import storage
@@ -48,6 +48,7 @@ from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.make import make_plan
 from finetune.plan.parts import Adapter
+from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
 from finetune.run.loop import run_steps
@@ -184,8 +185,8 @@ def run_doctor(overrides: dict) -> TrainState:
 
         return examine(manager.device)
 
-    wanted, recommend = overrides.get("doctor", "false"), bool(overrides.get("recommend"))
-    say("\n".join(doctor.report(manager, wanted, recommend, device_facts)))
+    advice = recommend(manager) if overrides.get("recommend") else []
+    say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), advice, device_facts)))
     return TrainState(status="examined")
 
 

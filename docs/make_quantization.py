@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 import quantization_wrapper  # noqa: E402
 from backend_manager import BackendManager  # noqa: E402
-from finetune import doctor  # noqa: E402
+from finetune.backend import doctor  # noqa: E402
 
 PAGE = ROOT / "docs" / "quantization.md"
 BEGIN, END = "<!-- {}: written by docs/make_quantization.py -->", "<!-- end of {} -->"

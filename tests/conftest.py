@@ -10,8 +10,8 @@ from finetune.torch_engine.device import set_onednn
 from tests.rig import options
 from tests.rig.options import pytest_terminal_summary  # noqa: F401  a hook of the rig
 from tests.support import processor, tiny
-from tests.support.checklist import ids_of
 from tests.support.commands import command, finish
+from tests.support.promises import ids_of
 from tests.support.runs import PLAIN, RUN
 from tests.support.tiny import CHATML, train_tokenizer
 from train import fine_tune
@@ -27,8 +27,8 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    """`-k BM_07` selects the tests that show this promise of the guides, see support/checklist.py."""
-    item.extra_keyword_matches.update(ids_of(item.nodeid))
+    """`-k BM_07` selects the tests that show this promise of the guides, see support/promises.py."""
+    item.extra_keyword_matches.update(ids_of(item))
 
 
 @pytest.fixture(autouse=True)

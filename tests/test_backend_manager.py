@@ -1,5 +1,6 @@
 """What this machine can do: detection, probes, and the documented extension point."""
 
+import shutil
 import subprocess
 import sys
 
@@ -34,26 +35,31 @@ class Only(BackendManager):
         return list(self.found)
 
 
+@pytest.mark.promise("BM_02")
 def test_names_and_values_are_the_documented_ones():
     assert [str(b) for b in (Backend.CUDA, Backend.MPS, Backend.MLX, Backend.CPU)] == ["cuda", "mps", "mlx", "cpu"]
     assert f"{Backend.MPS}" == "mps"
 
 
+@pytest.mark.promise("BM_03", "BM_04")
 @pytest.mark.parametrize("word", [None, "auto", "AUTO"])
 def test_auto_and_none_choose_the_same(word):
     assert BackendManager(word, verbose=False).backend is HERE.backend
 
 
+@pytest.mark.promise("BM_05")
 @pytest.mark.parametrize("word", ["cpu", "CPU", Backend.CPU])
 def test_a_backend_is_given_as_text_or_enum(word):
     assert BackendManager(word, verbose=False).backend is Backend.CPU
 
 
+@pytest.mark.promise("BM_05")
 def test_an_unknown_word_names_the_valid_ones():
     with pytest.raises(ValueError, match="'gpu' is unknown. Use one of auto, cuda, mps, mlx, cpu"):
         BackendManager("gpu", verbose=False)
 
 
+@pytest.mark.promise("BM_08", "TR_17")
 def test_an_unavailable_backend_says_so_with_what_is_available():
     class OnlyCPU(Only):
         pass
@@ -62,6 +68,7 @@ def test_an_unavailable_backend_says_so_with_what_is_available():
         OnlyCPU("cuda", verbose=False)
 
 
+@pytest.mark.promise("BM_07")
 def test_auto_takes_the_first_available_in_the_documented_order():
     left = [Backend.CUDA, Backend.MLX, Backend.MPS, Backend.CPU]
     while left:
@@ -74,6 +81,7 @@ def test_auto_takes_the_first_available_in_the_documented_order():
         left = left[1:]
 
 
+@pytest.mark.promise("BM_07")
 def test_mlx_that_has_only_a_processor_is_available_by_name_and_never_picked():
     class Both(Only):
         found = [Backend.MLX, Backend.CPU]
@@ -84,6 +92,7 @@ def test_mlx_that_has_only_a_processor_is_available_by_name_and_never_picked():
     assert Both("mlx", verbose=False).backend is Backend.MLX
 
 
+@pytest.mark.promise("BM_01")
 def test_constructing_one_imports_no_framework():
     code = (
         "import sys; from backend_manager import BackendManager; BackendManager(verbose=False)\n"
@@ -92,6 +101,7 @@ def test_constructing_one_imports_no_framework():
     subprocess.check_call([sys.executable, "-c", code], cwd=ROOT)
 
 
+@pytest.mark.promise("BM_14")
 @pytest.mark.parametrize(("value", "expected"), [("cpu", Backend.CPU), ("auto", HERE.backend), (None, HERE.backend)])
 def test_the_environment_names_a_backend(monkeypatch, value, expected):
     monkeypatch.delenv("FSDP_BACKEND", raising=False)
@@ -101,12 +111,14 @@ def test_the_environment_names_a_backend(monkeypatch, value, expected):
     assert get_backend_manager().backend is expected
 
 
+@pytest.mark.promise("BM_14")
 def test_junk_in_the_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("FSDP_BACKEND", "junk")
     with pytest.raises(ValueError, match="'junk' is unknown"):
         BackendManager.from_env(verbose=False)
 
 
+@pytest.mark.promise("BM_09", "TAB_02", "TAB_03")
 def test_the_baseline_has_every_documented_field_for_every_backend():
     for backend in Backend:
         caps = CAPABILITIES[backend]
@@ -120,6 +132,7 @@ def test_the_baseline_has_every_documented_field_for_every_backend():
     assert allowed(QUANTIZATION_MAP, "cuda", "bnb") == "bnb"
 
 
+@pytest.mark.promise("BM_10")
 def test_capabilities_are_probed_and_each_difference_carries_its_reason():
     caps = BackendManager("cpu", verbose=False).capabilities
     assert caps.probed and caps.bfloat16_speed > 0
@@ -161,6 +174,7 @@ def test_a_cache_of_another_shape_is_ignored_and_written_again(tmp_path, monkeyp
     assert BackendManager("cpu", verbose=False).documented_or_cached().probed
 
 
+@pytest.mark.promise("BM_10")
 def test_widths_are_supported_where_a_method_has_them_and_passes():
     manager = BackendManager("cpu", verbose=False)
     assert all(manager.supports_quantization(bits) for bits in (16, 8, 4))
@@ -169,16 +183,19 @@ def test_widths_are_supported_where_a_method_has_them_and_passes():
         manager.probe_quantization("hqq", 5)
 
 
+@pytest.mark.promise("BM_11")
 @pytest.mark.parametrize("size", [0.001, 0.135, 7, 70, 1000])
 def test_a_batch_size_is_given_for_any_model_size(size):
     assert BackendManager("cpu", verbose=False).get_optimal_batch_size(size) >= 1
 
 
+@pytest.mark.promise("MSG_06")
 def test_memory_is_real_numbers():
     info = BackendManager("cpu", verbose=False).get_memory_info()
     assert 2**28 < info["available"] <= info["total"] and info["allocated"] > 2**20
 
 
+@pytest.mark.promise("BM_06")
 def test_the_summary_names_everything_and_quiet_prints_nothing(capsys):
     BackendManager("cpu", verbose=False)
     assert capsys.readouterr().out == ""
@@ -217,6 +234,7 @@ def test_the_build_of_torch_is_read_without_importing_it():
     assert build["version"] == torch.__version__ and bool(build["cuda"]) == (torch.version.cuda is not None)
 
 
+@pytest.mark.promise("ENV_05")
 def test_watermarks_the_wrong_way_round_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.7")
     monkeypatch.setenv("PYTORCH_MPS_LOW_WATERMARK_RATIO", "0.5")
@@ -225,22 +243,27 @@ def test_watermarks_the_wrong_way_round_are_refused(monkeypatch):
     assert "LOW_WATERMARK_RATIO=0.9: exceeds" in environment_error()
 
 
+@pytest.mark.promise("BM_15")
 def test_a_backend_is_added_in_a_few_lines(tmp_path):
     """The documented recipe: enum, CAPABILITIES, detection."""
-    text = (ROOT / "backend_manager.py").read_text()
-    patched = text.replace('    XPU = "xpu"\n', '    XPU = "xpu"\n    TPU = "tpu"\n')
-    patched = patched.replace(
-        "CAPABILITIES = {\n",
-        "CAPABILITIES = {\n    Backend.TPU: BackendCapabilities((16,), (), ('fp32',), "
-        "False, False, True, False, None, None, 'torch', 'a new one'),\n",
-        1,
+    for name in ("backend_manager.py", "quantization_wrapper.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "finetune", tmp_path / "finetune")
+    steps = (
+        ("capabilities.py", '    XPU = "xpu"\n', '    XPU = "xpu"\n    TPU = "tpu"\n'),
+        (
+            "capabilities.py",
+            "CAPABILITIES = {\n",
+            "CAPABILITIES = {\n    Backend.TPU: BackendCapabilities(notes='new'),\n",
+        ),
+        ("detect.py", "AUTO_ORDER = (", "AUTO_ORDER = (Backend.TPU, "),
+        ("detect.py", "Backend.CPU: None}", "Backend.CPU: None, Backend.TPU: None}"),
     )
-    patched = patched.replace("AUTO_ORDER = (", "AUTO_ORDER = (Backend.TPU, ", 1)
-    patched = patched.replace(
-        "        found = []\n        if build", "        found = [Backend.TPU]\n        if build", 1
-    )
-    assert len(set(patched.splitlines()) - set(text.splitlines())) <= 20
-    (tmp_path / "backend_manager.py").write_text(patched)
+    for name, before, after in steps:
+        file = tmp_path / "finetune" / "backend" / name
+        text = file.read_text()
+        assert text.count(before) == 1
+        file.write_text(text.replace(before, after))
     code = (
         "from backend_manager import *; m = BackendManager(verbose=False); print(m.backend, m.backend is Backend.TPU)"
     )

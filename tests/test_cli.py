@@ -39,6 +39,7 @@ def test_only_what_the_user_set_is_requested():
     assert parse("--lr", "1e-3") == {"lr": 1e-3}
 
 
+@pytest.mark.promise("CLI_08")
 @pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if f.type is bool])
 def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
     if flag == "dry_run":
@@ -50,6 +51,7 @@ def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
         assert parse(f"--{flag}={word}")[flag] is value
 
 
+@pytest.mark.promise("CLI_08")
 def test_checkpointing_is_bare_valued_or_auto():
     assert parse("--use_gradient_checkpointing")["use_gradient_checkpointing"] == "true"
     assert parse("--use-gradient-checkpointing", "no")["use_gradient_checkpointing"] == "false"
@@ -86,6 +88,7 @@ def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
 
 
+@pytest.mark.promise("CLI_13")
 def test_aliases_of_the_older_scripts_set_the_same_flag():
     assert parse("--hqq_group_size", "64", "--group_size", "64") == {"group_size": 64}
     assert parse("--world_size", "-1") == {"world_size": -1}

@@ -43,6 +43,7 @@ def test_the_guide_has_its_blocks():
     assert len(blocks()) == 20
 
 
+@pytest.mark.promise("FS_17", "FS_20")
 def test_every_block_runs_in_one_process(tmp_path):
     (tmp_path / "guide.py").write_text(script())
     done = subprocess.run(

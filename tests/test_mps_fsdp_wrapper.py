@@ -29,6 +29,7 @@ ON = dict(device=emulated_device.NAME)
 GIB = 2**30
 
 
+@pytest.mark.promise("FS_02")
 def test_config_has_the_guides_fields_and_defaults():
     config = MPSFSDPConfig()
     documented = dict(
@@ -57,6 +58,7 @@ def test_config_has_the_guides_fields_and_defaults():
     assert {name: getattr(config, name) for name in documented} == documented
 
 
+@pytest.mark.promise("FS_03", "FS_04")
 def test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction():
     config = MPSFSDPConfig(sharding_strategy="NO_SHARD", backward_prefetch="BACKWARD_POST", min_num_params=2.5e3)
     assert config.sharding_strategy is mps_fsdp_wrapper.ShardingStrategy.NO_SHARD and config.min_num_params == 2500
@@ -87,6 +89,7 @@ def test_a_value_that_a_field_cannot_have_is_refused_by_its_name(name, value):
         MPSFSDPConfig().shard_strategy = "NO_SHARD"
 
 
+@pytest.mark.promise("FS_06")
 def test_another_backend_is_switched_to_gloo_with_a_warning():
     with pytest.warns(UserWarning, match="only supports Gloo"):
         config = MPSFSDPConfig(backend="nccl")
@@ -103,6 +106,7 @@ def test_values_without_a_counterpart_are_answered_with_a_line():
     ]
 
 
+@pytest.mark.promise("FS_01", "FS_05", "FS_18", "FS_23")
 def test_without_mps_the_wrapper_says_so_and_the_check_never_raises():
     if torch.backends.mps.is_available():
         pytest.skip("this machine has an Apple GPU")
@@ -113,6 +117,7 @@ def test_without_mps_the_wrapper_says_so_and_the_check_never_raises():
     assert check_mps_fsdp_compatibility("nonsense")["warnings"]
 
 
+@pytest.mark.promise("FS_16")
 def test_helpers_pass_fields_to_the_config():
     wrapper = create_mps_fsdp_wrapper(
         sharding_strategy="SHARD_GRAD_OP", mixed_precision=False, min_num_params=1e4, device_type="cpu"
@@ -122,6 +127,7 @@ def test_helpers_pass_fields_to_the_config():
         create_mps_fsdp_wrapper(min_params=1, device_type="cpu")
 
 
+@pytest.mark.promise("FS_09")
 def test_units_by_size_by_class_and_by_a_function_of_fsdp1s_form():
     model = wrapper_cases.net()
     layers, inner = list(model.layers), [model.inner, model.outer]
@@ -132,6 +138,7 @@ def test_units_by_size_by_class_and_by_a_function_of_fsdp1s_form():
     assert units_of(model, lambda module, recurse, nonwrapped_numel: recurse or module is model.inner) == [model.inner]
 
 
+@pytest.mark.promise("FS_14", "FS_15")
 def test_a_larger_model_is_never_sharded_less_and_the_pool_is_obeyed():
     optimizer = UnifiedMemoryOptimizer(MPSFSDPConfig(), "cpu")
     chosen = [optimizer.optimize_sharding_strategy(size * GIB, 32 * GIB).value for size in range(1, 80)]
@@ -144,6 +151,7 @@ def test_a_larger_model_is_never_sharded_less_and_the_pool_is_obeyed():
     assert optimizer.get_optimal_bucket_size() == 50_000_000 and optimizer.setup_memory_pool() == 8 * GIB
 
 
+@pytest.mark.promise("FS_19")
 def test_the_fallback_switch_is_set_for_children_and_restored(monkeypatch):
     monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
     fallback = MPSOperatorFallback(MPSFSDPConfig())
@@ -178,6 +186,7 @@ print("grad", model[0].weight.grad.full_tensor().shape)
 """
 
 
+@pytest.mark.promise("FS_07", "FS_12", "FS_13", "FS_24")
 @pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, tmp_path):
     """On the CPU, with the staged group as its only one."""
@@ -190,6 +199,7 @@ def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, t
     assert any("INFO memory: +" in line for line in own) == debug
 
 
+@pytest.mark.promise("FS_07")
 @pytest.mark.slow
 @needs_device
 def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
@@ -199,6 +209,7 @@ def test_every_strategy_equals_one_process_with_averaged_gradients(tmp_path):
         assert max(found.values()) < 2e-6, found
 
 
+@pytest.mark.promise("FS_10", "FS_11")
 @needs_device
 @pytest.mark.parametrize("other", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(other, tmp_path):
@@ -251,6 +262,7 @@ def test_tied_weights_stay_one_and_train_as_in_one_process(tmp_path):
             assert all(off is not None and off < 1e-5 for off in found.values()), (device, found)
 
 
+@pytest.mark.promise("FS_08")
 @needs_device
 def test_bfloat16_becomes_float16_where_the_device_has_none(tmp_path):
     (found,) = ranks.run(1, wrapper_cases.converted, tmp_path, **ON)

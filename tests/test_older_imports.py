@@ -19,6 +19,7 @@ from backend_manager import (
     get_backend_manager,
     get_device,
 )
+from finetune.backend import detect
 from finetune.config import NAMES
 from finetune.quantizers.linear import QuantizedLinear
 from quantization_wrapper import (
@@ -44,6 +45,7 @@ def test_a_device_is_a_function_a_property_and_a_method():
     assert get_device() == get_backend_manager().device
 
 
+@pytest.mark.promise("BM_09")
 def test_a_manager_has_the_older_attributes():
     assert BackendManager.CAPABILITIES is backend_manager.CAPABILITIES
     assert CPU._available_backends == CPU.available and Backend.CPU in CPU._available_backends
@@ -66,6 +68,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_numbers_and_can_be_asked
         CPU.validate_model_size(1000)
 
 
+@pytest.mark.promise("BM_13")
 def test_a_subclass_may_return_a_list_and_nothing_else():
     class Mine(BackendManager):
         def _detect_available_backends(self):
@@ -76,11 +79,13 @@ def test_a_subclass_may_return_a_list_and_nothing_else():
         Mine("cuda", verbose=False)
 
 
+@pytest.mark.promise("BM_01")
 def test_the_package_installed_as_it_is_needs_neither_torch_nor_mlx_to_be_imported():
     code = "import sys, backend_manager, quantization_wrapper; assert not {'torch', 'mlx'} & set(sys.modules)"
     subprocess.check_call([sys.executable, "-c", code], cwd=ROOT)
 
 
+@pytest.mark.promise("BM_07")
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -104,9 +109,7 @@ def test_a_driver_that_torch_cannot_use_is_a_reason(monkeypatch):
         raise RuntimeError("driver too old\nmore")
 
     monkeypatch.setattr(torch.cuda, "is_available", broken)
-    monkeypatch.setattr(
-        backend_manager, "torch_build", lambda: {"version": "2", "cuda": "12", "hip": None, "xpu": None}
-    )
+    monkeypatch.setattr(detect, "torch_build", lambda: {"version": "2", "cuda": "12", "hip": None, "xpu": None})
     manager = BackendManager(verbose=False)
     assert manager.unavailable[Backend.CUDA] == "torch 2 cannot use it: driver too old"
 
@@ -133,6 +136,7 @@ def test_a_backend_is_exported_by_the_quantization_wrapper_too():
 ADAPTERS = {"bnb_nf4": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
 
 
+@pytest.mark.promise("Q_01")
 @pytest.mark.parametrize("method", ADAPTERS)
 def test_an_adapter_is_made_in_both_forms_and_quantizes(method):
     config = QuantizationConfig(method=method)

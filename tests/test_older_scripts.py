@@ -138,6 +138,7 @@ def parsed(*argv: str) -> dict:
     return parse_overrides(list(argv), build_parser())
 
 
+@pytest.mark.promise("CLI_13")
 @pytest.mark.parametrize(("flag", "words", "effect"), CASES, ids=[f"{flag} {words}" for flag, words, _ in CASES])
 def test_an_older_flag_has_its_effect_in_the_plan(flag, words, effect):
     value, *more = words.split()
@@ -258,6 +259,7 @@ ANSWERED = [
 ]
 
 
+@pytest.mark.promise("CLI_01")
 @pytest.mark.parametrize(("words", "line"), ANSWERED, ids=[words for words, _ in ANSWERED])
 def test_an_older_command_line_that_is_refused_is_answered(words, line, monkeypatch):
     monkeypatch.delenv("FSDP_BACKEND", raising=False)
@@ -268,6 +270,7 @@ def test_an_older_command_line_that_is_refused_is_answered(words, line, monkeypa
     assert line in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.promise("ENV_07")
 def test_wandb_without_the_package_is_answered():
     from backend_manager import package_version
 
@@ -310,6 +313,7 @@ def test_auto_says_what_was_picked_and_why(monkeypatch, tmp_path):
         adjustment(make_plan({"dry_run": True, "backend": "cpu"}), "backend")
 
 
+@pytest.mark.promise("ENV_01")
 def test_the_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("FSDP_BACKEND", "cpu")
     assert str(adjustment(make_plan({"dry_run": True}), "backend")) == "backend: unset -> cpu (FSDP_BACKEND=cpu)"
@@ -372,6 +376,7 @@ def test_wandb_gets_the_older_keys_beside_ours(tmp_path):
     assert "tracked" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.promise("CLI_16")
 def test_a_timeline_without_matplotlib_is_said_before_the_run_and_counted_truly(tiny_model, rows_file, tmp_path):
     from backend_manager import package_version
 

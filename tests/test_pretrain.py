@@ -77,6 +77,7 @@ def same(one, other) -> bool:
 # ---- what it does
 
 
+@pytest.mark.promise("TR_01", "TR_03", "TR_12")
 def test_a_run_trains_saves_and_publishes(here, tmp_path):
     out = tmp_path / "out"
     argv = [*RECURSIVE, "data_paths=[data/tiny,data/other]", "epochs=2", "eval_interval=1", f"checkpoint_path={out}"]
@@ -208,6 +209,7 @@ def test_compiled_or_plain_the_same_recipe_says_what_it_is(here, tmp_path):
 # ---- what it refuses, and how
 
 
+@pytest.mark.promise("TR_02", "TR_14")
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -245,6 +247,7 @@ def test_bad_input_is_one_line_and_exit_code_2(here, argv, text, capfd, monkeypa
     assert not list(here.glob("checkpoints/*/*/step_*"))
 
 
+@pytest.mark.promise("TR_02")
 def test_a_refusal_ends_the_process_with_code_2(here):
     done = pretraining.run(here, "pretrain.py", "epoch=3")
     assert done.returncode == 2
@@ -286,12 +289,14 @@ def test_arrays_that_do_not_belong_together_are_refused(here, tmp_path, monkeypa
 # ---- the plan of other machines
 
 
+@pytest.mark.promise("TR_08")
 def test_several_ranks_are_refused_on_mps_before_anything_is_read():
     with pytest.raises(PlanError) as found:
         plan_of("data_paths=[no/such/data]", backend="mps", ranks=2)
     assert str(found.value) == "Distributed training is not supported on MPS"
 
 
+@pytest.mark.promise("TR_07")
 @pytest.mark.parametrize(
     ("backend", "environment", "word", "compiled"),
     [
@@ -310,12 +315,14 @@ def test_compilation_is_never_used_on_mps_or_if_disabled(backend, environment, w
     assert plan_of(f"compile={word}", backend=backend).settings.compile == compiled
 
 
+@pytest.mark.promise("TR_05")
 def test_heads_that_do_not_divide_the_hidden_size_are_fewer_with_a_reason():
     plan = plan_of("arch.hidden_size=512")
     assert plan.settings.arch.num_heads == 8
     assert "arch.num_heads: 12 -> 8 (12 heads do not divide hidden_size 512" in "\n".join(map(str, plan.adjustments))
 
 
+@pytest.mark.promise("TR_06")
 def test_bfloat16_is_used_where_the_machine_computes_in_it():
     for supports, dtype in ((True, "bfloat16"), (False, "float32")):
         manager = pretraining.manager_of("cpu")
@@ -405,6 +412,7 @@ def test_a_plan_survives_its_way_to_other_ranks(tmp_path, monkeypatch):
     assert json.loads(json.dumps(plan.to_json()))["settled"]["arch.num_heads"] == 8
 
 
+@pytest.mark.promise("TR_04")
 def test_rows_are_cut_to_seq_len_and_a_longer_one_is_accepted(here, tmp_path):
     argv = [*RECURSIVE, "data_paths=[data/tiny]", "dry_run=true"]
     done = train(here, *argv, "arch.seq_len=20")
@@ -413,6 +421,7 @@ def test_rows_are_cut_to_seq_len_and_a_longer_one_is_accepted(here, tmp_path):
     assert "no row has a target" in train(here, *argv, "arch.seq_len=3", code=2).stderr
 
 
+@pytest.mark.promise("TR_16")
 def test_the_true_number_of_parameters_is_printed(here, tmp_path):
     """With gpt2's vocabulary the embeddings are most of a tiny model: the guide's table counts the network only."""
     done = train(here, *RECURSIVE, "data_paths=[data/tiny]", "max_steps=1", f"checkpoint_path={tmp_path / 'out'}")
@@ -423,6 +432,7 @@ def test_the_true_number_of_parameters_is_printed(here, tmp_path):
         assert sum(parameters(arch, 50_266, 512).values()) == pytest.approx(count, rel=2e-3)
 
 
+@pytest.mark.promise("TR_13", "TR_14")
 @pytest.mark.parametrize(("device", "said"), [("cpu", "cpu ran out of memory"), ("mps", "MPS backend out of memory")])
 def test_no_memory_ends_with_a_code_and_advice(device, said):
     engine = conformance.recursive_engine()
@@ -435,6 +445,7 @@ def test_no_memory_ends_with_a_code_and_advice(device, said):
     assert found.value.exit_code == 71
 
 
+@pytest.mark.promise("TR_15")
 def test_no_worker_process_and_no_pinned_memory_is_used():
     """Rows are numpy arrays of this process, on every device: there is nothing to turn off on MPS."""
     for file in ("pretrain.py", "finetune/data/pretraining/data.py", "finetune/torch_engine/recursive/engine.py"):

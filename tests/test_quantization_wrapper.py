@@ -52,6 +52,7 @@ def test_a_layer_may_have_another_method_or_none():
     assert model["b"].packed.shape == (32, 16) and isinstance(model["c"], torch.nn.Linear)
 
 
+@pytest.mark.promise("Q_03")
 def test_configs_say_what_a_method_has():
     assert QuantizationConfig(method=QuantizationMethod.HQQ_4BIT, bits=4, compute_dtype=torch.float16).backend == "hqq"
     assert QuantizationConfig(method="bnb_nf4").method is QuantizationMethod.BNB_NF4
@@ -75,6 +76,7 @@ def test_the_older_adapter_object_applies_its_config():
     assert isinstance(adapter.quantize_model(torch.nn.ModuleDict({"a": torch.nn.Linear(64, 8)}))["a"], QuantizedLinear)
 
 
+@pytest.mark.promise("CLI_11")
 def test_unsupported_pairs_are_reported_with_those_that_exist():
     assert unsupported("nf4", 4, None, 64) is None
     assert "nf4 at 4 bits; bnb at 4/8 bits" in unsupported("quanto", 3, None, 64)
@@ -89,6 +91,7 @@ def test_every_pair_passes_its_probe_here(name, bits):
     )
 
 
+@pytest.mark.promise("ENV_07")
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     missing = {**METHODS, "bnb": dataclasses.replace(METHODS["bnb"], package="no_such.package")}
     monkeypatch.setattr(quantization_wrapper, "METHODS", missing)

@@ -39,6 +39,7 @@ CHAT = {
 }
 
 
+@pytest.mark.promise("TR_03")
 def test_the_defaults_of_cfg_chat_are_the_documented_ones():
     values = flat(of_flat(read_recipe("cfg_chat")))
     assert {key: values[key] for key in CHAT} == CHAT
@@ -72,6 +73,7 @@ def test_an_override_has_its_keys_type(argument, key, value):
     assert read_arguments([argument, " "])[1] == {key: value}
 
 
+@pytest.mark.promise("TR_03")
 def test_each_key_changes_the_settings_and_is_saved(tmp_path):
     import yaml
 

@@ -7,6 +7,7 @@ from finetune.errors import PlanError
 from tests.support.runs import steps
 
 
+@pytest.mark.promise("CLI_06")
 def test_an_epoch_takes_each_row_once_and_its_last_step_the_rows_that_remain(run, tmp_path):
     run(batch_size=5, gradient_accumulation_steps=1, num_epochs=2)
     per_step = [s["num_targets"] for s in steps(tmp_path / "out")]
@@ -14,6 +15,7 @@ def test_an_epoch_takes_each_row_once_and_its_last_step_the_rows_that_remain(run
     assert sum(per_step[:5]) == sum(per_step[5:])
 
 
+@pytest.mark.promise("CLI_14")
 def test_accumulation_changes_nothing_in_the_curve(run, tmp_path):
     flags = dict(lora_dropout=0.0, max_steps=8)
     run(batch_size=1, gradient_accumulation_steps=4, output_dir=str(tmp_path / "a"), **flags)
@@ -22,6 +24,7 @@ def test_accumulation_changes_nothing_in_the_curve(run, tmp_path):
     np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
+@pytest.mark.promise("CLI_03")
 def test_the_base_folder_is_never_written_to(run, tiny_model):
     before = {p.name: p.read_bytes() for p in tiny_model.iterdir()}
     run(max_steps=1)

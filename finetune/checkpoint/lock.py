@@ -5,8 +5,9 @@ import os
 import time
 from pathlib import Path
 
-from finetune.checkpoint.store import make_folder, open_file, storage
+from finetune.checkpoint.store import make_folder, storage
 from finetune.errors import OutputDirInUseError, StorageError
+from finetune.system.files import open_file
 
 
 def check_not_in_use(output_dir: Path) -> None:

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ import numpy as np
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.safetensors_io import digest_of
+from finetune.system.files import WRITING, open_file, replace, sync_folder
 from finetune.system.json_files import JsonFileError, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WRITING = ".writing-"  # name prefix of an incomplete file
 ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
 PRETRAINED = "all_config.yaml"  # the settings of pretrain.py, in the folder of each of its runs
 MANIFEST_SCHEMA = {"format_version": int, "step": int, "run_id": str, "files": {str: {"size": int, "sha256": str}}}
@@ -96,22 +95,6 @@ def numbered(path: Path) -> Iterator[Path]:
     return (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in itertools.count(1))
 
 
-def open_file(path: Path, mode: str, **options):
-    """open() of a regular file that is not a link.
-
-    Whoever may write a folder could otherwise empty any file of the run's user; a pipe would never open.
-    """
-    return open(path, mode, opener=_open_regular, **options)
-
-
-def _open_regular(name, flags: int) -> int:
-    handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "is not a regular file", name)
-    return handle
-
-
 def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, keep_last: int, run_id: str) -> Path:
     """Writes and commits checkpoints/step-N atomically. Raises NonFiniteError, StorageError.
 
@@ -164,7 +147,7 @@ def write_parts(beside: Path, rank: int, tensors: dict) -> dict:
             name = safetensors_io.file_of_rank(file, rank)
             if found:
                 written[name] = safetensors_io.write_file(beside / name, found)
-        _sync(beside)
+        sync_folder(beside)
     return written
 
 
@@ -189,11 +172,11 @@ def commit_checkpoint(
                 )
         manifest = {"format_version": FORMAT_VERSION, "step": step, "run_id": run_id, "files": entries}
         _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
-        _sync(beside)
+        sync_folder(beside)
         if target.exists():
             _to_trash(target)
         beside.rename(target)
-        _sync(target.parent)
+        sync_folder(target.parent)
         replace_text(target.parent / "latest", target.name)
         rotate(output_dir, keep_last, target)
     return target
@@ -206,12 +189,8 @@ def _tensor_bytes(arrays: dict) -> bytes:
 
 
 def _write_text(path: Path, text: str) -> None:
-    _write_bytes(path, text.encode())
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
     with open_file(path, "wb") as file:
-        file.write(data)
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -222,24 +201,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    with storage(path):
-        beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
-        _write_bytes(beside, data)
-        beside.replace(path)
-        _sync(path.parent)
+    with storage(path), replace(path, durable=True) as file:
+        file.write(data)
 
 
 def replace_tensors(path: Path, arrays: dict) -> None:
     """Writes a safetensors file atomically."""
     replace_bytes(path, _tensor_bytes(arrays))
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_manifest(folder: Path, required: tuple = ()) -> dict:

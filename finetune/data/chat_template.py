@@ -4,11 +4,10 @@ import contextlib
 import json
 import signal
 import subprocess
-import tempfile
 
 from finetune.data.render_process import BURST_S
 from finetune.errors import PlanError
-from finetune.system.isolated import python_command
+from finetune.system.child import Child, ChildEnded
 
 # Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
 CHATML_TEMPLATE = (
@@ -55,7 +54,7 @@ class TemplateRenderer:
     def __init__(self, tokenizer):
         self.said = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         self.start = {"templates": templates_of(tokenizer, self.said), "variables": text_variables(tokenizer)}
-        self.child, self.folder = None, None
+        self.child = None
 
     def __enter__(self):
         return self
@@ -76,14 +75,16 @@ class TemplateRenderer:
         return found
 
     def _exchange(self, requests: list[bytes], sources: list[str]) -> list:
-        child = self._running()
-        with contextlib.suppress(BrokenPipeError):  # it ended: its last answer or its exit status says why
-            child.stdin.write(b"\n".join([str(len(requests)).encode(), *requests, b""]))
-            child.stdin.flush()
+        if self.child is None:
+            module = "finetune.data.render_process"
+            self.child = Child(module, json.dumps(self.start).encode(), stderr=subprocess.DEVNULL)
+        self.child.send(*requests)
         found = []
         for source in sources:
-            line = child.stdout.readline()
-            content = json.loads(line) if line.endswith(b"\n") else {"fault": self._end_of_child()}
+            try:
+                content = json.loads(self.child.receive()[0])
+            except ChildEnded as ended:
+                content = {"fault": end_of_renderer(ended)}
             if "fault" in content:
                 self.close()
                 raise PlanError(f"{self.said}: {content['fault']}, at {source}. Use a tokenizer you trust.")
@@ -94,33 +95,17 @@ class TemplateRenderer:
                 found.append(content["texts"])
         return found
 
-    def _running(self):
-        if self.child is None:
-            self.folder = tempfile.TemporaryDirectory(prefix="finetune-render-")
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            command = python_command("finetune.data.render_process")
-            # A session of its own: Ctrl-C is for this process, which stops between steps.
-            self.child = subprocess.Popen(command, cwd=self.folder.name, start_new_session=True, **pipes)
-            with contextlib.suppress(BrokenPipeError):
-                self.child.stdin.write(json.dumps(self.start).encode() + b"\n")
-                self.child.stdin.flush()
-        return self.child
-
-    def _end_of_child(self) -> str:
-        code = self.child.wait()
-        if code == -signal.SIGPROF:
-            return f"does not render within {BURST_S:g} s of processor time"
-        return f"ends the process that renders it (exit status {code})"
-
     def close(self) -> None:
         if self.child is not None:
-            self.child.kill()
-            with contextlib.suppress(BrokenPipeError):
-                self.child.stdin.close()
-            self.child.stdout.close()
-            self.child.wait()
-            self.folder.cleanup()
+            self.child.close()
             self.child = None
+
+
+def end_of_renderer(ended: ChildEnded) -> str:
+    """What the end of its process says of a template."""
+    if ended.status == -signal.SIGPROF:
+        return f"does not render within {BURST_S:g} s of processor time"
+    return f"ends the process that renders it ({ended})"
 
 
 def shared_renderer(tokenizer):

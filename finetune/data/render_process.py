@@ -1,21 +1,21 @@
 """The child process that renders chat templates, other people's programs, within limits; chat_template.py starts it.
 
-Its first line of input holds the templates and variables. Then come batches: a line with a number, and that many lines
-with a request each; one line answers each. The kernel ends the process when its processor time is used up: a template
-may be inside one operation that no exception interrupts. The environment is that of transformers' apply_chat_template.
+Its first message holds the templates and variables. Then come batches of requests, each with an answer of its own: a
+message of all of them would not say which row is at fault. The environment is that of transformers'
+apply_chat_template.
 """
 
-import contextlib
 import json
-import os
-import signal
-import sys
+from collections.abc import Iterator
 from datetime import datetime
+
+from finetune.system.child import limit_memory, limit_time, serve
 
 BURST_S = 2.0  # of processor time that one rendering may take beyond its grant
 GRANT_S, GRANT_S_PER_BYTE = 0.02, 2e-6  # added for each rendering: ten times what an honest template takes
 MAX_BYTES = 256 * 2**20  # of memory, and
 BYTES_PER_BYTE = 16  # for each byte of a request
+PYTHON_BYTES = 2**26  # of memory that Python itself takes
 MAX_TEXT, TEXT_PER_BYTE = 2**16, 16  # characters of a rendering: a template's own, and for each byte of the request
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -24,39 +24,22 @@ class Fault(Exception):
     """What is wrong with a template whatever the row."""
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which stops when it has saved
-        signal.signal(number, signal.SIG_IGN)
-    requests = sys.stdin.buffer
-    given = json.loads(requests.readline())
-    limit_memory(0)
-    signal.setitimer(signal.ITIMER_PROF, BURST_S)
+def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
+    """The answer to each request of each message, as JSON; a fault is the last one."""
+    given = json.loads(next(messages)[0])
+    limit_memory(MAX_BYTES + PYTHON_BYTES)
+    limit_time(BURST_S)
     try:
         templates = compiled(given["templates"])
-        while line := requests.readline():
-            for request in [requests.readline() for _ in range(int(line))]:
-                answer(rendered(templates, given["variables"], request))
+        for requests in messages:
+            for request in requests:
+                yield (json.dumps(rendered(templates, given["variables"], request)).encode(),)
     except Fault as error:
-        answer({"fault": str(error)})
+        yield (json.dumps({"fault": str(error)}).encode(),)
     except MemoryError:
-        answer({"fault": f"needs over {MAX_BYTES >> 20} MiB"})
+        yield (json.dumps({"fault": f"needs over {MAX_BYTES >> 20} MiB"}).encode(),)
     except RecursionError:
-        answer({"fault": "recurses endlessly"})
-
-
-def answer(content: dict) -> None:
-    left = memoryview(json.dumps(content).encode() + b"\n")
-    while left:
-        left = left[os.write(1, left) :]
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Limits the address space to MAX_BYTES more than Python's own 64 MiB, and a multiple of the request's bytes."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # macOS rejects the limit; that of time still applies
-        import resource
-
-        limit = MAX_BYTES + 2**26 + BYTES_PER_BYTE * num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        yield (json.dumps({"fault": "recurses endlessly"}).encode(),)
 
 
 def compiled(templates: dict) -> dict:
@@ -116,11 +99,9 @@ def rendered(templates: dict, variables: dict, line: bytes) -> dict:
     import jinja2
     import jinja2.sandbox
 
-    limit_memory(len(line))
+    limit_memory(MAX_BYTES + PYTHON_BYTES + BYTES_PER_BYTE * len(line))
     request = json.loads(line)
-    left = signal.getitimer(signal.ITIMER_PROF)[0]
-    grant = len(request["upto"]) * (GRANT_S + GRANT_S_PER_BYTE * len(line))
-    signal.setitimer(signal.ITIMER_PROF, min(left, BURST_S) + grant)
+    limit_time(len(request["upto"]) * (GRANT_S + GRANT_S_PER_BYTE * len(line)), kept_s=BURST_S)
     messages, tools = [with_reasoning(m) for m in request["messages"]], request["tools"]
     template = templates["tools" if tools and "tools" in templates else "default"]
     texts = []
@@ -154,4 +135,4 @@ def with_reasoning(message: dict) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    serve(answers)

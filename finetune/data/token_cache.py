@@ -5,7 +5,6 @@ its template, the settings, and this code. Every array is verified by its digest
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from finetune.data.tokenize import Limits, TokenizedDataset
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of
+from finetune.system.files import locked_in_cache, new_folder
 from finetune.system.json_files import JsonFileError, read_json
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
@@ -50,15 +50,9 @@ class TokenCache:
         today = str(date.today()) if "strftime_now" in described else ""
         return self.folder / _key([described, asdict(limits), today])
 
-    @contextlib.contextmanager
     def locked(self, entry: Path):
         """A context in which no other process makes this entry; the one that comes second finds it made."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-                entry.parent.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(open(entry.with_suffix(".lock"), "a"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return locked_in_cache(entry.with_suffix(".lock"))
 
     def get(self, entry: Path) -> tuple[TokenizedDataset, dict | None] | None:
         """(the dataset, one of its rows with its source), None if there is no entry or it is damaged."""
@@ -80,20 +74,16 @@ class TokenCache:
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: dict | None) -> None:
         """Writes an entry, complete or not at all. A disk that is full or read-only costs time, not the run."""
-        beside = entry.with_suffix(f".{os.getpid()}")
-        try:
-            beside.mkdir(parents=True, exist_ok=True)
-            for name in self.arrays:
-                np.save(beside / f"{name}.npy", getattr(dataset, name))
-            digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
-            facts = {name: getattr(dataset, name) for name in FACTS}
-            content = json.dumps({"facts": facts, "digests": digests, "example": example}, default=str)
-            (beside / META).write_text(content, encoding="utf-8")
-            shutil.rmtree(entry, ignore_errors=True)
-            beside.replace(entry)
+        with contextlib.suppress(OSError):
+            with new_folder(entry) as beside:
+                for name in self.arrays:
+                    np.save(beside / f"{name}.npy", getattr(dataset, name))
+                digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
+                facts = {name: getattr(dataset, name) for name in FACTS}
+                content = json.dumps({"facts": facts, "digests": digests, "example": example}, default=str)
+                (beside / META).write_text(content, encoding="utf-8")
+                shutil.rmtree(entry, ignore_errors=True)
             self._prune(entry)
-        except OSError:
-            shutil.rmtree(beside, ignore_errors=True)
 
     def _prune(self, kept: Path) -> None:
         entries = sorted(self.root.glob(f"*/*/{META}"), key=lambda meta: meta.stat().st_mtime, reverse=True)

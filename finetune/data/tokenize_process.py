@@ -1,13 +1,11 @@
 """A process that tokenizes rows; workers.py starts one per core.
 
-Its first line of input holds the tokenizer and the settings. Each line after it is a batch, [rows, sources]; the answer
-is a line of JSON, then the tokens (int32) and whether each is a target (one byte).
+Its first message holds the tokenizer and the settings. Each after it is a batch, [rows, sources]; the answer is a
+header in JSON, the tokens (int32) and whether each is a target (one byte).
 """
 
 import json
-import os
-import signal
-import sys
+from collections.abc import Iterator
 
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.encode import RowEncoder
@@ -15,40 +13,33 @@ from finetune.data.overlong import Cut
 from finetune.data.tokenize import Limits, encode_batch
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.system.child import serve
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's
-        signal.signal(number, signal.SIG_IGN)
-    start = json.loads(sys.stdin.buffer.readline())
+def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
+    start = json.loads(next(messages)[0])
     tokenizer = PlainTokenizer.from_json(start["tokenizer"])
     options = start["options"]
     options = RowOptions(**options | {"ignored": tuple(options["ignored"])})
     reader = RowReader(options, tuple(start["columns"]), start["dataset"])
     limits = Limits(**start["limits"] | {"cut": Cut(**start["limits"]["cut"])})
     with RowEncoder(tokenizer, reader) as encoder:
-        while line := sys.stdin.buffer.readline():
+        for (line,) in messages:
             rows, sources = json.loads(line)
             try:
-                answer(encode_batch(encoder, rows, sources, limits), reader)
+                yield answer(encode_batch(encoder, rows, sources, limits), reader)
             except PlanError as error:
-                write(json.dumps({"error": str(error)}).encode() + b"\n")
+                yield (json.dumps({"error": str(error)}).encode(),)
 
 
-def answer(batch, reader: RowReader) -> None:
-    """Writes what became of a batch, and forgets what was counted of it."""
+def answer(batch, reader: RowReader) -> tuple[bytes, ...]:
+    """What became of a batch; what was counted of it is forgotten."""
     notices = {"formats": dict(reader.formats), "counts": dict(reader.notices.counts), "first": reader.notices.first}
-    header = {"lengths": batch.lengths, "rows": batch.rows, "notices": notices}
-    write(json.dumps(header).encode() + b"\n" + batch.tokens.tobytes() + batch.is_target.tobytes())
+    header = json.dumps({"lengths": batch.lengths, "rows": batch.rows, "notices": notices})
     reader.formats.clear()
     reader.notices.clear()
-
-
-def write(data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(1, left) :]
+    return header.encode(), batch.tokens.tobytes(), batch.is_target.tobytes()
 
 
 if __name__ == "__main__":
-    main()
+    serve(answers)

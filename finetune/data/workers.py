@@ -6,7 +6,6 @@ The processes import no framework (tokenize_process.py); each renders chat templ
 import json
 import os
 import queue
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -18,11 +17,13 @@ from finetune.data.reading.rows import RawDataset
 from finetune.data.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.system.isolated import python_command
+from finetune.system.child import Child, ChildEnded
 
 LEAST_ROWS = 2048  # fewer are tokenized before the processes have started
 BATCH_ROWS = 256
 SAY_EVERY_S = 5.0
+MODULE = "finetune.data.tokenize_process"
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def num_cores() -> int:
@@ -30,42 +31,21 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Worker:
-    """One process that tokenizes. `start`: what tokenize_process.main reads first."""
-
-    def __init__(self, start: bytes):
-        command = python_command("finetune.data.tokenize_process")
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.child = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        self.child.stdin.write(start + b"\n")
-
-    def encode(self, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
-        """(what becomes of the rows, the notices about them). Raises PlanError."""
-        line = json.dumps([rows, sources], default=lambda value: {"type": type(value).__name__})
-        try:
-            self.child.stdin.write(line.encode() + b"\n")
-            self.child.stdin.flush()
-            header = json.loads(self.child.stdout.readline() or "null")
-        except BrokenPipeError:
-            header = None
-        if header is None:
-            raise PlanError(
-                f"{sources[0]}: the process that tokenizes this row and those after it ended (exit status "
-                f"{self.child.wait()}). Free memory, or use a tokenizer you trust."
-            )
-        if "error" in header:
-            raise PlanError(header["error"])
-        lengths = header["lengths"]
-        tokens = np.frombuffer(self.child.stdout.read(4 * sum(lengths)), np.int32)
-        is_target = np.frombuffer(self.child.stdout.read(sum(lengths)), bool)
-        return EncodedBatch(tokens, is_target, lengths, header["rows"]), header["notices"]
-
-    def close(self) -> None:
-        self.child.kill()
-        self.child.stdin.close()
-        self.child.stdout.close()
-        self.child.wait()
+def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
+    """(what becomes of the rows, the notices about them), by a child that tokenizes. Raises PlanError."""
+    line = json.dumps([rows, sources], default=lambda value: {"type": type(value).__name__})
+    try:
+        header, *arrays = child.request(line.encode())
+    except ChildEnded as ended:
+        raise PlanError(
+            f"{sources[0]}: the process that tokenizes this row and those after it ended ({ended}). Free memory, or "
+            "use a tokenizer you trust."
+        ) from None
+    header = json.loads(header)
+    if "error" in header:
+        raise PlanError(header["error"])
+    tokens, is_target = np.frombuffer(arrays[0], np.int32), np.frombuffer(arrays[1], bool)
+    return EncodedBatch(tokens, is_target, header["lengths"], header["rows"]), header["notices"]
 
 
 def tokenize_on_cores(
@@ -74,15 +54,16 @@ def tokenize_on_cores(
     """What tokenize() returns, with a process per core. `say` is called with a line of progress every few seconds."""
     reader = reader_of(raw, options, tokenizer)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
-    start = start_line(raw, RowOptions.of(options), tokenizer, limits)
-    idle, workers = queue.SimpleQueue(), [Worker(start) for _ in range(cores or num_cores())]
+    start = start_message(raw, RowOptions.of(options), tokenizer, limits)
+    workers = [Child(MODULE, start, environment=ENVIRONMENT) for _ in range(cores or num_cores())]
+    idle = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
     def encoded(first: int):
         worker = idle.get()
         try:
-            return worker.encode(raw.rows[first : first + BATCH_ROWS], raw.sources[first : first + BATCH_ROWS])
+            return encode(worker, raw.rows[first : first + BATCH_ROWS], raw.sources[first : first + BATCH_ROWS])
         finally:
             idle.put(worker)
 
@@ -105,7 +86,7 @@ def tokenize_on_cores(
     return builder.finished(reader, tokenizer, len(raw.rows))
 
 
-def start_line(raw: RawDataset, options: RowOptions, tokenizer, limits: Limits) -> bytes:
+def start_message(raw: RawDataset, options: RowOptions, tokenizer, limits: Limits) -> bytes:
     """What a worker is started with."""
     return json.dumps(
         {

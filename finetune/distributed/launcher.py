@@ -18,6 +18,7 @@ from finetune import errors
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import EXPECTED, RankLostError
 from finetune.plan.run_plan import TrainState
+from finetune.system import files
 from finetune.system.process import StopSignal
 
 GRACE_S = 10.0  # after one rank has ended, the others get this long to exit before they are killed
@@ -175,6 +176,5 @@ def wait_for_port(env: RankEnv, timeout_s: float = 300.0) -> RankEnv:
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(text)
-    beside.rename(path)
+    with files.replace(path) as file:
+        file.write(text.encode())

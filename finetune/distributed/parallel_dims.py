@@ -71,11 +71,6 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
-    def shard_rank(self, rank: int) -> int:
-        """Index of the weight shard that the rank holds, 0 to shards - 1."""
-        at = self.coordinates(rank)
-        return at["dp_shard"] * self.cp + at["cp"]
-
     def is_data_leader(self, rank: int) -> bool:
         """True on the first of the ranks that share the same rows of data."""
         at = self.coordinates(rank)

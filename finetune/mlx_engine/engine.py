@@ -10,10 +10,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
+from finetune.generation import Sampling
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head
 from finetune.mlx_engine.memory import Memory
@@ -44,7 +45,7 @@ class MLXEngine:
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
-        arrays = dict(state.flat(loaded.model))
+        arrays = dict(tree_flatten(loaded.model.parameters()))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
         self.optimizer = Optimizer(plan.steps, adapter.lr_ratio if adapter else 1.0)
@@ -245,7 +246,7 @@ class MLXEngine:
         """New token ids per prompt, as the protocol says."""
         if self.has_dropout:
             self.keys.begin(None)
-        how = generate.Sampling(**sampling)
+        how = Sampling(**sampling)
         stops = (stop_row, on_token, how, self._next_key)
         return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
 

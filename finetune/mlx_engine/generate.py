@@ -1,38 +1,35 @@
 """Batched generation with mlx-lm's KV caches: greedy or sampling, with per-row stopping."""
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import numpy as np
 
+from finetune.generation import NewTokens, Sampling
 from finetune.mlx_engine.mlx_lm_internals import BatchKVCache, KVCache, make_prompt_cache
 
 PREFILL_TOKENS = 2048
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings; temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens."""
+def restrict(logits_BV, how: Sampling) -> mx.array:
+    """The logits divided by the temperature, -inf for the tokens that top_k and top_p exclude."""
+    logits_BV = logits_BV / how.temperature
+    if 0 < how.top_k < logits_BV.shape[-1]:
+        least = mx.sort(logits_BV, axis=-1)[:, -how.top_k, None]
+        logits_BV = mx.where(logits_BV < least, -mx.inf, logits_BV)
+    if how.top_p < 1:
+        order = mx.argsort(-logits_BV, axis=-1)
+        share = mx.softmax(mx.take_along_axis(logits_BV, order, axis=-1), axis=-1)
+        excluded = mx.cumsum(share, axis=-1) - share >= how.top_p
+        excluded[:, 0] = False
+        excluded = mx.put_along_axis(mx.zeros(logits_BV.shape, mx.bool_), order, excluded, axis=-1)
+        logits_BV = mx.where(excluded, -mx.inf, logits_BV)
+    return logits_BV
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
 
-    def next(self, logits_BV, key) -> mx.array:
-        """Token ids [B]."""
-        if self.temperature <= 0:
-            return mx.argmax(logits_BV, axis=-1)
-        logits = logits_BV / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            least = mx.sort(logits, axis=-1)[:, -self.top_k, None]
-            logits = mx.where(logits < least, -mx.inf, logits)
-        if self.top_p < 1:
-            order = mx.argsort(-logits, axis=-1)
-            sorted_probs = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1)
-            before = mx.cumsum(sorted_probs, axis=-1) - sorted_probs  # of the tokens before it: the first always stays
-            drop = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), order, before >= self.top_p, axis=-1)
-            logits = mx.where(drop, -mx.inf, logits)
-        return mx.random.categorical(logits, key=key)
+def choose(logits_BV, how: Sampling, key) -> mx.array:
+    """The next token of each row."""
+    if how.temperature <= 0:
+        return mx.argmax(logits_BV, axis=-1)
+    return mx.random.categorical(restrict(logits_BV, how), key=key)
 
 
 def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys) -> list[list]:
@@ -63,21 +60,10 @@ def _generate_rows(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on
         model(ids[:, :step], cache=cache)
         mx.eval([c.state for c in cache])
         ids = ids[:, step:]
-    new, done = [[] for _ in prompts], [False] * len(prompts)
+    new = NewTokens(len(prompts), eos_ids, stop_row, on_token)
     for _ in range(max_new_tokens):
-        logits = model(ids, cache=cache)[:, -1].astype(mx.float32)
-        tokens = how.next(logits, keys())
-        for row, token in enumerate(tokens.tolist()):
-            if done[row]:
-                continue
-            if token in eos_ids:
-                done[row] = True
-                continue
-            new[row].append(token)
-            if row == 0 and on_token:
-                on_token(new[0])
-            done[row] = bool(stop_row and stop_row(row, new[row]))
-        if all(done):
+        tokens = choose(model(ids, cache=cache)[:, -1].astype(mx.float32), how, keys())
+        if new.add(tokens.tolist()):
             break
         ids = tokens[:, None]
-    return new
+    return new.ids

@@ -1,22 +1,10 @@
-"""Linear layers of the MLX engine: affine-quantized, and with a LoRA, rsLoRA or DoRA adapter.
+"""Frozen linears of the MLX engine, quantized in MLX's affine format or dense, and blocks that recompute in backward.
 
-R rank, I in_features, O out_features. Adapters have PEFT's shapes, A [R, I] and B [O, R], so nothing is transposed
-between a checkpoint and the engine; they are fp32, and products run in the input's dtype.
+O out_features, I in_features.
 """
 
 import mlx.core as mx
 import mlx.nn as nn
-
-
-class DropoutKeys:
-    """The random key of each adapter in the present microbatch: a recomputed layer draws the same mask again."""
-
-    def __init__(self, num_layers: int):
-        self.num_layers, self.keys = num_layers, None
-
-    def begin(self, key) -> None:
-        """Sets the microbatch's key; None: no dropout."""
-        self.keys = None if key is None else mx.random.split(key, self.num_layers)
 
 
 class AffineLinear(nn.QuantizedLinear):
@@ -95,65 +83,6 @@ def features(linear) -> tuple[int, int]:
     """(in_features, out_features)."""
     rows, columns = linear.weight.shape
     return (columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns), rows
-
-
-class LoRALinear(nn.Module):
-    """A frozen linear with an adapter. `keys`: shared by all adapters; `number`: this one's place in it."""
-
-    def __init__(self, base, rank: int, scaling: float, dropout: float, keys: DropoutKeys, number: int):
-        super().__init__()
-        columns, rows = features(base)
-        self.base = base
-        self.lora_A, self.lora_B = mx.zeros((rank, columns)), mx.zeros((rows, rank))
-        self.scaling, self.dropout, self._keys, self._number = scaling, dropout, keys, number
-        self._row_square_O = None
-
-    def start_magnitude(self) -> None:
-        """Adds DoRA's magnitudes: the norm of each row of the weight."""
-        self._row_square_O = mx.square(weight_of(self.base, mx.float32)).sum(1)
-        self.lora_magnitude_vector = self.weight_norm()
-        mx.eval(self._row_square_O, self.lora_magnitude_vector)
-
-    def weight_norm(self) -> mx.array:
-        """|w + s B A| per row [O], fp32, a constant in backward (DoRA, Liu et al. 2024, section 4.3).
-
-        Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, which avoids a second matrix of the weight's size.
-        """
-        a, b, s = mx.stop_gradient(self.lora_A), mx.stop_gradient(self.lora_B), self.scaling
-        cross = ((weight_of(self.base, mx.float32) @ a.T) * b).sum(1)
-        square_O = self._row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.T)) * b).sum(1)
-        return mx.sqrt(mx.maximum(square_O, 0))
-
-    def merged_weight(self) -> mx.array:
-        """Base and adapter merged: weight [O, I], fp32."""
-        weight_OI = weight_of(self.base, mx.float32) + self.scaling * (self.lora_B @ self.lora_A)
-        if "lora_magnitude_vector" in self:
-            weight_OI = weight_OI * (self.lora_magnitude_vector / self.weight_norm())[:, None]
-        return weight_OI
-
-    def __call__(self, x):
-        dropped = self._dropped(x)
-        low = (dropped @ self.lora_A.astype(x.dtype).T) * self.scaling
-        delta = low @ self.lora_B.astype(x.dtype).T
-        out = self.base(x)
-        if "lora_magnitude_vector" not in self:
-            return out + delta
-        bias = self.base["bias"].astype(out.dtype) if "bias" in self.base else None
-        plain = out if bias is None else out - bias
-        gain_O = (self.lora_magnitude_vector / self.weight_norm()).astype(out.dtype)
-        if dropped is x:
-            both = (plain + delta) * gain_O
-        else:  # as PEFT: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
-            kept = dropped @ weight_of(self.base, x.dtype).T
-            both = plain - kept + (kept + delta) * gain_O
-        return both if bias is None else both + bias
-
-    def _dropped(self, x):
-        """The adapter's input: x itself, or with dropout while it trains."""
-        if not self.dropout or self._keys.keys is None:
-            return x
-        keep = mx.random.bernoulli(1 - self.dropout, x.shape, key=self._keys.keys[self._number])
-        return mx.where(keep, x / (1 - self.dropout), mx.zeros_like(x))
 
 
 def recompute(layer) -> None:

@@ -1,7 +1,6 @@
 """From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
 
 import json
-import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -11,9 +10,11 @@ from finetune.config import TrainConfig
 from finetune.errors import OutOfMemoryError, PlanError, is_out_of_memory
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.engine import MLXEngine
-from finetune.mlx_engine.layers import AffineLinear, DropoutKeys
+from finetune.mlx_engine.layers import AffineLinear
+from finetune.mlx_engine.lora import DropoutKeys
+from finetune.mlx_engine.names import adapted_names
 from finetune.mlx_engine.ranks import Ranks
-from finetune.mlx_engine.targets import PREFIX, add_adapters, set_recomputation
+from finetune.mlx_engine.targets import add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
 from finetune.plan.parts import Adapter, Parts
 from finetune.system.terminal import log_error
@@ -90,6 +91,5 @@ def read_adapter(folder) -> tuple[Adapter, dict]:
     for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication"):
         if config.get(key):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
-    names = sorted({re.sub(r"\.lora_\w+(\.weight)?$", "", k.removeprefix(PREFIX)) for k in tensors})
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    return Adapter(rank, alpha, targets=",".join(names), **how), tensors
+    return Adapter(rank, alpha, targets=",".join(adapted_names(tensors)), **how), tensors

@@ -17,6 +17,7 @@ from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
 from finetune.mlx_engine.layers import AffineLinear
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
+from finetune.mlx_engine.names import check_names, names_on_disk
 from finetune.quantizers import affine
 
 DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
@@ -97,14 +98,13 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
             "Use --backend cpu."
         ) from error
     read = read_weights(Path(folder))
-    names = {id(array): name for name, array in read.items()}
     weights = model.sanitize(dict(read)) if hasattr(model, "sanitize") else dict(read)
     if config.get("quantization"):
         quantize_as_stored(model, weights, config["quantization"])
     check_names(model, weights, said)
     model.eval()
     model.load_weights(list(weights.items()), strict=True)
-    loaded = MLXModel(model, config, {path: names[id(a)] for path, a in weights.items() if id(a) in names})
+    loaded = MLXModel(model, config, names_on_disk(read, weights))
     _cast(loaded, dtype, dequantizes)
     model.freeze()
     return loaded
@@ -121,28 +121,6 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     for file in files:
         weights |= mx.load(str(file))
     return weights
-
-
-def check_names(model, weights: dict, said: str) -> None:
-    """Raises PlanError if the weights are not those of the model."""
-    wanted = {path: tuple(a.shape) for path, a in tree_flatten(model.parameters())}
-    found = {path: tuple(a.shape) for path, a in weights.items()}
-    odd = sorted(wanted.items() ^ found.items())
-    if odd:
-        path, shape = odd[0]
-        fact = (
-            f"{found[path]} in the files, {wanted[path]} in the model"
-            if path in found and path in wanted
-            else (
-                "in the files, and the model has none"
-                if path in found
-                else f"{shape} in the model, and not in the files"
-            )
-        )
-        raise PlanError(
-            f"{said}: {len({p for p, _ in odd})} weights do not fit mlx-lm's {model.model_type}, such as {path}: "
-            f"{fact}. Use --backend cpu."
-        )
 
 
 def quantize_as_stored(model, weights: dict, settings: dict) -> None:

@@ -6,37 +6,27 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
-from finetune.mlx_engine.model import MLXModel, as_numpy
-from finetune.mlx_engine.targets import adapted_names, adapter_names
+from finetune.mlx_engine.model import MLXModel
+from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
 from finetune.optimizer_state import check_known, check_moments
 from finetune.plan.parts import Adapter, Trains
+from finetune.system.files import replace
 
 RNG = "mlx"
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def flat(model) -> list[tuple[str, mx.array]]:
-    return tree_flatten(model.parameters())
 
 
 def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
     """{name on disk: path} of what trains. PlanError if some weight has no name of its own on disk."""
     if isinstance(trains, Adapter):
         return adapter_names(loaded)
-    renamed = sorted(path for path, _ in flat(loaded.model) if path not in loaded.names)
-    if renamed:
-        raise PlanError(
-            f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
-            f"such as {renamed[0]}, so a checkpoint could not name them. Use --train_type lora, or --backend cpu."
-        )
-    return {name: path for path, name in loaded.names.items()}
+    return weight_names(loaded)
 
 
 # ---- out
@@ -67,7 +57,7 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
     if engine.plan.all_weights:
         return {"config.json": engine.base_config}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
-    targets = shortest_targets(adapted_names(engine.loaded), modules)
+    targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
     base = {"name": base_name, "digest": base_digest}
     config = adapter_config(engine.plan.trains, base_name, engine.plan.settings.revision, targets)
     return {"adapter_config.json": config, "base_model.json": base}
@@ -84,9 +74,8 @@ def write_model(engine, folder: Path) -> None:
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
         for name, p in engine.params.items()
     ]
-    beside = folder / ".tmp-model.safetensors"
-    safetensors_io.write_file(beside, tensors)
-    beside.replace(folder / "model.safetensors")
+    with replace(folder / "model.safetensors") as file:
+        safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -147,7 +136,3 @@ def load_trainable(engine, trainable: dict) -> None:
             )
     engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}
     engine._put(engine.params)
-
-
-def numpy_state(engine) -> dict[str, np.ndarray]:
-    return {name: as_numpy(p) for name, p in engine.params.items()}

@@ -1,17 +1,14 @@
 """Which layers of an MLX model get an adapter, and adding them. Names, shapes and starts are the torch engine's."""
 
-import re
-
 import mlx.core as mx
 
 from finetune.adapters import start
 from finetune.adapters.targets import default_targets, named_targets
 from finetune.errors import PlanError
-from finetune.mlx_engine.layers import DropoutKeys, LoRALinear, recompute
+from finetune.mlx_engine.layers import recompute
+from finetune.mlx_engine.lora import DropoutKeys, LoRALinear
 from finetune.mlx_engine.model import MLXModel
 from finetune.plan.parts import Adapter
-
-PREFIX = "base_model.model."
 
 
 def target_names(linears: dict[str, str], targets: str) -> list[str]:
@@ -46,26 +43,6 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
         layer.unfreeze(recurse=False)
         loaded.replace(linears[name], layer)
     return keys
-
-
-def adapter_names(loaded: MLXModel) -> dict[str, str]:
-    """{PEFT's key: path} of every adapter parameter."""
-    by_path, found = {}, {}
-    for path, name in loaded.names.items():
-        by_path[path.removesuffix(".weight")] = name.removesuffix(".weight")
-    for path, module in loaded.model.named_modules():
-        if isinstance(module, LoRALinear):
-            for leaf in ("lora_A", "lora_B", "lora_magnitude_vector"):
-                if leaf in module:
-                    found[PREFIX + by_path[path] + f".{leaf}" + (".weight" if leaf[-2] == "_" else "")] = (
-                        f"{path}.{leaf}"
-                    )
-    return found
-
-
-def adapted_names(loaded: MLXModel) -> list[str]:
-    """Names of the linears with an adapter."""
-    return sorted({re.sub(r"\.lora_\w+(\.weight)?$", "", k.removeprefix(PREFIX)) for k in adapter_names(loaded)})
 
 
 def set_recomputation(loaded: MLXModel) -> None:

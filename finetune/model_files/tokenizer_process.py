@@ -1,15 +1,16 @@
-"""The child process that tries a tokenizer.json first: `python -m finetune.model_files.tokenizer_process FILE`.
+"""The child process that tries a tokenizer.json first; tokenizer.py starts it with the file's name.
 
 The tokenizers library may end its process (a normalizer that doubles its text sixty times), panic, or search without
-end; here that costs a child. An error that it raises is none of these: the parent's own load names it. Prints
-{"fault": why the file is refused, null if it is not}.
+end; here that costs a child. An error that it raises is none of these: the parent's own load names it. The answer is
+why the file is refused, or nothing.
 """
 
 import contextlib
 import json
 import os
-import signal
-import sys
+from collections.abc import Iterator
+
+from finetune.system.child import limit_memory, limit_time, serve
 
 LOAD_S, LOAD_S_PER_BYTE = 5.0, 2e-6  # of processor time; ten times what the largest vocabulary takes
 MAX_BYTES, BYTES_PER_BYTE = 2**30, 100  # of memory: so much, and so much for each byte of the file
@@ -23,18 +24,13 @@ TEXTS = (
 )
 
 
-def main(file: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's
-        signal.signal(number, signal.SIG_IGN)
+def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
+    file = os.fsdecode(next(messages)[0])
     size = os.path.getsize(file)
-    with contextlib.suppress(ImportError, ValueError, OSError):  # macOS rejects the limit; that of time still applies
-        import resource
-
-        limit = MAX_BYTES + BYTES_PER_BYTE * size
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(signal.ITIMER_PROF, LOAD_S + LOAD_S_PER_BYTE * size)
+    limit_memory(MAX_BYTES + BYTES_PER_BYTE * size)
+    limit_time(LOAD_S + LOAD_S_PER_BYTE * size)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    sys.stdout.write(json.dumps({"fault": fault_of(file)}))
+    yield ((fault_of(file) or "").encode(),)
 
 
 def fault_of(file: str) -> str | None:
@@ -75,4 +71,4 @@ def growth_of(part) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(answers)

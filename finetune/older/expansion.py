@@ -5,12 +5,12 @@ blk_exp-<old>-<new>. Here they are completed once, in place, and are model folde
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TensorSource, layers_prefix, read_record, read_sources, resized, split
+from finetune.system.files import replace
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,6 +63,5 @@ def complete(folder: Path, config: dict, tensors: list[TensorSource], tokenizer_
 
 
 def _write(file: Path, content: dict) -> None:
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    beside.replace(file)
+    with replace(file) as opened:
+        opened.write((json.dumps(content, indent=1) + "\n").encode())

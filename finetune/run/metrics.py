@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from backend_manager import BackendManager, versions
-from finetune.checkpoint.store import open_file, replace_bytes, storage
+from finetune.checkpoint.store import replace_bytes, storage
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.system.files import open_file
 from finetune.system.terminal import encodable, say
 
 STEPS_AVERAGED = 20  # of the time left

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from backend_manager import first_line
+from finetune.errors import first_line
 from finetune.torch_engine.parallel import device_shims, process_groups, self_test
 
 FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError, AssertionError)

@@ -14,6 +14,7 @@ import torch
 from finetune import objectives
 from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
+from finetune.generation import Sampling
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
@@ -260,7 +261,7 @@ class TorchEngine(EngineBase):
         self.model.eval()
         dense = contextlib.nullcontext() if self.parallel.shards_weights else generate.dense_weights(self.model)
         with self.forward.autocast(), self.full_weights(), dense:
-            how = generate.Sampling(**sampling)
+            how = Sampling(**sampling)
             pad_id = self.forward.pad_id
             new = generate.generate(self.model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
         memory_stats.trim_heap()

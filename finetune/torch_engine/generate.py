@@ -1,18 +1,19 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import contextlib
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
+from finetune.generation import GREEDY, Sampling
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import experts
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.lora.layers import LoRALinear
+from finetune.torch_engine.sampling import Restricted
 
 
 class _RowsDone(StoppingCriteria):
@@ -30,26 +31,8 @@ class _RowsDone(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def options(self) -> dict:
-        """transformers' arguments."""
-        if self.temperature <= 0:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-
-
-GREEDY = Sampling()
-
-
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, sampling: Sampling = GREEDY
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
 
@@ -68,6 +51,7 @@ def generate(
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     rows_done = _RowsDone(longest, stop_row, on_token)
+    samples = how.temperature > 0
 
     def continued(use_cache: bool):
         return model.generate(
@@ -78,7 +62,9 @@ def generate(
             eos_token_id=sorted(eos_ids) or None,
             use_cache=use_cache,
             stopping_criteria=StoppingCriteriaList([rows_done]),
-            **sampling.options(),
+            do_sample=samples,
+            logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
+            **(dict(temperature=1.0, top_k=0, top_p=1.0) if samples else {}),  # Restricted applies them
         )
 
     try:

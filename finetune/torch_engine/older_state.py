@@ -19,6 +19,7 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
 from finetune.plan.parts import Adapter, Parts
+from finetune.system.files import replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import optim
 from finetune.torch_engine.lora.peft_format import PREFIX
@@ -231,7 +232,6 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
     if weights[0] == "adapter_model":
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         content["adapter_config"] = {name: config.get(name) for name in ("r", "lora_alpha", "use_dora", "use_rslora")}
-    beside = file.with_name(f".{file.name}.tmp")
-    torch.save(content, beside)
-    beside.replace(file)
+    with replace(file) as opened:
+        torch.save(content, opened)
     return f"{len(tensors)} tensors of {folder}, {content['quantization']}, from {content['backend']}"

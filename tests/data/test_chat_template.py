@@ -88,9 +88,9 @@ def test_signals_of_the_terminal_do_not_end_the_process_that_renders(chat_tokeni
     with TemplateRenderer(chat_tokenizer) as renderer:
         (first,) = renderer.render([request], ["row"])
         for number in (signal.SIGINT, signal.SIGTERM):
-            renderer.child.send_signal(number)
+            renderer.child.process.send_signal(number)
         assert renderer.render([request], ["row"]) == [first]
-        child = renderer.child
+        child = renderer.child.process
     assert child.returncode is not None and renderer.child is None
 
 

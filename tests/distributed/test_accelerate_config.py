@@ -17,6 +17,7 @@ def test_every_shipped_config_file_is_one_that_the_plan_knows():
         assert words["mixed_precision"] == "no" and file.stem in accelerate_config.NAMES, file
 
 
+@pytest.mark.promise("FT_11")
 @pytest.mark.parametrize("number", [4, 8])
 def test_the_config_files_of_the_older_guide_are_there_and_mean_replicas(number):
     from accelerate.commands.config.config_args import ClusterConfig

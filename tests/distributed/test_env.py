@@ -9,6 +9,7 @@ from tests.support.commands import by_hand
 from tests.support.runs import assert_same_run
 
 
+@pytest.mark.promise("ENV_03", "ENV_04", "FT_12")
 def test_every_launcher_gives_a_process_its_rank():
     assert rank_env({}) is None and rank_env({"WORLD_SIZE": "1"}) is None
     by_hand = rank_env({"RANK": "1", "WORLD_SIZE": "2"})
@@ -55,6 +56,7 @@ def test_an_environment_that_is_not_a_rank_is_one_line(environment):
     assert "\n" not in str(error.value) and "=" in str(error.value)
 
 
+@pytest.mark.promise("ENV_04")
 @pytest.mark.slow
 def test_ranks_started_by_hand_meet_without_master_or_local_rank(base, alone, tmp_path):
     processes = by_hand(base, tmp_path / "out")

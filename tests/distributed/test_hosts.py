@@ -20,6 +20,7 @@ TWO_HOSTS = ROOT / "tests/support/two_hosts.sh"
 HERE = {"PYTHON": sys.executable}
 
 
+@pytest.mark.promise("FT_12")
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "train_type"), [("static", "full"), ("c10d", "lora"), ("hand", "lora")])
 def test_two_hosts_train_as_one_process_does(hosts, base, tmp_path, how, train_type):

@@ -26,6 +26,7 @@ def predicted_loading(folder):
     return read_events(folder, "start")[0]["predicted_memory_bytes"]["items"]["loading"]
 
 
+@pytest.mark.promise("FT_04")
 def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, tmp_path):
     code, out, err = finish(command(base, "--batch_size 2 --world_size 2", output_dir=tmp_path / "out"))
     assert code == 0, err
@@ -36,6 +37,7 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
 
 
+@pytest.mark.promise("ENV_03", "FT_09")
 @pytest.mark.slow
 def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
     flags = words(base, "--batch_size 2 --sharding_strategy ddp", output_dir=tmp_path / "out")
@@ -55,6 +57,7 @@ mixed_precision: 'no'
 """
 
 
+@pytest.mark.promise("FT_11")
 @pytest.mark.slow
 @pytest.mark.parametrize("started_by", ["config file", "cpu"])
 def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, started_by):
@@ -76,6 +79,7 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.promise("ENV_04")
 @pytest.mark.slow
 def test_ranks_started_by_hand_all_answer_what_rank_0_answers(base, tmp_path):
     """Rank 0 hosts the store: it must not leave before the others have read `already complete` or a refusal."""

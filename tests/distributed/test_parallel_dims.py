@@ -19,6 +19,7 @@ def test_a_rank_has_one_place_and_its_groups_hold_it():
     assert sorted({dims.data_rank(r) for r in range(48)}) == list(range(6))
 
 
+@pytest.mark.promise("FT_03", "FT_04")
 @pytest.mark.parametrize(
     ("world", "local", "flags", "degrees"),
     [

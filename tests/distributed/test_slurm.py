@@ -53,6 +53,7 @@ def one_process(tiny_model, rows, folder):
     return losses(folder)
 
 
+@pytest.mark.promise("FT_12")
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), (1, 2)])
 def test_a_slurm_job_trains_as_one_process_does(slurm, tiny_model, rows_file, tmp_path, nodes, tasks):

@@ -91,6 +91,7 @@ def test_dense_copies_of_experts_are_counted(tmp_path):
     assert predicted["dequantized"] == pytest.approx(measured["dequantized"], rel=0.05)
 
 
+@pytest.mark.promise("FS_21")
 @pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("FSDP2 3", marks=pytest.mark.slow)])
 def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, bf16_folders, tmp_path):
     """The first rank has ceil(rows / N) of everything; the last ones less if N does not divide rows."""

@@ -87,6 +87,7 @@ def test_a_killed_run_resumes_bitwise(tiny_model, rows_file, tmp_path):
 QLORA = dict(train_type="qlora", quantization_backend="mlx", group_size=32)
 
 
+@pytest.mark.promise("CK_04")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -130,6 +131,7 @@ def test_a_move_is_told_in_the_plan(mlx_run, tmp_path, capsys):
     assert "dropout cannot continue" in out and "saved by another engine" in out
 
 
+@pytest.mark.promise("CK_04")
 def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -172,6 +174,7 @@ def stored(model, folder, bits, npz):
     return folder
 
 
+@pytest.mark.promise("CK_03")
 @pytest.mark.parametrize(("bits", "npz"), [(4, False), (4, True), (None, True)])
 def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_path, capsys, bits, npz):
     folder = stored(tiny_model, tmp_path / "mlx", bits, npz)

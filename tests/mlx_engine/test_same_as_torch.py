@@ -1,9 +1,14 @@
 """Both engines take the same steps: identical model, data and seed."""
 
+import math
+
+import numpy as np
 import pytest
+import torch
 
 from finetune.data.collate import microbatches
 from finetune.data.sampler import Cursor, step_rows
+from finetune.generation import Sampling
 from tests.support import tiny
 from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
 
@@ -54,3 +59,18 @@ def test_fifty_steps_of_mlx_have_the_losses_of_torch(folder, kind):
     assert theirs[-1].nll / theirs[-1].num_targets < theirs[0].nll / theirs[0].num_targets
     # The norm of the gradient before clipping: fp32 products of other kernels.
     assert max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(mine, theirs, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.5), (3, 0.5), (0, 0.0)])
+def test_sampling_keeps_the_same_tokens(top_k, top_p):
+    """At the boundary too: the last row's shares are 1/2, 1/4, 1/8, ..., exact in binary."""
+    import mlx.core as mx
+
+    from finetune.mlx_engine.generate import restrict
+    from finetune.torch_engine import sampling
+
+    halves = -torch.arange(1.0, 17.0) * math.log(2)
+    logits = torch.cat([torch.randn(20, 16, generator=torch.Generator().manual_seed(0)), halves[None]])
+    how = Sampling(1.0, top_k, top_p)
+    mine = np.isfinite(np.array(restrict(mx.array(logits.numpy()), how)))
+    assert (mine == torch.isfinite(sampling.restrict(logits, how)).numpy()).all()

@@ -96,6 +96,7 @@ def test_the_float_formats_of_mlx_train(folder, mode, bits, group):
     assert found[-1] < found[0]
 
 
+@pytest.mark.promise("CK_03")
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_folder_that_mlx_lm_wrote_trains_as_it_is_stored(tiny_model, tmp_path, bits):
     quantize = {} if bits is None else dict(quantize=True, q_bits=bits, q_group_size=32)
@@ -121,6 +122,7 @@ def test_a_packed_layout_is_refused(folder):
         mlx_engine(folder, verify=False).verify("padding_free")
 
 
+@pytest.mark.promise("CLI_15")
 @pytest.mark.parametrize(
     ("content", "message"),
     [

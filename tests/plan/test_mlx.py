@@ -85,6 +85,7 @@ def test_a_resumed_run_takes_mlxs_quantizer_where_its_own_is_not_there():
     assert plan.settings.quantization_backend == "mlx" and "nf4 -> mlx" in reason(plan, "quantization_backend")
 
 
+@pytest.mark.promise("CLI_15")
 def test_settings_of_mlx_are_ignored_elsewhere_with_a_line(tmp_path):
     file = tmp_path / "mlx.json"
     file.write_text(json.dumps({"compile": "true"}))

@@ -17,6 +17,7 @@ from tests.support.commands import command, finish
 from tests.support.plans import plan_of
 
 
+@pytest.mark.promise("FT_08")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -34,6 +35,7 @@ def test_degrees_that_do_not_divide_are_refused_in_the_plan(base, tmp_path, flag
     assert code == 2 and message in err, err
 
 
+@pytest.mark.promise("CLI_07", "MSG_04")
 def test_mlx_with_two_processes_gives_the_documented_text():
     with pytest.raises(PlanError, match="MLX backend doesn't support distributed training"):
         plan_of(Backend.MLX, caps=CAPABILITIES[Backend.MLX], world_size=2)

@@ -31,6 +31,7 @@ def test_bf16_requested_on_a_cpu_without_it_is_kept_and_noted_with_the_measured_
     assert plan.settings.precision == "bf16" and any("0.30 x" in n for n in plan.notices)
 
 
+@pytest.mark.promise("MSG_01")
 @pytest.mark.parametrize(("word", "used"), [("bf16", "fp16"), ("bf16_autocast", "fp16_autocast")])
 def test_mps_without_bf16_gets_fp16_with_the_documented_text(word, used):
     plan = plan_of(Backend.MPS, caps=capabilities(Backend.MPS, reasons={}), precision=word)
@@ -38,6 +39,7 @@ def test_mps_without_bf16_gets_fp16_with_the_documented_text(word, used):
     assert "MPS backend doesn't support bfloat16" in adjustment(plan, "precision").reason
 
 
+@pytest.mark.promise("MSG_01")
 def test_mps_with_working_bf16_keeps_it():
     plan = plan_of(
         Backend.MPS, caps=capabilities(Backend.MPS, supports_bfloat16=True, bfloat16_speed=1.0), precision="bf16"
@@ -61,11 +63,13 @@ def test_onednn_multiplies_in_fp32_where_the_probe_found_it_exact_and_faster():
     assert plan_of(Backend.MPS, cpu_matmul="onednn").settings.cpu_matmul == "auto"
 
 
+@pytest.mark.promise("CLI_05")
 @pytest.mark.parametrize("word", ["fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast"])
 def test_every_precision_word_settles(word):
     assert plan_of(train_type="lora", precision=word).settings.precision == word
 
 
+@pytest.mark.promise("MSG_05")
 def test_cpu_warns_once_of_speed_and_once_of_quantization():
     notices = plan_of().notices
     assert sum("training on a CPU is slow" in n for n in notices) == 1
@@ -83,6 +87,7 @@ def test_quantizer_auto_is_the_first_that_passed():
     assert "not probed" in adjustment(unknown, "quantization_backend").reason
 
 
+@pytest.mark.promise("CLI_03")
 @pytest.mark.parametrize("word", sorted(DEPRECATED_TRAIN_TYPES))
 def test_older_product_names_map_or_say_what_is_missing(word):
     if word.endswith("pro"):
@@ -162,6 +167,7 @@ def test_what_cannot_be_done_is_one_line_that_names_the_flag(overrides, text):
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
 
 
+@pytest.mark.promise("CLI_11")
 def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed():
     results = {"nf4/4": {"error": None}, "bnb/4": {"error": "bitsandbytes is not installed"}}
     with pytest.raises(PlanError, match="bitsandbytes is not installed. These pass their probes on cpu: nf4 at 4 bits"):
@@ -170,6 +176,7 @@ def test_a_quantizer_that_failed_its_probe_is_refused_with_the_ones_that_passed(
         plan_of(caps=capabilities(quantizers={f"{m}/3": {"error": "broken"} for m in ("hqq", "mlx")}), n_bits=3)
 
 
+@pytest.mark.promise("CLI_10")
 def test_flash_attention_without_kernels_says_what_is_used_instead():
     plan = plan_of(use_flash_attention=True)
     assert plan.settings.use_flash_attention is False

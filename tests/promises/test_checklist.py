@@ -1,8 +1,9 @@
 """What the source guides promise: thin tests of the promises that no other test shows, and the list of all of them."""
 
-import ast
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ from finetune.run.report import plan_lines
 from finetune.torch_engine.device import DTYPES, device_of
 from quantization_wrapper import QuantizationConfig, QuantizationMethod, pairs
 from tests.support.build import load_model
-from tests.support.checklist import SHOWN_BY, ids_of
 from tests.support.commands import ROOT
 from tests.support.planned import SMALL
 from tests.support.plans import NOW, capabilities, plan_of
+from tests.support.promises import shown_by
 from train import build_parser, fine_tune, make_plan
 
 CPU = torch.device("cpu")
@@ -32,31 +33,39 @@ NUMBERS = {"BM": 15, "CLI": 17, "ENV": 8, "MSG": 7, "TAB": 4, "Q": 5, "FT": 12, 
 
 
 def test_every_promise_has_a_test_that_runs_by_default():
-    wanted = {f"{kind}_{i:02}" for kind, last in NUMBERS.items() for i in range(1, last + 1)}
-    assert SHOWN_BY.keys() == wanted
-    slow = {}
-    for tests in SHOWN_BY.values():
-        for entry in tests:
-            file, _, name = entry.partition("::")
-            for node in ast.parse((ROOT / "tests" / file).read_text()).body:
-                if isinstance(node, ast.FunctionDef):
-                    marks = [ast.unparse(mark) for mark in node.decorator_list]
-                    slow[f"{file}::{node.name}"] = "pytest.mark.slow" in marks
-            assert f"{file}::{name.partition('[')[0]}" in slow, f"{entry}: no such test"
-    for promise, tests in SHOWN_BY.items():
-        assert not all(slow[entry.partition("[")[0]] for entry in tests), promise
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    shown = shown_by({str(file.relative_to(ROOT)): file.read_text() for file in files})
+    assert set(shown) == {f"{kind}_{i:02}" for kind, last in NUMBERS.items() for i in range(1, last + 1)}
 
 
-def test_a_test_is_found_by_the_promise_it_shows():
-    assert ids_of("tests/test_doctor.py::test_the_tree_ends_in_flags_that_parse") == {"TAB_04"}
-    exact = "tests/promises/test_parallel_equals_one_process.py::test_ranks_train_as_one_process_does[2]"
-    assert {"Q_04", "FT_05", "FT_06", "FT_07"} <= ids_of(exact)
-    assert ids_of(exact.replace("[2]", "[4]")) == {"FT_07"}
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a(): ...",
+        "@pytest.mark.slow\n@pytest.mark.promise('BM_01')\ndef test_a(): ...",
+        "pytestmark = [pytest.mark.rig]\n@pytest.mark.promise('BM_01')\ndef test_a(): ...",
+        "@pytest.mark.parametrize('n', [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.promise('BM_01')])])\n"
+        "def test_a(n): ...",
+    ],
+)
+def test_a_promise_without_a_mark_in_the_default_suite_is_not_shown(source):
+    assert shown_by({"a.py": source}) == {}
+    shown = "@pytest.mark.parametrize('n', [pytest.param(2, marks=pytest.mark.promise('BM_01'))])\ndef test_b(n): ..."
+    assert shown_by({"a.py": source, "b.py": shown}) == {"BM_01": ["b.py::test_b"]}
+
+
+def test_a_test_is_selected_by_the_promise_it_shows():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "TAB_04 or FT_05"]
+    files = ["tests/plan/test_recommend.py", "tests/promises/test_parallel_equals_one_process.py"]
+    listed = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = [line.partition("::")[2] for line in listed.splitlines() if "::" in line]
+    assert found == ["test_the_tree_ends_in_flags_that_parse", "test_ranks_train_as_one_process_does[2]"]
 
 
 # ---- BackendManager
 
 
+@pytest.mark.promise("BM_12")
 def test_the_guides_snippet_on_flash_attention_runs():
     config = {"context_length": 4096, "use_flash_attention": False}
     if BackendManager("cpu", verbose=False).capabilities.supports_flash_attention:
@@ -69,6 +78,7 @@ def test_the_guides_snippet_on_flash_attention_runs():
 # ---- flags
 
 
+@pytest.mark.promise("CLI_01")
 @pytest.mark.parametrize("word", ["auto", "cuda", "mps", "mlx", "cpu"])
 def test_each_backend_word_parses_and_an_unavailable_one_ends_before_a_model_is_looked_for(word):
     assert parse_overrides(["--backend", word], build_parser()) == {"backend": word}
@@ -85,6 +95,7 @@ def run_flags(tiny_model, rows_file, folder, **changes) -> dict:
     return flags | dict(batch_size=2, context_length=32, max_steps=2, log_to="stdout", lora_rank=4) | changes
 
 
+@pytest.mark.promise("CLI_03")
 def test_a_qlora_run_prints_what_it_trains_and_leaves_its_base_as_it_was(tiny_model, rows_file, tmp_path, capsys):
     before = {file.name: file.read_bytes() for file in tiny_model.iterdir()}
     fine_tune(**run_flags(tiny_model, rows_file, tmp_path / "out", train_type="qlora", quantization_backend="nf4"))
@@ -92,11 +103,13 @@ def test_a_qlora_run_prints_what_it_trains_and_leaves_its_base_as_it_was(tiny_mo
     assert before == {file.name: file.read_bytes() for file in tiny_model.iterdir()}
 
 
+@pytest.mark.promise("CLI_04")
 def test_the_effective_batch_is_printed_as_its_three_factors():
     plan = plan_of(batch_size=4, gradient_accumulation_steps=3, world_size=2, dataset="x")
     assert any("rows per step: 24 (batch_size 4 x accumulation 3 x data ranks 2)" in s for s in plan_lines(plan))
 
 
+@pytest.mark.promise("CLI_05")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_parameters_have_the_dtype_that_the_precision_says(precision, tiny_model):
     settings = dataclasses.replace(TrainConfig(), train_type="lora", precision=precision, lora_rank=2)
@@ -106,6 +119,7 @@ def test_the_parameters_have_the_dtype_that_the_precision_says(precision, tiny_m
     assert frozen == {DTYPES[Precision.of(TrainConfig(precision=precision)).weights]} and trained == {torch.float32}
 
 
+@pytest.mark.promise("CLI_09")
 @pytest.mark.parametrize(("name", "bits"), pairs())
 def test_loading_is_predicted_within_what_is_stored_and_two_layers(name, bits):
     """Of the 1.1 B shape; benchmarks/loading.py measures it."""
@@ -115,6 +129,7 @@ def test_loading_is_predicted_within_what_is_stored_and_two_layers(name, bits):
     assert layer > 0 and expected <= 1.15 * base_bytes(ModelCost(SMALL, Parts(settings))) + 2 * layer
 
 
+@pytest.mark.promise("CLI_12")
 @pytest.mark.parametrize(("name", "bits"), pairs())
 def test_the_quantized_base_has_its_bits_and_little_more(name, bits):
     """Within 10 % of bits / 16 of the 16-bit weight and the scales: 64 bits per group of 64, or 32 per row."""
@@ -127,6 +142,7 @@ def test_the_quantized_base_has_its_bits_and_little_more(name, bits):
 # ---- launch and environment
 
 
+@pytest.mark.promise("ENV_01")
 def test_the_flag_beats_the_environment_beats_the_default(monkeypatch):
     monkeypatch.setenv("FSDP_BACKEND", "nonsense")
     assert make_plan({"backend": "cpu", "dry_run": True}).backend == "cpu"
@@ -136,12 +152,14 @@ def test_the_flag_beats_the_environment_beats_the_default(monkeypatch):
     assert make_plan({"dry_run": True}).backend in map(str, Backend)
 
 
+@pytest.mark.promise("ENV_02")
 def test_two_visible_devices_are_two_ranks():
     facts = Facts(Backend.CUDA, capabilities(Backend.CUDA, memory_bytes=24 * 2**30), num_devices=2)
     plan = resolve_plan({"dataset": "x"}, facts, NOW)
     assert plan.dims.world_size == 2 and plan.settings.dp_shards == 2
 
 
+@pytest.mark.promise("ENV_05")
 def test_watermarks_are_left_alone_and_reported(monkeypatch, capsys):
     values = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7", "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5"}
     for name, value in values.items():
@@ -153,6 +171,7 @@ def test_watermarks_are_left_alone_and_reported(monkeypatch, capsys):
     assert all(f"{name}={value}" in out for name, value in values.items())
 
 
+@pytest.mark.promise("ENV_08")
 def test_an_old_device_is_a_notice_and_no_error():
     why = "GTX 1080 has CUDA capability (6, 1), 7.0 is the documented minimum"
     plan = plan_of(Backend.CUDA, caps=capabilities(Backend.CUDA, reasons={"capability": why}), dataset="x")
@@ -162,11 +181,13 @@ def test_an_old_device_is_a_notice_and_no_error():
 # ---- messages and tables
 
 
+@pytest.mark.promise("MSG_02")
 def test_four_bits_on_mps_are_one_notice():
     notices = plan_of(Backend.MPS, dataset="x").notices
     assert len([n for n in notices if "4-bit weights on MPS" in n and "slower" in n]) == 1
 
 
+@pytest.mark.promise("MSG_03")
 def test_ranks_of_mps_meet_over_gloo():
     class Mac(BackendManager):
         def _detect_available_backends(self):
@@ -176,10 +197,12 @@ def test_ranks_of_mps_meet_over_gloo():
     assert manager.backend is Backend.MPS and manager.get_distributed_backend() == "gloo"
 
 
+@pytest.mark.promise("MSG_04")
 def test_the_saved_plan_has_the_backend_type():
     assert plan_of(dataset="x").to_json()["settled"]["backend_type"] == "cpu"
 
 
+@pytest.mark.promise("MSG_06")
 def test_memory_is_reported_in_gib_for_every_kind_of_backend():
     memory = dict(total=64 * 2**30, available=32 * 2**30, allocated=4.5 * 2**30, reserved=6.2 * 2**30)
     device = memory_lines("cuda", memory | {"unified": False})
@@ -189,6 +212,7 @@ def test_memory_is_reported_in_gib_for_every_kind_of_backend():
     assert "Allocated on the device: 4.5 GiB" in memory_lines("mps", memory | {"unified": True})
 
 
+@pytest.mark.promise("TAB_01", "FS_22")
 def test_speeds_of_the_guides_are_not_repeated():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     for page in pages:
@@ -197,12 +221,14 @@ def test_speeds_of_the_guides_are_not_repeated():
             assert not re.search(claim, text), (page.name, claim)
 
 
+@pytest.mark.promise("Q_02")
 def test_hqq_4bit_is_hqq_with_four_bits():
     config = QuantizationConfig(method=QuantizationMethod.HQQ_4BIT)
     plain = QuantizationConfig(method=QuantizationMethod.HQQ, bits=4)
     assert (config.backend, config.bits, config.quant_type) == (plain.backend, plain.bits, plain.quant_type)
 
 
+@pytest.mark.promise("Q_05")
 def test_another_quantizer_starts_from_the_base_weights(tiny_model, rows_file, tmp_path, capsys):
     flags = run_flags(tiny_model, rows_file, tmp_path / "out", quantization_backend="bnb", group_size=32)
     fine_tune(**flags)
@@ -216,6 +242,7 @@ def test_another_quantizer_starts_from_the_base_weights(tiny_model, rows_file, t
 # ---- parallelism
 
 
+@pytest.mark.promise("FT_01")
 @pytest.mark.parametrize("word", ["ptd", "accelerate"])
 def test_the_two_parallel_backends_parse_and_others_do_not(word):
     assert parse_overrides(["--parallel_backend", word], build_parser()) == {"parallel_backend": word}
@@ -223,6 +250,7 @@ def test_the_two_parallel_backends_parse_and_others_do_not(word):
         parse_overrides(["--parallel_backend", "nanotron"], build_parser())
 
 
+@pytest.mark.promise("FT_09")
 def test_docs_start_torchrun_with_flags_that_it_has():
     from torch.distributed.run import get_args_parser
 
@@ -233,6 +261,7 @@ def test_docs_start_torchrun_with_flags_that_it_has():
     assert found and {word.replace("-", "_") for word in found} <= {word.replace("-", "_") for word in known}
 
 
+@pytest.mark.promise("FT_10")
 def test_a_rank_takes_the_visible_device_of_its_local_rank():
     """CUDA numbers the visible devices from 0: four of them are 0 to 3, whichever they are."""
     assert [device_of("cuda", rank) for rank in range(4)] == [torch.device("cuda", i) for i in range(4)]

@@ -79,6 +79,7 @@ def code_spans(text: str) -> list[str]:
 # ---- commands
 
 
+@pytest.mark.promise("CK_04")
 @pytest.mark.parametrize(("where", "words"), SHELL, ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
 def test_every_command_parses_and_its_plan_settles(where, words):
     match words:
@@ -180,6 +181,7 @@ def test_pages_have_commands_and_snippets_at_all():
     assert len(SHELL) > 25 and len(PYTHON) >= 3
 
 
+@pytest.mark.promise("CLI_17")
 def test_no_comment_follows_a_continued_line():
     for page in [*PAGES, *RECIPES]:
         assert not re.search(r"\\[ \t]+#", page.read_text()), named(page)

@@ -82,6 +82,7 @@ BAD_FLAGS = {
 }
 
 
+@pytest.mark.promise("CLI_02")
 @pytest.mark.parametrize("case", BAD_FLAGS)
 def test_bad_flags_are_one_line_that_names_the_flag(flags, case, monkeypatch):
     changes, message = BAD_FLAGS[case]

@@ -3,12 +3,15 @@
 import json
 import shutil
 
+import pytest
+
 import train
 from finetune.run.metrics import read_events
 from tests.support import hub
 from tests.support.commands import words
 
 
+@pytest.mark.promise("CLI_02")
 def test_a_hub_model_and_dataset_train_as_the_local_ones_do(flags, tiny_model, rows_file, tmp_path, monkeypatch):
     (tmp_path / "rows").mkdir()
     shutil.copy(rows_file, tmp_path / "rows" / "train.jsonl")

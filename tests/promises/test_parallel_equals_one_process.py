@@ -14,7 +14,14 @@ def check(found: list):
         assert all("refused" in rank[i] if "refused" in figures else rank[i]["bytes"] for rank in found), figures
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.promise("FT_07")
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=pytest.mark.promise("Q_04", "FT_03", "FT_05", "FT_06")),
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_train_as_one_process_does(size, tmp_path):
     layouts = [name for name, dims in cases.LAYOUTS.items() if dims.world_size == size]
     wanted = [(name, kind, "llama") for name in layouts for kind in cases.MATRIX if (name, kind) in cases.FAST]
@@ -49,6 +56,7 @@ def test_the_load_balancing_loss_does_not_depend_on_the_ranks(layout, tmp_path):
     check(ranks.run(2, cases.matrix, tmp_path, wanted=wanted))
 
 
+@pytest.mark.promise("FT_07")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", cases.DENSE_LAYOUTS)
 def test_the_full_matrix(layout, tmp_path):
@@ -60,6 +68,7 @@ def test_the_full_matrix(layout, tmp_path):
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")
 
 
+@pytest.mark.promise("FT_02")
 @pytest.mark.parametrize("flag", [pytest.param(f, marks=[] if f == "pp_degree" else pytest.mark.slow) for f in DEGREES])
 def test_degrees_of_the_command_line_give_the_run_of_one_process(base, alone, tmp_path, flag):
     argv = command(base, f"--batch_size 4 --world_size 2 --{flag} 2", output_dir=tmp_path / "out")

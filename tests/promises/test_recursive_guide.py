@@ -50,6 +50,7 @@ def test_every_command_of_the_guide_is_one_of_these():
     assert [w[:3] for w in commands() if w[0] == "torchrun"] == [["torchrun", "--nproc-per-node", "2"]]
 
 
+@pytest.mark.promise("TR_02")
 @pytest.mark.parametrize("argv", ARGUMENTS, ids=" ".join)
 def test_every_training_command_reads_as_a_recipe(argv):
     name, overrides = read_arguments(list(argv))
@@ -84,6 +85,7 @@ def train(folder, argv) -> object:
     return step
 
 
+@pytest.mark.promise("TR_09")
 def test_the_guides_example_trains_and_answers(guide):
     """The builder, one training command and every generation command of the guide."""
     step = train(guide, next(a for a in ARGUMENTS if "arch.hidden_size=384" in a))
@@ -110,6 +112,7 @@ def test_the_example_questions_are_those_of_their_script():
     assert len(set(texts)) == len(texts) and not set(texts[-20:]) & set(texts[:-20])
 
 
+@pytest.mark.promise("TR_11")
 def test_the_guides_example_script_works_offline(tmp_path):
     folder = pretraining.checkout(tmp_path / "here")
     done = subprocess.run(

@@ -74,6 +74,7 @@ def reference(name, bits, book, double, weight_OI):
     return torch.from_numpy(np.array(mx.dequantize(*found, group_size=32, bits=bits))).to(weight_OI.device)
 
 
+@pytest.mark.promise("CLI_12")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "bits", "book", "double"), CASES, ids=NAMES)
 def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name, bits, book, double, device, tmp_path):
@@ -112,6 +113,7 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name,
     assert losses[-1] < 0.9 * losses[0] and all(map(torch.isfinite, torch.tensor(losses)))
 
 
+@pytest.mark.promise("CLI_09")
 @pytest.mark.parametrize(("name", "bits", "book", "double"), CASES, ids=NAMES)
 def test_a_matrix_quantized_some_rows_at_a_time_is_its_reference_bit_for_bit(name, bits, book, double):
     """Of several blocks each; hqq's solver and the mean of bnb's double quantization are over the full matrix."""
@@ -126,6 +128,7 @@ def test_a_matrix_quantized_some_rows_at_a_time_is_its_reference_bit_for_bit(nam
             assert torch.equal(layer.weight_of(layer.stored(), torch.float32), wanted), shape
 
 
+@pytest.mark.promise("CLI_09")
 @pytest.mark.slow
 def test_quantizing_a_matrix_takes_its_result_and_a_few_blocks():
     """Bytes above what was there before. 16 MiB: a block's temporaries of up to 20 bytes per weight, and freed heap."""

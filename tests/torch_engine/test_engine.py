@@ -112,6 +112,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
         np.testing.assert_array_equal(array, built.trainable_state()[name])
 
 
+@pytest.mark.promise("MSG_07")
 def test_running_out_of_memory_names_what_to_lower():
     built = engine()
     built.model.model.register_forward_pre_hook(
@@ -170,6 +171,7 @@ def test_a_tried_step_leaves_no_trace(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.promise("ENV_06")
 def test_threads_of_the_environment_are_respected():
     code = (
         "import train, torch; from finetune.torch_engine.device import set_num_threads\n"

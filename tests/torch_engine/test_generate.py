@@ -29,3 +29,18 @@ def test_a_folders_own_generation_settings_do_not_change_greedy():
     own = transformers.GenerationConfig(suppress_tokens=[plain[0][0]], no_repeat_ngram_size=1)
     built.model.generation_config = own
     assert built.generate([[3, 4, 5]], 6, {127}) == plain and built.model.generation_config is own
+
+
+def test_sampling_draws_what_transformers_draws_from_the_same_seed():
+    built, ids = engine(), torch.tensor([[3, 4, 5]])
+    options = dict(temperature=0.8, top_k=20, top_p=0.9)
+    torch.manual_seed(1)
+    drawn = built.generate(ids.tolist(), 8, set(), **options)
+    own = built.model.generation_config, built.model.config._attn_implementation
+    built.model.generation_config = transformers.GenerationConfig()
+    built.model.set_attn_implementation("eager")
+    torch.manual_seed(1)
+    expected = built.model.generate(input_ids=ids, max_new_tokens=8, do_sample=True, pad_token_id=0, **options)
+    built.model.generation_config = own[0]
+    built.model.set_attn_implementation(own[1])
+    assert drawn == expected[:, 3:].tolist()

@@ -156,6 +156,7 @@ def plain_of(tiny_model, rows_file, tmp_path_factory):
     return folder / "out", folder / "checkpoint.pt"
 
 
+@pytest.mark.promise("CK_01")
 def test_a_plain_checkpoint_has_the_five_keys_and_loads_safely_ck_01(plain_of):
     run, file = plain_of
     content = torch.load(file, map_location="cpu", weights_only=True)
@@ -175,6 +176,7 @@ def test_a_plain_checkpoint_has_the_five_keys_and_loads_safely_ck_01(plain_of):
     assert type(optimizer).__name__ == "AdamW"
 
 
+@pytest.mark.promise("CK_02")
 @pytest.mark.parametrize("backend", ["cuda", "mps", "mlx", "cpu"])
 def test_a_plain_checkpoint_moves_between_backends_ck_02(backend, plain_of, tiny_model, tmp_path, capsys):
     run, file = plain_of

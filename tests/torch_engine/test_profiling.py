@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.promise("CLI_16")
 def test_traces_are_written(run, tmp_path):
     run(max_steps=4, profile=True, profiling_output=str(tmp_path / "traces"), with_shapes=True)
     traces = list((tmp_path / "traces").glob("trace-*.json"))

@@ -17,8 +17,8 @@ import numpy as np
 
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError, first_line
+from finetune.system.files import new_folder
 from finetune.system.json_files import JsonFileError, read_json
-from finetune.system.new_folder import new_folder
 
 NAMES = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 SCHEMA = {

@@ -6,9 +6,10 @@ s (B A - B_0 A_0), the same form as PEFT's conversion.
 """
 
 import math
-import zlib
 
 import torch
+
+from finetune.adapters.start import seed_of
 
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
 # Power iterations of the randomized SVD. Meng et al. 2024, section 4.3, find 16 as good as a full SVD; in LoftQ each
@@ -40,11 +41,6 @@ def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: st
             a, b = _leading_factors(weight - quantized(held).float(), rank, POWER_STEPS[init], seed, name)
     half = math.sqrt(scaling)
     return _padded(a / half, b / half, rank, seed, name)
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Random seed of one layer: the same on every machine and for any world size."""
-    return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
 def _leading_factors(weight_OI, rank: int, steps: int, seed: int, name: str):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import quantization_wrapper
+from finetune.adapters.start import seed_of
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora import factors
@@ -40,7 +41,7 @@ def initialize(layer, name: str, start, in_features: int, adapter: Adapter, loca
 
 def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
     """Random values determined by the seed and the layer's name: standard normal, or uniform in [-1, 1]."""
-    generator = torch.Generator().manual_seed(factors.seed_of(seed, name))
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     out = torch.empty(shape)
     return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
 

@@ -3,9 +3,7 @@
 For modules that the wrapper shards alone; runs of train.py keep safetensors checkpoints (finetune/checkpoint).
 """
 
-import contextlib
 import io
-import os
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.errors import PlanError, StorageError, first_line
+from finetune.system.files import replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.parallel.placement import local_shard
 
@@ -36,20 +35,12 @@ def save(model, path, optimizer, metadata: dict) -> None:
 
 
 def _write(path: Path, content: dict) -> None:
-    beside = Path(f"{path}.{os.getpid()}.partial")
     try:
-        with open(beside, "wb") as file:
+        with replace(path, durable=True) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
     except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or first_line(error)
         raise StorageError(f"{path}: cannot be written ({reason}). Use an existing folder with free space.") from error
-    finally:
-        # If the folder is missing or not a folder, there is nothing to remove.
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def _problem_of(function, *arguments) -> str | None:

@@ -14,6 +14,7 @@ from finetune.checkpoint.store import replace_tensors, replace_text
 from finetune.data.pretraining.carry import Carry, SlotBatch
 from finetune.engine import IGNORE_INDEX, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, is_out_of_memory
+from finetune.generation import Sampling
 from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine import memory_stats, optim
 from finetune.torch_engine.device import fp64_device
@@ -218,9 +219,8 @@ class RecursiveEngine(EngineBase):
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         self.model.eval()
         with self.averaged():
-            return generate.generate(
-                self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, **sampling
-            )
+            stops = (stop_row, on_token, Sampling(**sampling))
+            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
 
     def full_weights(self):
         return contextlib.nullcontext()

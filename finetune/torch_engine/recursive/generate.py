@@ -8,7 +8,9 @@ Prompts of unequal length are padded on the left, and what was padded is masked.
 import torch
 
 from finetune.errors import PlanError
+from finetune.generation import GREEDY, NewTokens, Sampling
 from finetune.torch_engine.recursive.model import RecursiveModel
+from finetune.torch_engine.sampling import choose
 
 ROOM = 4  # one part in so many of the context is kept for the answer to a long prompt
 
@@ -47,9 +49,7 @@ def generate(
     pad_id: int,
     stop_row=None,
     on_token=None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    how: Sampling = GREEDY,
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token; greedy at temperature 0."""
     limit, device = model.seq_len, model.y0_D.device
@@ -59,37 +59,13 @@ def generate(
     room = max(1, min(max_new_tokens, limit - longest))
     decoder = Decoder(model, [longest - len(p) for p in prompts])
     ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts], device=device)
-    new, done = [[] for _ in prompts], [False] * len(prompts)
+    new = NewTokens(len(prompts), eos_ids, stop_row, on_token)
     for _ in range(room):
-        chosen = choose(decoder.logits(ids)[:, -1], temperature, top_k, top_p)
-        for row, token in enumerate(chosen.tolist()):
-            if not done[row]:
-                done[row] = token in eos_ids
-                if not done[row]:
-                    new[row].append(token)
-                    done[row] = bool(stop_row and stop_row(row, new[row]))
-        if on_token:
-            on_token(new[0])
-        if all(done):
+        chosen = choose(decoder.logits(ids)[:, -1], how)
+        if new.add(chosen.tolist()):
             break
         ids = chosen[:, None]
-    return new
-
-
-def choose(logits_BV: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """The next token of each row: the likeliest at temperature 0, else drawn from the top_k and the top_p nucleus."""
-    if temperature <= 0:
-        return logits_BV.argmax(-1)
-    logits_BV = logits_BV / temperature
-    if 0 < top_k < logits_BV.shape[-1]:
-        least = logits_BV.topk(top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least, float("-inf"))
-    if top_p < 1:
-        ordered, order = logits_BV.sort(descending=True)
-        share = ordered.softmax(-1)
-        beyond = share.cumsum(-1) - share > top_p  # the first token is always kept
-        logits_BV = logits_BV.masked_fill(beyond.scatter(1, order, beyond), float("-inf"))
-    return torch.multinomial(logits_BV.softmax(-1), 1)[:, 0]
+    return new.ids
 
 
 class RecursiveGenerator:
@@ -103,4 +79,4 @@ class RecursiveGenerator:
 
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         arguments = prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token
-        return generate(self.model, *arguments, **sampling)
+        return generate(self.model, *arguments, Sampling(**sampling))

@@ -1,20 +1,17 @@
-"""Converts a GGUF file to a Hugging Face folder.
+"""Converts a GGUF file to a Hugging Face folder, as a child process of demo_model.py, to free the dense copy."""
 
-Model_files/demo_model.py runs it as a child process to free the dense copy.
-"""
-
-import fcntl
 import functools
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import gguf
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.system.files import locked, new_folder
 
 
 def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
@@ -23,18 +20,12 @@ def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
     Atomic, even with concurrent writers; an existing folder with a config.json is left unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.convert.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.parent / f".{folder.name}.convert.lock"):
         if (folder / "config.json").is_file():
             return
-        beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.tmp-"))
-        try:
+        with new_folder(folder) as beside:
             write(gguf_file, beside)
-            beside.chmod(0o755)
             shutil.rmtree(folder, ignore_errors=True)
-            beside.rename(folder)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def write(gguf_file: Path, folder: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_conversation_is_its_turns_in_markers_and_its_answers_are_targets(toke
     assert tokenizer.prompt(TURNS[:2]) == ids[: ids.index(tokenizer.id_of("<|assistant|>")) + 1]
 
 
+@pytest.mark.promise("TR_10")
 def test_a_long_row_loses_its_front_or_the_tail_of_its_answer(tokenizer):
     ids, is_target = tokenizer.conversation(TURNS)
     kept, target = truncated(ids, is_target, 12)
@@ -66,6 +67,7 @@ ROWS = {
 }
 
 
+@pytest.mark.promise("TR_10")
 @pytest.mark.parametrize("form", ROWS)
 def test_every_format_is_built_and_read_back(form, tmp_path, capsys):
     file, out = tmp_path / "in.json", tmp_path / "out"
@@ -111,6 +113,7 @@ def test_the_builder_refuses_in_one_line(argv, text, tmp_path):
     assert text in str(found.value) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.promise("TR_10")
 def test_a_hub_tokenizer_that_is_not_reachable_is_replaced_with_a_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(tmp_path))

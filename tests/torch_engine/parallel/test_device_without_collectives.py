@@ -53,6 +53,7 @@ def test_other_degrees_train_as_one_process_does(layout, tmp_path):
 KINDS = [pytest.param(k, marks=[] if k == "full" else pytest.mark.slow) for k in ("full", "lora", "nf4")]
 
 
+@pytest.mark.promise("FS_21")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_step_are_those_of_a_device_that_resizes(kind, tmp_path):

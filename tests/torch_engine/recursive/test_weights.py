@@ -93,6 +93,7 @@ def run(tmp_path_factory):
     return out
 
 
+@pytest.mark.promise("TR_12")
 def test_a_step_holds_raw_and_averaged_weights_and_the_run_the_averaged(run):
     raw, averaged, published = (
         read_folder(run / "step_3", True),
@@ -117,6 +118,7 @@ def test_a_new_run_starts_from_a_checkpoint_s_weights(run, tmp_path):
         pretrain.pretrain(*argv, "arch.hidden_size=16", f"checkpoint_path={tmp_path / 'other'}")
 
 
+@pytest.mark.promise("TR_01", "TR_09")
 def test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_line(run, capsys):
     flags = [
         "--tokenizer",

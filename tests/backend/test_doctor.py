@@ -7,14 +7,11 @@ import torch
 
 from backend_manager import BackendManager
 from docs import make_quantization
-from finetune import doctor
-from finetune.plan.draft import Facts
-from finetune.plan.resolve import resolve_plan
+from finetune.backend import doctor
 from finetune.torch_engine import device_facts
 from quantization_wrapper import METHODS, pairs
 from tests.support import emulated_device, ranks, wrapper_cases
 from tests.support.commands import ROOT
-from train import build_parser
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +31,6 @@ def test_a_pair_that_fails_is_a_row_and_a_reason():
     assert doctor.rows(results) == [("hqq", "4", "no", "-", "-", "-", "-")]
     text = doctor.lines(BackendManager("cpu", verbose=False), {"quantization": results, "device": []})
     assert text[-1] == "  hqq/4 fails here: hqq is not installed: pip install hqq"
-
-
-def test_the_tree_ends_in_flags_that_parse():
-    text = doctor.recommend(BackendManager("cpu", verbose=False))
-    assert text[0].startswith("NVIDIA or AMD GPU? ") and any(
-        line.startswith("if memory runs out on cpu") for line in text
-    )
-    build_parser().parse_args(text[-1].split()[2:])
-
-
-@pytest.mark.parametrize("name", ["cpu", "mlx"])
-def test_the_recommended_precision_is_the_one_that_auto_picks(name):
-    if name == "mlx":
-        pytest.importorskip("mlx_lm")
-    manager = BackendManager(name, verbose=False)
-    text = doctor.recommend(manager)
-    given = vars(build_parser().parse_args(text[-1].split()[2:]))
-    auto = resolve_plan(given | {"precision": "auto"}, Facts(manager.backend, manager.capabilities))
-    assert auto.settings.precision == given["precision"]
-    assert resolve_plan(given, Facts(manager.backend, manager.capabilities)).settings.precision == given["precision"]
 
 
 def test_the_command_line_prints_it_as_text_and_as_json():

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all."""
+"""Files and folders that appear complete or not at all, and locks."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 import export
 from finetune.errors import PlanError
-from finetune.system.new_folder import check_new, new_folder
+from finetune.system.files import WRITING, check_new, locked, locked_in_cache, new_folder, replace
 from tests.support.commands import ROOT
 
 
@@ -47,7 +47,7 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 def test_what_a_killed_writer_left_is_removed_and_that_of_a_live_one_is_not(tmp_path):
     code = (
-        "import sys, pathlib; from finetune.system.new_folder import new_folder\n"
+        "import sys, pathlib; from finetune.system.files import new_folder\n"
         f"with new_folder(pathlib.Path({str(tmp_path / 'out')!r})) as f: (f / 'x').write_text('x'); "
         "print('there', flush=True); sys.stdin.read()"
     )
@@ -73,3 +73,48 @@ def test_an_export_writes_beside_its_place(plain_run, tmp_path, monkeypatch):
     assert not (tmp_path / "merged").exists() and not list(tmp_path.glob(".merged*"))
     monkeypatch.undo()
     assert export.main(argv) == 0 and (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced_when_it_is_complete(tmp_path, durable):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with replace(path, durable) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
+
+
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(KeyError), replace(path) as file:
+        file.write(b"new")
+        raise KeyError
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path):
+    (tmp_path / f"{WRITING}{os.getpid()}-a").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError), replace(tmp_path / "a") as file:
+        file.write(b"new")
+    assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize("name", ["file", ""])
+def test_a_lock_has_one_holder(tmp_path, name):
+    with locked(tmp_path / name):
+        with pytest.raises(BlockingIOError), locked(tmp_path / name, wait=False):
+            pass
+    with locked(tmp_path / name, wait=False):
+        pass
+
+
+def test_a_cache_that_cannot_be_written_is_used_unlocked(tmp_path):
+    (tmp_path / "file").write_text("")
+    with locked_in_cache(tmp_path / "file" / "x.lock"):
+        pass
+    with locked_in_cache(tmp_path / "new" / "x.lock"):
+        with pytest.raises(BlockingIOError), locked(tmp_path / "new" / "x.lock", wait=False):
+            pass

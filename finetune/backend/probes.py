@@ -1,0 +1,190 @@
+"""What the device computes, tried on it once and cached on disk: matmuls in bf16 and through oneDNN, and quantizers."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.backend.machine import cpu_facts, environment, versions
+from finetune.errors import first_line
+from finetune.system.files import replace
+
+# What torch raises where a device, its driver or a kernel is missing.
+PROBE_FAILURES = (
+    RuntimeError,
+    AssertionError,
+    ImportError,
+    AttributeError,
+    NotImplementedError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+
+
+class ProbeCache:
+    """Probe results on disk, keyed by backend, library versions, CPU and the source of all that probes and decides."""
+
+    def __init__(self, backend):
+        self.backend, package = str(backend), Path(__file__).parents[1]
+        probed = [package.parent / "quantization_wrapper.py", *package.glob("backend/*.py")]
+        probed += package.glob("quantizers/*.py")
+        key = [
+            str(backend),
+            versions(),
+            cpu_facts(),
+            environment().get("CUDA_VISIBLE_DEVICES"),
+            [file.read_text(encoding="utf-8") for file in sorted(probed)],
+        ]
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
+
+    def read(self) -> dict:
+        """Cached results; {} if there are none or the file is not one that `add` writes: it is then written again."""
+        try:
+            facts = json.loads(self.file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return facts if _are_facts(facts) else {}
+
+    def add(self, facts: dict) -> dict:
+        """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
+        facts = self.read() | facts
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with replace(self.file) as file:
+                file.write(json.dumps(facts, indent=1).encode())
+        except OSError:
+            pass
+        return facts
+
+    def quantizer(self, method: str, bits: int, probe: Callable | None = None) -> dict | None:
+        """The probe result of one pair: cached, else that of `probe(method, bits, device)`; None without either."""
+        pair, known = f"{method}/{bits}", self.read().get("quantizers", {})
+        if pair not in known and probe is not None:
+            found = probe(method, bits, self.backend)
+            if "is not installed" not in (found["error"] or ""):  # it may be installed before the next start
+                self.add({"quantizers": known | {pair: found}})
+            return found
+        return known.get(pair)
+
+
+FACT_KINDS = {
+    "device_name": str,
+    "bfloat16_speed": int | float | None,
+    "bfloat16_error": str | None,
+    "onednn_speed": int | float | None,
+    "onednn_error": str | None,
+    "flash": bool,
+    "capability": list | None,
+    "memory": int | None,
+}
+
+
+def _are_facts(facts) -> bool:
+    """True for what probe_torch and probe_quantization cache."""
+    if not isinstance(facts, dict):
+        return False
+    probed = {name: value for name, value in facts.items() if name != "quantizers"}
+    if probed and not all(name in probed and isinstance(probed[name], kind) for name, kind in FACT_KINDS.items()):
+        return False
+    capability = probed.get("capability") or []
+    pairs = facts.get("quantizers", {})
+    return (
+        all(isinstance(number, int) for number in capability)
+        and isinstance(pairs, dict)
+        and all(re.fullmatch(r"\w+/\d{1,2}", pair) and _is_probe_result(found) for pair, found in pairs.items())
+    )
+
+
+def _is_probe_result(found) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("error", 0), str | None):
+        return False
+    numbers = ("weight_error", "product_error", "slowdown", "bits_per_weight")
+    return isinstance(found["error"], str) or all(isinstance(found.get(name), int | float) for name in numbers)
+
+
+def probe_torch(device: str) -> dict:
+    """Runs all probes but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
+    import torch
+
+    facts = dict.fromkeys(FACT_KINDS) | {"device_name": device, "flash": False}
+    if device == "cuda":
+        facts["device_name"] = torch.cuda.get_device_name()
+        facts["capability"] = torch.cuda.get_device_capability()
+        facts["flash"] = torch.backends.cuda.is_flash_attention_available() and facts["capability"] >= (8, 0)
+    if device in ("cuda", "xpu"):
+        facts["memory"] = torch.get_device_module(device).mem_get_info()[1]
+    return facts | _matmul_speeds(device)
+
+
+ONEDNN_ERROR = 3e-6  # of the largest element: rounding in fp32 gives 1e-7 to 1e-6 here, bf16 arithmetic 1e-3
+
+
+def _matmul_speeds(device: str) -> dict:
+    """Speeds and errors of matmuls in bf16, relative to fp32's fastest, and of oneDNN's in fp32, relative to BLAS's.
+
+    256x1024 times 1024x1024, as in a small microbatch; each the best of 8, in turns; on a CPU, the processor time of
+    one thread, which other load changes least. oneDNN takes an fp32 matmul only if bf16 arithmetic is allowed in it;
+    where the processor has instructions for that, products are not fp32's, and the error shows it.
+    """
+    import torch
+
+    x, w = (torch.randn(n, 1024, device=device) for n in (256, 1024))
+    ways = {"fp32": (torch.float32, "none"), "bf16": (torch.bfloat16, "none")}
+    facts = {"bfloat16_speed": None, "bfloat16_error": None, "onednn_speed": None, "onednn_error": None}
+    if device == "cpu" and torch.backends.mkldnn.is_available():
+        ways["onednn"] = (torch.float32, "bf16")
+    elif device == "cpu":
+        facts["onednn_error"] = "this torch was built without oneDNN"
+    times, failed, threads = {}, {}, torch.get_num_threads()
+    try:
+        if device == "cpu":
+            torch.set_num_threads(1)
+        for _ in range(9):
+            for name, (dtype, allowed) in ways.items():
+                if name not in failed:
+                    try:
+                        seconds, off = _timed_matmul(x.to(dtype), w.to(dtype), allowed, check=name not in times)
+                        times.setdefault(name, []).append(seconds)
+                        limit = ONEDNN_ERROR if name == "onednn" else 0.02
+                        failed |= {name: f"error {off:.1e} on {device}"} if not off <= limit else {}
+                    except (RuntimeError, TypeError) as error:
+                        failed[name] = first_line(error)
+    finally:
+        torch.set_num_threads(threads)
+    best = {name: min(found[1:]) for name, found in times.items() if name not in failed}
+    if "onednn" in ways:
+        facts["onednn_error"] = failed.get("onednn") and f"oneDNN's fp32 products fail here: {failed['onednn']}"
+        both = "onednn" in best and "fp32" in best
+        facts["onednn_speed"] = round(best["fp32"] / best["onednn"], 3) if both else None
+        facts["onednn_error"] = facts["onednn_error"] or (None if both else f"fp32 matmuls: {failed.get('fp32')}")
+    wrong = failed.get("fp32") or failed.get("bf16")
+    facts["bfloat16_error"] = wrong and f"matmuls fail: {wrong}"
+    if not facts["bfloat16_error"]:
+        facts["bfloat16_speed"] = round(min(best["fp32"], best.get("onednn", best["fp32"])) / best["bf16"], 3)
+    return facts
+
+
+def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:
+    """(seconds of one product, its error relative to the largest element; 0.0 without `check`)."""
+    import torch
+
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, allowed
+    clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
+    try:
+        start = clock()
+        product = x @ w.T
+        torch.get_device_module(x.device).synchronize()
+        seconds = clock() - start
+    finally:
+        matmul.fp32_precision = before
+    if not check:
+        return seconds, 0.0
+    exact = x.double().cpu() @ w.double().cpu().T
+    return seconds, ((product.double().cpu() - exact).abs().max() / exact.abs().max()).item()

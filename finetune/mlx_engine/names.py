@@ -1,0 +1,72 @@
+"""Names of weights: on disk those of transformers and PEFT; a path is the place of a weight in the MLX model.
+
+A weight that mlx-lm rebuilds while loading has a path and no name.
+"""
+
+import re
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from finetune.adapters.formats import PREFIX
+from finetune.errors import PlanError
+from finetune.mlx_engine.lora import LoRALinear
+
+
+def names_on_disk(read: dict[str, mx.array], sanitized: dict[str, mx.array]) -> dict[str, str]:
+    """{path: name on disk} of the arrays that mlx-lm's `sanitize` left as they were read."""
+    names = {id(array): name for name, array in read.items()}
+    return {path: names[id(array)] for path, array in sanitized.items() if id(array) in names}
+
+
+def check_names(model, weights: dict, said: str) -> None:
+    """Raises PlanError if the weights are not those of the model."""
+    wanted = {path: tuple(a.shape) for path, a in tree_flatten(model.parameters())}
+    found = {path: tuple(a.shape) for path, a in weights.items()}
+    odd = sorted(wanted.items() ^ found.items())
+    if odd:
+        path, shape = odd[0]
+        fact = (
+            f"{found[path]} in the files, {wanted[path]} in the model"
+            if path in found and path in wanted
+            else (
+                "in the files, and the model has none"
+                if path in found
+                else f"{shape} in the model, and not in the files"
+            )
+        )
+        raise PlanError(
+            f"{said}: {len({p for p, _ in odd})} weights do not fit mlx-lm's {model.model_type}, such as {path}: "
+            f"{fact}. Use --backend cpu."
+        )
+
+
+def weight_names(loaded) -> dict[str, str]:
+    """{name on disk: path} of every weight of an MLXModel. PlanError if some weight has no name of its own on disk."""
+    renamed = sorted(path for path, _ in tree_flatten(loaded.model.parameters()) if path not in loaded.names)
+    if renamed:
+        raise PlanError(
+            f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
+            f"such as {renamed[0]}, so a checkpoint could not name them. Use --train_type lora, or --backend cpu."
+        )
+    return {name: path for path, name in loaded.names.items()}
+
+
+def adapter_names(loaded) -> dict[str, str]:
+    """{PEFT's key: path} of every adapter parameter of an MLXModel."""
+    by_path, found = {}, {}
+    for path, name in loaded.names.items():
+        by_path[path.removesuffix(".weight")] = name.removesuffix(".weight")
+    for path, module in loaded.model.named_modules():
+        if isinstance(module, LoRALinear):
+            for leaf in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                if leaf in module:
+                    found[PREFIX + by_path[path] + f".{leaf}" + (".weight" if leaf[-2] == "_" else "")] = (
+                        f"{path}.{leaf}"
+                    )
+    return found
+
+
+def adapted_names(adapter_keys) -> list[str]:
+    """Names of the linears that these adapter parameters, under PEFT's keys, belong to."""
+    return sorted({re.sub(r"\.lora_\w+(\.weight)?$", "", key.removeprefix(PREFIX)) for key in adapter_keys})

@@ -1,0 +1,135 @@
+"""The half of quantization_wrapper that only programs written for the older scripts use."""
+
+from dataclasses import replace
+
+from finetune.backend.capabilities import Backend
+from quantization_wrapper import (
+    AUTO_ORDER,
+    METHODS,
+    QuantizationConfig,
+    QuantizationMethod,
+    config_for,
+    issue_of,
+    not_installed,
+    quantize_model,
+    quantized_linear,
+)
+
+# Memory of a model's weights in 16 bits per billion parameters, and what a run takes beside them, as a factor.
+GB_PER_BILLION, BESIDE_WEIGHTS = 2.0, 1.2
+
+
+def validate_quantization_config(config: QuantizationConfig, backend=None) -> list[str] | None:
+    """Raises ValueError for an unsupported combination, listing the values the method supports.
+
+    With `backend`, a list of issues instead, empty if there are none; the backend's own too: a package that is not
+    installed, a method that its documentation does not name.
+    """
+    issue, name = issue_of(config), config.backend
+    if backend is None:
+        if issue:
+            raise ValueError(issue)
+        return None
+    issues = [issue] if issue else []
+    if name == "none":
+        return issues
+    if str(Backend(str(backend))) == "mlx" and name != "mlx":
+        issues.append(f"method {name}: backend mlx has mlx only.")
+    missing = not_installed(name)
+    return [*issues, f"method {name}: {missing}"] if missing else issues
+
+
+def get_recommended_config(
+    backend="cpu",
+    model_size_b: float | None = None,
+    available_memory_gb: float | None = None,
+    *,
+    bits: int | None = None,
+) -> QuantizationConfig:
+    """Config of the first method in AUTO_ORDER with `bits` (mlx: only its own).
+
+    Or, as in the older scripts, from a model's size and the memory for it: none if 16 bits fit with a fifth to spare,
+    else 8 bits if those fit, else 4. Raises ValueError for bits that no method has, and if one of the two is missing.
+    """
+    if (model_size_b is None) != (available_memory_gb is None):
+        raise ValueError(
+            f"get_recommended_config({backend}, {model_size_b or available_memory_gb}): is that a size or bits? Give "
+            "model_size_b and available_memory_gb, or bits=."
+        )
+    if model_size_b is not None:
+        if bits is not None:
+            raise ValueError("bits: contradicts model_size_b and available_memory_gb. Give one of them.")
+        needed = GB_PER_BILLION * BESIDE_WEIGHTS * model_size_b
+        bits = 16 if needed <= available_memory_gb else 8 if needed / 2 <= available_memory_gb else 4
+    if bits == 16:
+        return QuantizationConfig(QuantizationMethod.NONE)
+    names = ("mlx",) if str(backend) == "mlx" else AUTO_ORDER
+    for name in names:
+        if (bits or 4) in METHODS[name].bits:
+            return config_for(name, bits or 4)
+    raise ValueError(f"bits {bits}: not supported by any method on {backend}.")
+
+
+def replace_linear_with_quantized(model, config, skip_modules=None):
+    """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
+    config = config.config if isinstance(config, QuantizationAdapter) else config
+    return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
+
+
+class QuantizationAdapter:
+    """A config and the backend it is for, as the older scripts pass them around."""
+
+    methods = tuple(METHODS)
+
+    def __init__(self, config: QuantizationConfig, backend=None):
+        if config.backend not in (*self.methods, "none"):
+            raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
+        self.config, self.backend = config, None if backend is None else Backend(str(backend))
+
+    def quantize_model(self, model):
+        return quantize_model(model, self.config)
+
+    def quantize_linear(self, linear):
+        """Quantizes one nn.Linear."""
+        return quantized_linear(linear.weight.detach(), linear.bias, self.config)
+
+    def load_quantized_model(self, path, config: QuantizationConfig | None = None):
+        """Raises ValueError with what loads a quantized model instead."""
+        backend = (config or self.config).backend
+        raise ValueError(
+            f"load_quantized_model: use `python train.py --model_name {path} --train_type qlora "
+            f"--quantization_backend {backend}`, which quantizes while it loads, or quantize_model on a loaded model."
+        )
+
+
+class BitsAndBytesAdapter(QuantizationAdapter):
+    methods = ("bnb", "nf4")
+
+
+class HQQAdapter(QuantizationAdapter):
+    methods = ("hqq",)
+
+
+class MLXAdapter(QuantizationAdapter):
+    methods = ("mlx",)
+
+
+class QuantoAdapter(QuantizationAdapter):
+    methods = ("quanto",)
+
+
+ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
+
+
+def create_quantization_adapter(*args, config=None, backend=None) -> QuantizationAdapter:
+    """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
+    for value in args:
+        if isinstance(value, QuantizationConfig) and config is None:
+            config = value
+        elif isinstance(value, str) and backend is None:
+            backend = value
+        else:
+            raise ValueError(f"create_quantization_adapter: {value!r} is neither a QuantizationConfig nor a backend.")
+    if config is None:
+        raise ValueError("create_quantization_adapter: has no QuantizationConfig. Give (backend, config) or (config).")
+    return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)
