@@ -177,22 +177,6 @@ def check_model(dims: ParallelDims, shape) -> None:
     _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
 
 
-def check_settings(dims: ParallelDims, values: dict) -> None:
-    """Raises PlanError if a degree contradicts a setting."""
-    for axis, name, wrong, why in (
-        ("cp", "batch_layout", "padded", "splits only padding-free rows"),
-        ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-        ("tp", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
-        ("ep", "use_cpu_offload", True, "keeps whole experts on the device"),
-        ("pp", "use_activation_cpu_offload", True, "keeps the activations of several microbatches on the device"),
-    ):
-        if getattr(dims, axis) > 1 and values[name] == wrong:
-            word = "true" if wrong is True else wrong
-            raise PlanError(
-                f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out."
-            )
-
-
 def _divides(flag: str, degree: int, sizes: dict) -> None:
     sizes = {what: n for what, n in sizes.items() if n}
     odd = next(((what, n) for what, n in sizes.items() if n % degree), None)

@@ -281,11 +281,12 @@ def test_every_flag_a_page_names_is_one_of_ours(page):
 # ---- tables
 
 
-def test_the_page_of_flags_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("make_flags", ROOT / "docs/make_flags.py")
+@pytest.mark.parametrize("name", ["flags", "conflicts"])
+def test_the_generated_page_is_up_to_date(name):
+    spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / f"docs/make_{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/flags.md").read_text() == module.page(), "run python docs/make_flags.py"
+    assert (ROOT / f"docs/{name}.md").read_text() == module.page(), f"run python docs/make_{name}.py"
 
 
 def test_flags_are_fields_are_rows_of_the_page():
