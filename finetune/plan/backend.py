@@ -4,7 +4,7 @@ import os
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error, package_version
 from finetune.errors import PlanError
-from finetune.plan.run_plan import Adjustment
+from finetune.plan.plan_base import Adjustment
 
 ENGINES = ("torch", "mlx")
 

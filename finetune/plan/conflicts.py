@@ -12,7 +12,7 @@ from finetune.config import DEFAULTS, FIELDS, PAIRED, PREFERENCES, REFERENCED, R
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
 from finetune.plan.draft import Draft
-from finetune.plan.run_plan import format_value
+from finetune.plan.plan_base import format_value
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.demo import demo_defaults
-from finetune.plan.run_plan import Adjustment
+from finetune.plan.plan_base import Adjustment
 
 
 @dataclass(frozen=True)

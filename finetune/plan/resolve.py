@@ -23,8 +23,9 @@ from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
-from finetune.plan.run_plan import RunPlan, format_value
+from finetune.plan.run_plan import RunPlan
 
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:

@@ -6,7 +6,8 @@ from pathlib import Path
 from finetune.config import FIELDS
 from finetune.distributed.parallel_dims import FLAGS
 from finetune.errors import PlanError
-from finetune.plan.run_plan import RunPlan, SavedRun, format_value
+from finetune.plan.plan_base import SavedRun, format_value
+from finetune.plan.run_plan import RunPlan
 
 # Settled values that a run resumed on the same backend inherits instead of resolving them again.
 INHERITED = (
