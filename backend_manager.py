@@ -55,7 +55,6 @@ class Backend(str, Enum):
 @dataclass(frozen=True)
 class BackendCapabilities:
     """Capabilities of a backend.
-
     `reasons`: per setting, why it is unsupported or differs from the documented baseline.
     """
 
@@ -446,7 +445,6 @@ class BackendManager:
 
     def probe_quantization(self, method: str, bits: int) -> dict:
         """Probe result of one layer of `method` at `bits` on this device (quantization_wrapper.probe), cached.
-
         `error` None: it passed. ValueError for a pair that METHODS lacks.
         """
         import quantization_wrapper
@@ -506,7 +504,6 @@ class BackendManager:
 
     def get_memory_info(self) -> dict:
         """Memory in bytes: total and available (of the device, or unified), allocated and reserved by torch.
-
         total_memory, free_memory, allocated_memory and reserved_memory are older names of the same.
         """
         total, available = system_memory()

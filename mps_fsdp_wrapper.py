@@ -109,7 +109,6 @@ COERCED = {
 class MPSFSDPConfig:
     """Fields may be changed after construction; the next wrap or use sees them. `counterparts` says which of them
     FSDP2 has no counterpart for.
-
     `unified_memory_pool_size`: bytes. `compute_dtype`, `reduce_dtype`, `buffer_dtype`: of mixed precision.
     """
 
@@ -207,7 +206,6 @@ class UnifiedMemoryOptimizer:
 
 class MPSOperatorFallback:
     """What torch does with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
-
     `fell_back`: operators that did.
     """
 
@@ -262,10 +260,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 class MPSFSDPWrapper:
-    """Shards models over the ranks that were launched.
-
-    Raises RuntimeError where the device is not available.
-    """
+    """Shards models over the ranks that were launched. Raises RuntimeError where the device is not available."""
 
     def __init__(self, config: MPSFSDPConfig | None = None, device_type: str = "mps"):
         reason = unavailable(device_type)

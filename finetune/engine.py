@@ -110,13 +110,11 @@ class Engine(Protocol):
 
     def verify(self, batch_layout: str) -> dict:
         """{"batch_layout": (used, reason)} by checks on the loaded model. Raises PlanError.
-
         Call it once, before anything else.
         """
 
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
-
         Raises OutOfMemoryError.
         """
 
@@ -124,13 +122,11 @@ class Engine(Protocol):
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the targets of all microbatches.
-
         NonFiniteError leaves weights and moments unchanged.
         """
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> tuple[float, int]:
         """(summed NLL or loss, number of targets or preference rows), without gradients and dropout.
-
         Returns early once `stop()` is true.
         """
 

@@ -85,7 +85,6 @@ class ParallelDims:
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order.
-
         The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
         """
         at = self.coordinates(rank)
@@ -105,7 +104,6 @@ class ParallelDims:
 
 def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDims:
     """Resolves the degree flags for `world_size` ranks, `local_world_size` of them on this machine. Raises PlanError.
-
     --dp_shards -1 takes the remaining ranks. The older --sharding_strategy sets dp_degree and dp_shards.
     """
     dp_degree, dp_shards = _strategy(values, world_size, local_world_size)
@@ -118,8 +116,7 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
         said = " x ".join(f"--{FLAGS[a]} {d}" for a, d in zip(AXES, dims.mesh_shape, strict=True) if d > 1)
         raise PlanError(
             f"{said or '--dp_shards 1'}: the product of the degrees is {dims.world_size}, but the world size is "
-            f"{world_size}. "
-            f"Use --world_size {dims.world_size}, or other degrees."
+            f"{world_size}. Use --world_size {dims.world_size}, or other degrees."
         )
     check_expert_parallelism(dims)
     return dims
@@ -162,7 +159,6 @@ def loads_full_model(settings) -> str | None:
 
 def check_model(dims: ParallelDims, shape) -> None:
     """Raises PlanError if a degree does not divide the dimension of `shape` (a ModelShape) that it splits.
-
     The model's transformers TP plan is checked later, when the model is loaded.
     """
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}

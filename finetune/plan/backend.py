@@ -10,10 +10,7 @@ ENGINES = ("torch", "mlx")
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
-    """(manager, the backend that detection preferred but no engine here runs, or None).
-
-    Raises PlanError.
-    """
+    """(manager, the backend that detection preferred but no engine here runs, or None). Raises PlanError."""
     named_by = "--backend " if name else "FSDP_BACKEND="
     name = name or os.environ.get("FSDP_BACKEND") or None
     try:

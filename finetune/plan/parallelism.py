@@ -143,7 +143,6 @@ def ranks_on_apple_gpus(draft: Draft) -> None:
 
 def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
     """--parallel_backend and the request of accelerate's config file.
-
     Sets `distribution` and the degrees it implies.
     """
     values, environment = draft.values, draft.facts.environment

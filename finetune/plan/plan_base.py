@@ -25,7 +25,6 @@ class Adjustment:
 @dataclass(frozen=True)
 class SavedRun:
     """A run on disk that --resume names: the folder it continues in, its saved plan, the checkpoint if one was named.
-
     `notices`: what the user should know about these files.
     """
 

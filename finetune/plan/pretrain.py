@@ -35,7 +35,6 @@ ORDER = (Backend.CUDA, Backend.MPS, Backend.CPU)
 @dataclass(frozen=True)
 class PretrainPlan(PlanBase):
     """What will run, as RunPlan is for train.py: the loop, the log and the output folder read both the same way.
-
     `steps_per_epoch`: known once the data are read.
     """
 
@@ -305,7 +304,6 @@ def finalize(plan: PretrainPlan, data) -> PretrainPlan:
 
 def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | None:
     """The run that `resume` names: auto (the newest, or that in checkpoint_path), a run's folder or a step_N of it.
-
     Raises PlanError, CheckpointDamagedError.
     """
     if resume is None:

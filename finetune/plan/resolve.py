@@ -30,7 +30,6 @@ from finetune.plan.run_plan import RunPlan
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:
     """Resolves what the user asked for against what the machine can do and the model's config. Raises PlanError.
-
     `now` names the default output_dir.
     """
     draft = Draft(requested, facts)

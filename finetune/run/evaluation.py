@@ -11,7 +11,6 @@ from finetune.errors import NonFiniteError
 @dataclass(frozen=True)
 class Evaluation:
     """`loss`: mean nll per target, or over preference rows. `exact_match`: 0..1, None if nothing is scored.
-
     `first_answer`: to the first example. `metrics`: of preference rows, whose number is `num_rows`.
     """
 

@@ -14,9 +14,9 @@ SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shar
 
 
 def build(named: dict, settings, device):
-    """Builds the optimizer over {name: parameter}. LoRA+ (Hayou et al.
+    """Builds the optimizer over {name: parameter}.
 
-    2024): lr of B = `loraplus_lr_ratio` * lr of A.
+    LoRA+ (Hayou et al. 2024): the learning rate of B is `loraplus_lr_ratio` times that of A.
     """
     decayed = [p for n, p in named.items() if p.ndim >= 2 and not n.endswith("lora_B")]
     flat = [p for n, p in named.items() if p.ndim < 2]

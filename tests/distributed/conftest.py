@@ -28,7 +28,6 @@ def why_no_hosts() -> str | None:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """Skips if there can be no second host; asserts after the module that no namespace remains.
-
     One worker of pytest-xdist at a time: the other's namespaces would be counted.
     """
     reason = why_no_hosts()

@@ -23,7 +23,6 @@ def parallelize(
     pad_id: int = 0,
 ) -> Parallelism:
     """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
-
     `local_shards`: this rank's rows, if it loaded only those. `distribution`: a key of accelerate_config.NAMES.
     """
     dims, forward = groups.dims, ModelForward(model, settings, groups, pad_id)
@@ -73,7 +72,6 @@ def _around(forward: ModelForward, placement: Placement, root, no_sync: bool, di
 
 def checkpoint_activations(model, reentrant: bool) -> None:
     """Recomputes each layer's activations in backward, by transformers' own checkpointing.
-
     Raises PlanError if it has none.
     """
     if not model.supports_gradient_checkpointing:

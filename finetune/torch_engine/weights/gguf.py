@@ -1,6 +1,6 @@
 """Converts a GGUF file to a Hugging Face folder.
 
-Model_files/demo_model.py runs it as a child process to free the dense copy.
+model_files/demo_model.py runs this in a child process, so that the dense copy is freed when it ends.
 """
 
 import fcntl
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
     """Writes config.json, model.safetensors (bf16, tied weights once), generation config, tokenizer and chat template.
-
     Atomic, even with concurrent writers; an existing folder with a config.json is left unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
