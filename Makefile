@@ -1,20 +1,32 @@
-# make train: set up and run the demo.  make test: set up and run the default suite.  make test-rig: the rig, see docs/reliability.md.
+# make train: set up and run the demo.  make test: set up and run the default suite; test-fast: two minutes of it.
+# make test-rig: the rig, see docs/reliability.md.
 PYTHON ?= python3
 BIN := .venv/bin
 # What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
 QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/promises/test_dry_run.py
-.PHONY: train test test-all test-rig lint setup setup-test clean
+# Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+.PHONY: train test test-fast test-all test-rig tiers lint setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --processor other $(QUICK)
+	$(PYTEST)
+	$(PYTEST) --processor other $(QUICK)
+
+test-fast: .venv/.installed-test
+	$(PYTEST) -m fast
 
 test-all: .venv/.installed-test
-	$(BIN)/python -m pytest -m "slow or rig or not slow"
-	$(BIN)/python -m pytest --processor other
+	$(PYTEST) -m "not rig"
+	$(PYTEST) --processor other
+	$(BIN)/python -m pytest -m rig
+
+# Measures which tests of the default suite are fast and writes tests/support/tiers.txt.
+tiers: .venv/.installed-test
+	$(PYTEST) --write-tiers
 
 # make test-rig RIG="--rig-kills 1000 --rig-scale full": kills, faults and damaged files, as often as the options say.
 test-rig: .venv/.installed-test

@@ -133,7 +133,6 @@ class BackendManager(OlderManager):
 
     def probe_quantization(self, method: str, bits: int) -> dict:
         """Probe result of one layer of `method` at `bits` on this device (quantization_wrapper.probe), cached.
-
         `error` None: it passed. ValueError for a pair that METHODS lacks.
         """
         if bits not in getattr(quantization_wrapper.METHODS.get(method), "bits", ()):

@@ -85,7 +85,6 @@ COERCED = {
 class MPSFSDPConfig:
     """Fields may be changed after construction; the next wrap or use sees them. `counterparts` says which of them
     FSDP2 has no counterpart for.
-
     `unified_memory_pool_size`: bytes. `compute_dtype`, `reduce_dtype`, `buffer_dtype`: of mixed precision.
     """
 
@@ -145,10 +144,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 class MPSFSDPWrapper:
-    """Shards models over the ranks that were launched.
-
-    Raises RuntimeError where the device is not available.
-    """
+    """Shards models over the ranks that were launched. Raises RuntimeError where the device is not available."""
 
     def __init__(self, config: MPSFSDPConfig | None = None, device_type: str = "mps"):
         reason = unavailable(device_type)

@@ -237,7 +237,6 @@ def weight_bytes(
     ranks: int = 1,
 ) -> int:
     """Bytes of a quantized weight [rows, columns], scales included; with row-wise sharding over ranks, one rank's.
-
     `scale_bytes`: bytes per scale in the weight's dtype, as stored by mlx.
     """
     all_rows, rows = rows, -(-rows // ranks)
@@ -282,7 +281,6 @@ def quantized_linear(
     weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
 ):
     """Quantizes `weight_OI` into a QuantizedLinear by `config`. ValueError if the shape does not fit the method.
-
     `out_features`: of the full matrix, if `weight_OI` is a slice of its rows.
     """
     import torch

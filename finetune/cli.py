@@ -20,7 +20,6 @@ TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are PlanErrors naming the nearest flag.
-
     Dashes and underscores are equivalent in flags.
     """
 
@@ -65,7 +64,6 @@ def nearest(word, known) -> str:
 
 def parse_value(name: str, value, where: str | None = None):
     """Value of flag `name` converted to its type, from a string or a YAML scalar.
-
     Raises PlanError beginning with `where`.
     """
     field, where = FIELDS[name], where or f"--{name}"
@@ -234,7 +232,6 @@ def help_text(field) -> str:
 
 def read_config(path: str) -> dict:
     """{flag: value} from a YAML file of flags, or as requested in a run_plan.json.
-
     Raises PlanError naming file and key.
     """
     file = Path(path)
@@ -269,7 +266,6 @@ def read_config(path: str) -> dict:
 
 def parse_config(content: dict, path: str) -> dict:
     """{flag: value} from parsed file content, each value converted to its flag's type.
-
     Raises PlanError naming file and key.
     """
     overrides = {}

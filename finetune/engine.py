@@ -110,13 +110,11 @@ class Engine(Protocol):
 
     def verify(self, batch_layout: str) -> dict:
         """{"batch_layout": (used, reason)} by checks on the loaded model. Raises PlanError.
-
         Call it once, before anything else.
         """
 
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
-
         Raises OutOfMemoryError.
         """
 
@@ -124,7 +122,6 @@ class Engine(Protocol):
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the targets of all microbatches.
-
         NonFiniteError leaves weights and moments unchanged.
         """
 

@@ -14,7 +14,6 @@ MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, Ru
 
 class PlanError(ValueError):
     """An error the user can fix: one line naming the flag or file, the fact and the remedy.
-
     Raised before anything is loaded.
     """
 
@@ -29,7 +28,6 @@ class NonFiniteError(ArithmeticError):
 
 class RankLostError(RuntimeError):
     """Another rank or its host died or stopped responding.
-
     This rank is healthy; the job can resume from its last checkpoint.
     """
 

@@ -51,7 +51,6 @@ def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may
 class LossScaler:
     """Loss scale of fp16 as torch.amp.GradScaler moves it: doubled after GROWTH_INTERVAL clean steps, halved on
     overflow.
-
     `scale` None: the loss is not scaled.
     """
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class ArchConfig:
     """The model. H_cycles: T of the paper, L_cycles: n, halt_max_steps: N_sup. `plain`: the layers once, no recursion.
-
     `seq_len` 0 is the dataset's. `forward_dtype`: of products and activations; weights are fp32.
     """
 

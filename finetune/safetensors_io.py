@@ -65,7 +65,6 @@ RANK = re.compile(r"-rank\d+(?=\.safetensors$)")
 @dataclass(frozen=True)
 class TensorShard:
     """A shard: `shape` at `offset` of a full tensor of shape `whole`. `read()` returns its array, freed once written.
-
     `dtype` is the safetensors name.
     """
 
@@ -116,7 +115,6 @@ def _in_order(parts: list[TensorShard]) -> list[TensorShard]:
 
 def write_file(path: Path, parts: list[TensorShard]) -> dict:
     """Writes the file one tensor at a time and fsyncs it; {"size", "sha256"}.
-
     NonFiniteError if a tensor is not finite.
     """
     digest, size = hashlib.sha256(), 0

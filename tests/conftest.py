@@ -16,6 +16,8 @@ from tests.support.runs import PLAIN, RUN
 from tests.support.tiny import CHATML, train_tokenizer
 from train import fine_tune
 
+pytest_plugins = ["tests.support.tiers"]
+
 
 def pytest_addoption(parser):
     options.pytest_addoption(parser)

@@ -251,7 +251,7 @@ ANSWERED = [
     ("--train_type lora --n_bits 4", "--n_bits 4: nothing is quantized with --train_type lora. Use --train_type qlora"),
     ("--train_type full --lora_rank 64", "--lora_rank 64: full fine-tuning has no adapter. Use --train_type lora"),
     ("--reentrant_checkpointing true --use_gradient_checkpointing false", "contradicts --use_gradient_checkpointing"),
-    ("--warmup_steps 5 --warmup_ratio 0.1", "--warmup_steps 5: contradicts --warmup_ratio 0.1. Give one of them."),
+    ("--warmup_steps 5 --warmup_ratio 0.1", "--warmup_steps 5: contradicts --warmup_ratio 0.1. Omit one of them."),
     ("--group_size 64 --hqq_group_size 32", "--group_size was already set to 64. Give it once."),
     ("--llama_pro_path /nowhere/blk_exp-32-35", "--llama_pro_path /nowhere/blk_exp-32-35: no such folder"),
     ("--n_bits 3 --train_type custom_qlora", "--n_bits 3: bnb supports 4/8 bits"),

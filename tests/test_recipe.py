@@ -1,5 +1,7 @@
 """Recipes: YAML and dotted overrides, strictly read."""
 
+from pathlib import Path
+
 import pytest
 
 from finetune import recipe
@@ -108,10 +110,11 @@ def test_each_key_changes_the_settings_and_is_saved(tmp_path):
         ("lr: {a\n", "Fix the YAML"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_fault(tmp_path, text, fact):
-    (tmp_path / "mine.yaml").write_text(text)
+def test_a_wrong_file_is_named_with_its_fault(tmp_path, monkeypatch, text, fact):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(text)
     with pytest.raises(PlanError, match="mine.yaml|arch") as found:
-        read_recipe(str(tmp_path / "mine.yaml"))
+        read_recipe("mine.yaml")
     assert fact in str(found.value)
 
 

@@ -13,7 +13,6 @@ def seed_of(seed: int, name: str) -> int:
 
 def initial_a(name: str, rank: int, in_features: int, gaussian: bool, seed: int) -> np.ndarray:
     """A [rank, in_features] of a layer, fp32; B starts at zero.
-
     `gaussian`: normal with standard deviation 1/rank; else uniform within 1/sqrt(in_features), as in PEFT.
     """
     state = np.random.RandomState(seed_of(seed, name) & 0xFFFFFFFF)

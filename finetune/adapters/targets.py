@@ -19,7 +19,6 @@ def default_targets(linears: list[str]) -> list[str]:
 
 def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
     """Those of `names` that comma-separated names or suffixes mean, or a regex on full names.
-
     Raises PlanError; `unknown`: the fact it states about a name that is not there.
     """
     if re.fullmatch(r"[\w.,\s]+", targets):

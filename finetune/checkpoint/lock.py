@@ -34,7 +34,6 @@ def in_use(output_dir: Path, lock_file) -> OutputDirInUseError:
 
 class Lock:
     """The lock, taken. `created_folder`: the output_dir did not exist before.
-
     Raises OutputDirInUseError naming the owner, PlanError, StorageError.
     """
 

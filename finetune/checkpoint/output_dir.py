@@ -224,9 +224,8 @@ class OutputDir:
         if not blind:
             return []
         return [
-            f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to rank 0, one "
-            "tensor at a time, "
-            "and held there in full. Use a file system that all hosts share."
+            f"rank {blind[0]} does not see --output_dir {self.root}: checkpoints are gathered to rank 0, one tensor at "
+            "a time, and held there in full. Use a file system that all hosts share."
         ]
 
     def check_free_space(self, engine) -> list[str]:
@@ -255,7 +254,6 @@ class OutputDir:
 
     def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
         """Writes all ranks' shards; (folder of the uncommitted checkpoint, {file: size and digest}). Collective.
-
         A failure on one rank is raised on all, and the folder is removed.
         """
         beside, failed = None, None
@@ -289,7 +287,6 @@ class OutputDir:
 
     def find_checkpoint(self, step_folder: Path | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
         """(checkpoint to resume from or None, notices about skipped ones).
-
         CheckpointDamagedError if none of them verifies.
         """
         if step_folder is not None:
@@ -311,7 +308,6 @@ class OutputDir:
 
     def restore(self, engine, saved: VerifiedCheckpoint) -> tuple[TrainState, int]:
         """Loads a checkpoint into the engine; (its state, offset in metrics.jsonl).
-
         PlanError if base or data differ.
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)

@@ -42,7 +42,6 @@ NO_CHECKPOINT = "has no checkpoint to resume from. Give another folder; --resume
 
 def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | None:
     """The run that --resume names; None to start from scratch (unset, or auto and nothing saved).
-
     Raises PlanError, CheckpointDamagedError, OutputDirInUseError.
     """
     if resume is None:

@@ -155,7 +155,6 @@ def commit_checkpoint(
     output_dir: Path, step: int, beside: Path, written: dict, texts: dict, keep_last: int, run_id: str
 ) -> Path:
     """Renames `beside` to checkpoints/step-N after writing `texts` and the manifest.
-
     `written`: {file: size and digest} of the files already in it.
     """
     target = _target(output_dir, step)
@@ -212,7 +211,6 @@ def replace_tensors(path: Path, arrays: dict) -> None:
 
 def read_manifest(folder: Path, required: tuple = ()) -> dict:
     """The manifest of the checkpoint in `folder`, which names every file there and those `required`, with its size.
-
     Raises CheckpointDamagedError naming file and fact.
     """
     try:
@@ -261,7 +259,6 @@ def _check_digest(path: Path, digest: str) -> None:
 
 def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
     """The checkpoint in `folder`, with the digest of every file verified, and of the files that are `required`.
-
     Raises CheckpointDamagedError naming file and fact.
     """
     manifest = read_manifest(folder, required)

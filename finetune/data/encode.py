@@ -193,8 +193,7 @@ def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
         return np.zeros(1, np.int32), np.zeros(1, bool), str
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     # Byte-level tokenizers trim spaces off a token's offsets: a token of only spaces has an empty span, and starts
-    # where
-    # the previous one ended.
+    # where the previous one ended.
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)

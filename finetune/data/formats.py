@@ -51,7 +51,6 @@ class Span:
 @dataclass(frozen=True)
 class Document:
     """Spans tokenized as one text. `from_template`: contains its own BOS, if any. `add_eos`: ends with an answer.
-
     `turn`: number of its only answer, if a conversation has a document per answer.
     """
 
@@ -214,7 +213,6 @@ class Conversation:
 
     def documents(self, texts: list[str], specials: tuple[str, ...], count: bool = True) -> list[Document]:
         """One document, or one per answer if the chat template rewrites earlier turns. `specials`: special_texts.
-
         `count`: the row's notices are counted.
         """
         if not self.answers:
@@ -281,7 +279,6 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
 
 def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """(input ids, is_target) of a row of token ids: labels, a mask of targets, or without either all of them.
-
     Raises PlanError.
     """
     ids = _integers(row, "input_ids")

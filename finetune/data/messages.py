@@ -57,7 +57,6 @@ class TemplateWords:
 
 def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
     """(messages as role, content and what else a template reads, whether each is learned if it is an answer).
-
     `name`: the column, for messages. Raises PlanError naming an invalid message.
     """
     if not isinstance(value, list) or not value:
@@ -228,7 +227,6 @@ def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Ro
 
 def with_nine_character_ids(messages: list[dict]) -> list[dict]:
     """The messages with ids of tool calls that have nine characters, as Mistral's templates demand, results included.
-
     A result without an id takes that of the next call in order.
     """
     found, calls = [], []

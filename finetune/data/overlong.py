@@ -1,5 +1,4 @@
 """Documents longer than --context_length: kept at the end or the start, split into windows, dropped, or an error.
-
 Functions of arrays alone; encode.py cuts conversations at message bounds, which needs their template.
 """
 

@@ -43,7 +43,6 @@ class RankEnv:
 
 def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv | None:
     """Rank and world size from a launcher's environment variables; None without a launcher. Raises PlanError.
-
     `host`, `port`: the rendezvous address of rank 0 if MASTER_ADDR and MASTER_PORT are unset.
     """
     e = environment

@@ -67,7 +67,6 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
 
 def send_plan(announced_plan, send) -> tuple:
     """Rank 0's (plan, end if there is nothing to train) of a launched run, sent to the other ranks, as a failure is.
-
     `send(message)`: gives every rank the JSON value that `received_end` reads.
     """
     code = 1  # of an error that is not expected
@@ -125,10 +124,7 @@ def _send(child, number: int, group: bool = False) -> None:
 
 
 def _failure(folder: Path, codes: list):
-    """The exception that explains how the ranks failed, or None.
-
-    The root cause takes precedence over RankLostError.
-    """
+    """The exception that explains how the ranks failed, or None. The root cause takes precedence over RankLostError."""
     failures = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
     failures.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]

@@ -78,7 +78,6 @@ class ParallelDims:
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order.
-
         The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
         """
         at = self.coordinates(rank)
@@ -98,7 +97,6 @@ class ParallelDims:
 
 def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDims:
     """Resolves the degree flags for `world_size` ranks, `local_world_size` of them on this machine. Raises PlanError.
-
     --dp_shards -1 takes the remaining ranks. The older --sharding_strategy sets dp_degree and dp_shards.
     """
     dp_degree, dp_shards = _strategy(values, world_size, local_world_size)
@@ -111,8 +109,7 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
         said = " x ".join(f"--{FLAGS[a]} {d}" for a, d in zip(AXES, dims.mesh_shape, strict=True) if d > 1)
         raise PlanError(
             f"{said or '--dp_shards 1'}: the product of the degrees is {dims.world_size}, but the world size is "
-            f"{world_size}. "
-            f"Use --world_size {dims.world_size}, or other degrees."
+            f"{world_size}. Use --world_size {dims.world_size}, or other degrees."
         )
     check_expert_parallelism(dims)
     return dims
@@ -138,7 +135,6 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
 
 def check_model(dims: ParallelDims, shape) -> None:
     """Raises PlanError if a degree does not divide the dimension of `shape` (a ModelShape) that it splits.
-
     The model's transformers TP plan is checked later, when the model is loaded.
     """
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
@@ -151,22 +147,6 @@ def check_model(dims: ParallelDims, shape) -> None:
     if dims.ep > 1 and not shape.num_experts:
         raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
     _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
-
-
-def check_settings(dims: ParallelDims, values: dict) -> None:
-    """Raises PlanError if a degree contradicts a setting."""
-    for axis, name, wrong, why in (
-        ("cp", "batch_layout", "padded", "splits only padding-free rows"),
-        ("cp", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-        ("tp", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
-        ("ep", "use_cpu_offload", True, "keeps whole experts on the device"),
-        ("pp", "use_activation_cpu_offload", True, "keeps the activations of several microbatches on the device"),
-    ):
-        if getattr(dims, axis) > 1 and values[name] == wrong:
-            word = "true" if wrong is True else wrong
-            raise PlanError(
-                f"--{name} {word}: contradicts --{FLAGS[axis]} {getattr(dims, axis)}, which {why}. Leave one out."
-            )
 
 
 def _divides(flag: str, degree: int, sizes: dict) -> None:

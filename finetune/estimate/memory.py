@@ -23,8 +23,7 @@ from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, Mo
 from finetune.plan.parts import Parts, loads_full_model
 from quantization_wrapper import METHODS, rows_independent
 
-# Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, plus one scale per block of 256 for
-# each.
+# Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
@@ -32,8 +31,7 @@ LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no m
 KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
-# saved
-# activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped instead.
+# saved activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped.
 HEAP_PART, HEAP_PART_LOW_MEMORY = 0.28, 0.25
 HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 
@@ -390,8 +388,7 @@ def loading_bytes(plan: Parts, shape: ModelShape, ranks: int = 1) -> int:
         return base_bytes(m) + LOADING_BYTES + trainable
     width = _width_in_flight(m)
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
-    # first,
-    # when little memory is in use.
+    # first, when little memory is in use.
     experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
     workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS
     in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if memory.low_memory else workers)

@@ -14,8 +14,7 @@ from finetune.model_files.llama_pro import read_record
 from finetune.system.untrusted import untrusted
 
 # Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
-# that
-# differ. h hidden, q and k widths of query and KV heads, f intermediate.
+# that differ. h hidden, q and k widths of query and KV heads, f intermediate.
 GATED = (
     ("self_attn.q_proj", "q", "h"),
     ("self_attn.k_proj", "k", "h"),

@@ -1,5 +1,4 @@
 """The MLX engine. Its import opens a fast BLAS first, and keeps the limit of open files, which mlx-lm's import lowers.
-
 A process without privileges could not raise its hard limit again afterwards.
 """
 

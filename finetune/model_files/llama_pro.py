@@ -86,7 +86,6 @@ def pattern_of(rest: str) -> str:
 
 def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: list[int], zero) -> list[TensorSource]:
     """The tensors of the expanded model.
-
     `zero(source layer, pattern)`: whether that tensor is zero in the added layer.
     """
     inside, out = {}, []
@@ -168,7 +167,6 @@ def entries_of(config: dict, count_key: str, layer: int) -> str:
 
 def read_record(folder: Path, said: str) -> dict:
     """{'layers': name prefix, 'new_layers': [...]} of a folder expanded by expand.py or the older script.
-
     Raises PlanError.
     """
     file = folder / RECORD

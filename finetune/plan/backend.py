@@ -4,16 +4,13 @@ import os
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error, package_version
 from finetune.errors import PlanError
-from finetune.plan.run_plan import Adjustment
+from finetune.plan.plan_base import Adjustment
 
 ENGINES = ("torch", "mlx")
 
 
 def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
-    """(manager, the backend that detection preferred but no engine here runs, or None).
-
-    Raises PlanError.
-    """
+    """(manager, the backend that detection preferred but no engine here runs, or None). Raises PlanError."""
     named_by = "--backend " if name else "FSDP_BACKEND="
     name = name or os.environ.get("FSDP_BACKEND") or None
     try:

@@ -7,6 +7,8 @@ from finetune.data.columns import parse_columns, parse_names
 from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate import budget
+from finetune.plan import conflicts
+from finetune.plan.conflicts import check
 from finetune.plan.draft import Draft
 from finetune.plan.parts import Parts
 
@@ -18,38 +20,13 @@ UNKNOWN = 512  # if no row can be read
 def data_flags(draft: Draft) -> None:
     """Flags about columns and long rows that contradict themselves."""
     values = draft.values
-    if values["data_report"] and not values["dry_run"]:
-        raise PlanError(f"--data_report {values['data_report']}: is written by a dry run. Add --dry_run.")
     if values["dataset"]:
         sources_of(values["dataset"])
-    if values["streaming"]:
-        _check_streaming(values)
+    check(draft, conflicts.DATA)
     columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
     both = [column for column in columns.values() if column.casefold() in ignored]
     if both:
         raise PlanError(f"--ignore_columns {both[0]}: --columns uses it. Give it to one of them.")
-    overlap = values["window_overlap"]
-    if overlap and values["overlong"] not in ("auto", "split"):
-        raise PlanError(
-            f"--window_overlap {overlap}: --overlong {values['overlong']} makes no windows. Omit one of them."
-        )
-
-
-def _check_streaming(values: dict) -> None:
-    """Raises PlanError for what needs all rows at once."""
-    if values["max_steps"] <= 0:
-        raise PlanError("--streaming: the number of rows is not known before they are read. Add --max_steps.")
-    needs = {
-        "validation_split": values["validation_split"] > 0,
-        "dataset_samples": values["dataset_samples"] > 0,
-        "batch_size": values["batch_size"] == "auto",
-        "init_lora_weights": values["init_lora_weights"] == "eva",
-    }
-    for name, given in needs.items():
-        if given:
-            raise PlanError(
-                f"--{name} {values[name]}: needs all rows, which --streaming never holds. Omit one of them."
-            )
 
 
 def context_length(draft: Draft) -> None:

@@ -13,7 +13,7 @@ from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.demo import demo_defaults
 from finetune.plan.parts import DataPlan
-from finetune.plan.run_plan import Adjustment
+from finetune.plan.plan_base import Adjustment
 
 
 @dataclass(frozen=True)

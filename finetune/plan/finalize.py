@@ -29,7 +29,6 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
 
 def data_changes(plan: RunPlan, lengths) -> dict:
     """{setting: (value, reason)} that the number and the lengths of the rows decide.
-
     Raises PlanError if they are too few.
     """
     s, changes = plan.settings, {}

@@ -27,7 +27,6 @@ def resolve_memory(draft: Draft) -> None:
 
 def resolve_dequant_cache(draft: Draft, auto_cache: bool) -> None:
     """cache_dequantized: on if dense copies are small beside the memory.
-
     They save two dequantizations per layer and microbatch.
     """
     values, memory_budget = draft.values, draft.memory_budget()

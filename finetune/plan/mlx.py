@@ -4,28 +4,18 @@ from backend_manager import Backend, BackendManager, package_version
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError
 from finetune.mlx_options import MLXOptions
+from finetune.plan import conflicts
+from finetune.plan.conflicts import check
 from finetune.plan.draft import Draft
-from finetune.plan.run_plan import format_value
 
 # Formats of MLX beside affine: (bits, group size). Torch cannot read them.
 MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
-# Settings that another value than these makes meaningless or impossible here, and why.
-REFUSED = {
-    "llama_pro_path": (None, "the MLX engine trains adapters or all weights, not added layers"),
-    "tp_degree": (1, "mlx-lm's sharded layers take no adapter, and the MLX engine has data parallelism only"),
-    "cp_degree": (1, "the MLX engine has data parallelism only"),
-    "pp_degree": (1, "the MLX engine has data parallelism only"),
-    "router_aux_loss_coef": (0.0, "the MLX engine has no load-balancing loss"),
-    "ep_degree": (1, "the MLX engine has data parallelism only"),
-    "double_quant": (False, "MLX's formats do not quantize their scales again"),
-}
 REPLACED = {
     "use_activation_cpu_offload": "MLX's memory is unified, or the processor's own",
     "use_cpu_offload": "MLX's memory is unified, or the processor's own",
     "reentrant_checkpointing": "it is a variant of torch's",
     "profile": "it is torch's profiler",
 }
-INITS = ("default", "gaussian")
 # On a CPU the padding of a forward costs as much as its tokens, and small products are as fast as large ones: 1.6 times
 # the speed of 2048 on rows of 20 to 200 tokens (benchmarks/vs_mlx_lm.py).
 CPU_MICROBATCH_TOKENS = 256
@@ -53,7 +43,9 @@ def mlx_limits(draft: Draft) -> None:
             f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
             f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."
         )
-    _check_settings(draft)
+    check(draft, conflicts.MLX)
+    for name, why in REPLACED.items():
+        draft.adjust(name, DEFAULTS[name], why)
     if on_cpu() and values["microbatch_tokens"] is None and not values["assume_memory"]:
         values["microbatch_tokens"] = CPU_MICROBATCH_TOKENS
     if world_size > 1:
@@ -62,40 +54,6 @@ def mlx_limits(draft: Draft) -> None:
         for name in ("dp_degree", "dp_shards"):
             if values[name] > 1:
                 raise PlanError(f"--{name} {values[name]}: is more than this run's one process. Omit it.")
-
-
-def _check_settings(draft: Draft) -> None:
-    values = draft.values
-    for name, (fine, why) in REFUSED.items():
-        if values[name] != fine:
-            raise PlanError(f"--{name} {format_value(values[name])}: {why}. Use --backend cpu.")
-    if values["init_lora_weights"] not in INITS:
-        raise PlanError(
-            f"--init_lora_weights {values['init_lora_weights']}: the MLX engine has {' and '.join(INITS)}. Use one of "
-            "them, or --backend cpu."
-        )
-    if values["optimizer"] == "adamw_8bit":
-        raise PlanError("--optimizer adamw_8bit: is bitsandbytes', which MLX does not run. Use adamw.")
-    if values["parallel_backend"] != "ptd":
-        raise PlanError(f"--parallel_backend {values['parallel_backend']}: is for torch. Omit it.")
-    if values["batch_layout"] == "padding_free":
-        raise PlanError("--batch_layout padding_free: mlx-lm's models take no document boundaries. Use auto or padded.")
-    for name, why in REPLACED.items():
-        draft.adjust(name, DEFAULTS[name], why)
-    stored = draft.facts.prequantized
-    if stored and stored["quantization_backend"] != "mlx":
-        raise PlanError(
-            f"--model_name {values['model_name']}: is stored quantized by {stored['quantization_backend']}, which MLX "
-            "cannot read. Give the unquantized model it was made from."
-        )
-    shape = draft.shape
-    if shape and shape.num_experts and (values["train_type"] == "qlora" or values["lora_target_modules"] == "all"):
-        if values["train_type"] != "full":
-            raise PlanError(
-                f"--backend mlx: this model has {shape.num_experts} experts per layer, which the MLX engine neither "
-                "quantizes nor adapts. Use --train_type lora --lora_target_modules q_proj,k_proj,v_proj,o_proj, or "
-                "--backend cpu."
-            )
 
 
 def _replicas(draft: Draft) -> None:

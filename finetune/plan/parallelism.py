@@ -5,11 +5,12 @@ use.
 from backend_manager import GIB, Backend, package_version
 from finetune.config import DEFAULTS
 from finetune.distributed import accelerate_config
-from finetune.distributed.parallel_dims import check_settings, dims_of
+from finetune.distributed.parallel_dims import dims_of
 from finetune.errors import PlanError
+from finetune.plan import conflicts
+from finetune.plan.conflicts import check
 from finetune.plan.demo import DEMO_SETTINGS
 from finetune.plan.draft import Draft
-from finetune.plan.run_plan import format_value
 
 
 def resolve_parallelism(draft: Draft) -> None:
@@ -32,7 +33,7 @@ def resolve_parallelism(draft: Draft) -> None:
     draft.local_world_size = env.local_size if env else world_size
     resolve_parallel_backend(draft, world_size)
     draft.dims = dims_of(values, world_size, draft.local_world_size)
-    check_settings(draft.dims, values)
+    check(draft, conflicts.PARALLELISM)
     rows_per_rank(draft)
     values["world_size"], values["dp_degree"], values["dp_shards"] = (
         world_size,
@@ -99,32 +100,17 @@ def no_generation(draft: Draft, where: str, flag: str) -> None:
 
 def replicated_weights(draft: Draft) -> None:
     draft.adjust("no_sync", True, "gradients of weights that are not sharded are all-reduced once per step")
-    if draft.values["use_cpu_offload"]:
-        raise PlanError(
-            "--use_cpu_offload true: keeps sharded weights in host memory, and nothing is sharded here. "
-            "Use --dp_shards, or omit it."
-        )
+    check(draft, conflicts.REPLICATED)
 
 
 def sharded_weights(draft: Draft) -> None:
     values = draft.values
     if draft.backend is Backend.MPS:
         draft.adjust("use_cpu_offload", False, "host and device have one memory")
-    if values["optimizer"] == "adamw_8bit":
-        raise PlanError(
-            "--optimizer adamw_8bit: 8-bit moments are quantized in rank-local blocks, so the checkpoint could not "
-            "resume "
-            "on another world size. Use adamw, with --use_cpu_offload true if moments do not fit, or "
-            "--sharding_strategy ddp."
-        )
-    if draft.requested.get("cache_dequantized", "auto") == "auto":  # a single process may have settled on true
-        if values["cache_dequantized"] == "true":
-            draft.adjust("cache_dequantized", "false", "sharded weights are all-gathered packed")
-    elif values["cache_dequantized"] == "true":
-        raise PlanError(
-            "--cache_dequantized true: keeps every weight dense and unsharded on every rank, which sharding avoids. "
-            "Omit it, or use --sharding_strategy ddp."
-        )
+    open_or_auto = draft.requested.get("cache_dequantized", "auto") == "auto"
+    if open_or_auto and values["cache_dequantized"] == "true":  # a single process may have settled on it
+        draft.adjust("cache_dequantized", "false", "sharded weights are all-gathered packed")
+    check(draft, conflicts.SHARDED)
 
 
 def ranks_on_apple_gpus(draft: Draft) -> None:
@@ -157,7 +143,6 @@ def ranks_on_apple_gpus(draft: Draft) -> None:
 
 def resolve_parallel_backend(draft: Draft, world_size: int) -> None:
     """--parallel_backend and the request of accelerate's config file.
-
     Sets `distribution` and the degrees it implies.
     """
     values, environment = draft.values, draft.facts.environment
@@ -241,22 +226,11 @@ def accelerate_limits(draft: Draft) -> None:
     """Settings that work with the built-in distribution only."""
     if draft.distribution == "ptd":
         return
-    values, name = draft.values, accelerate_config.NAMES[draft.distribution]
+    values = draft.values
     mixed_precision = accelerate_config.mixed_precision(draft.facts.environment)
     if mixed_precision and not values["precision"].startswith(mixed_precision):
         draft.notices.append(
             f"mixed_precision {mixed_precision} of accelerate's config file is ignored: "
             f"--precision {values['precision']} decides"
         )
-    if values["reentrant_checkpointing"]:
-        raise PlanError(f"--reentrant_checkpointing true: accelerate's {name} waits for each gradient once. Use false.")
-    if not draft.distribution.startswith("zero"):
-        return
-    for setting, refused, why, remedy in (
-        ("precision", values["precision"].startswith("fp16"), "scales its loss itself", "Use bf16 or fp32"),
-        ("optimizer", values["optimizer"] == "adamw_8bit", "splits 8-bit blocks", "Use adamw"),
-        ("no_sync", values["no_sync"], "reduces gradients in each microbatch", "Omit it"),
-    ):
-        if refused:
-            value = format_value(values[setting])
-            raise PlanError(f"--{setting} {value}: {name} {why}. {remedy}, or use --parallel_backend ptd.")
+    check(draft, conflicts.ACCELERATE)

@@ -1,9 +1,8 @@
 """The plan of pretrain.py: a recipe against this machine, then against the data; a reason for every difference."""
 
-import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.parts import AllWeights
-from finetune.plan.run_plan import Adjustment, SavedRun, TrainState
+from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
+from finetune.plan.run_plan import TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule
@@ -34,9 +34,8 @@ ORDER = (Backend.CUDA, Backend.MPS, Backend.CPU)
 
 
 @dataclass(frozen=True)
-class PretrainPlan:
+class PretrainPlan(PlanBase):
     """What will run, as RunPlan is for train.py: the loop, the log and the output folder read both the same way.
-
     `steps_per_epoch`: known once the data are read.
     """
 
@@ -51,10 +50,7 @@ class PretrainPlan:
     engine, trains = "torch", AllWeights()
     has_adapter = False
     quantizes_again = False
-
-    @property
-    def data_ranks(self) -> int:
-        return self.dims.data_ranks
+    OUTPUT = "checkpoint_path"
 
     @property
     def rows_per_step(self) -> int:
@@ -86,47 +82,16 @@ class PretrainPlan:
         evaluated = s.checkpoint_every_eval and self.eval_due(state)
         return bool(periodic or evaluated or stopping or state.step == state.total_steps)
 
-    def changed(self, changes: dict) -> "PretrainPlan":
-        """The plan with {key: (value used, reason)}, an Adjustment for each that differs."""
-        values = flat(self.settings)
-        new = {key: value for key, (value, _) in changes.items() if values[key] != value}
-        adjustments = tuple(Adjustment(key, values[key], value, changes[key][1]) for key, value in new.items())
-        return replace(self, settings=of_flat(values | new), adjustments=self.adjustments + adjustments)
-
-    def to_json(self) -> dict:
-        """What run_plan.json holds."""
-        return {
-            "requested": {k: v for k, v in self.requested.items() if k != "dry_run"},
-            "settled": flat(self.settings) | {"backend": self.backend, "engine": self.engine},
-            "adjustments": [asdict(a) for a in self.adjustments],
-        }
-
-    def digest(self) -> str:
-        """sha256 of everything settled except the folder."""
-        settled = {k: v for k, v in self.to_json()["settled"].items() if k != "checkpoint_path"}
-        return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
-
-    def serialize(self) -> str:
-        content = {f.name: getattr(self, f.name) for f in fields(self)} | {"settings": flat(self.settings)}
-        content |= {"dims": asdict(self.dims), "adjustments": [asdict(a) for a in self.adjustments]}
-        content["resume_from"] = asdict(self.resume_from) if self.resume_from else None
-        return json.dumps(content, default=str)
+    def flat_settings(self) -> dict:
+        return flat(self.settings)
 
     @classmethod
-    def deserialize(cls, text: str) -> "PretrainPlan":
-        content = json.loads(text)
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in content["settings"].items()}
-        content |= {"settings": of_flat(settings), "dims": ParallelDims(**content["dims"])}
-        content["adjustments"] = tuple(Adjustment(**a) for a in content["adjustments"])
-        content["notices"] = tuple(content["notices"])
-        if content["resume_from"]:
-            saved = content["resume_from"]
-            step = saved["step_folder"] and Path(saved["step_folder"])
-            content["resume_from"] = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step)
-        return cls(**content)
+    def settings_of(cls, values: dict) -> PretrainConfig:
+        return of_flat({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
-    def on_this_host(self) -> "PretrainPlan":
-        return self
+    def saved(self) -> tuple[dict, dict]:
+        requested = {k: v for k, v in self.requested.items() if k != "dry_run"}
+        return requested, self.flat_settings() | {"backend": self.backend}
 
 
 # ---- from a recipe to a plan
@@ -345,7 +310,6 @@ def finalize(plan: PretrainPlan, data) -> PretrainPlan:
 
 def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | None:
     """The run that `resume` names: auto (the newest, or that in checkpoint_path), a run's folder or a step_N of it.
-
     Raises PlanError, CheckpointDamagedError.
     """
     if resume is None:

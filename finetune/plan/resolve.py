@@ -8,35 +8,28 @@ from pathlib import Path
 
 import quantization_wrapper
 from backend_manager import Backend, auto_precision, package_version
-from finetune.config import (
-    DEFAULTS,
-    DEPRECATED_OPTIMIZERS,
-    DEPRECATED_TARGETS,
-    DEPRECATED_TRAIN_TYPES,
-    FIELDS,
-    TrainConfig,
-)
+from finetune.config import DEPRECATED_OPTIMIZERS, DEPRECATED_TARGETS, DEPRECATED_TRAIN_TYPES, TrainConfig
 from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.plan import conflicts
 from finetune.plan.backend import choose_cpu_matmul
+from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
-from finetune.plan.run_plan import RunPlan, format_value
-
-QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
+from finetune.plan.run_plan import RunPlan
 
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:
     """Resolves what the user asked for against what the machine can do and the model's config. Raises PlanError.
-
     `now` names the default output_dir.
     """
     draft = Draft(requested, facts)
@@ -110,88 +103,22 @@ def prequantized_base(draft: Draft) -> None:
 def contradictions(draft: Draft) -> None:
     """Settings that contradict each other, and values outside their range."""
     values = draft.values
-    for one, other in (
-        ("warmup_steps", "warmup_ratio"),
-        ("validation_dataset", "validation_split"),
-        ("resume", "overwrite"),
-    ):
-        if draft.given(one) and draft.given(other) and values[one] and values[other]:
-            raise PlanError(f"--{one} {values[one]}: contradicts --{other} {values[other]}. Give one of them.")
-    for name in ("validation_split", "warmup_ratio", "lora_dropout"):
-        if values[name] >= 1:
-            raise PlanError(f"--{name} {values[name]}: must be below 1.")
-    if values["cosine_min_lr_ratio"] > 1:
-        raise PlanError(f"--cosine_min_lr_ratio {values['cosine_min_lr_ratio']}: must be at most 1.")
-    if values["reentrant_checkpointing"] and values["use_gradient_checkpointing"] == "false":
-        raise PlanError(
-            "--reentrant_checkpointing true: contradicts --use_gradient_checkpointing false. Omit one of them."
-        )
+    check(draft, conflicts.SETTINGS)
     if values["assume_memory"]:
         parse_size(values["assume_memory"])
-    for name in ("assume_memory", "assume_world_size"):
-        if values[name] and not values["dry_run"]:
-            raise PlanError(f"--{name} {values[name]}: plans for another machine. Add --dry_run.")
-    if values["loading_workers"] == 0:
-        raise PlanError("--loading_workers 0: must be at least 1, or -1: chosen for this machine.")
-    if not any(part.strip() for part in values["lora_target_modules"].split(",")):
-        raise PlanError(
-            f"--lora_target_modules {values['lora_target_modules']!r}: names nothing. Name layers, or use all."
-        )
-    if values["max_steps"] == 0:
-        raise PlanError("--max_steps 0: trains nothing. Give a number of steps, or -1.")
     if draft.given("max_steps") and values["max_steps"] > 0 and draft.given("num_epochs"):
         draft.notices.append(f"num_epochs {values['num_epochs']} is overridden by max_steps {values['max_steps']}")
 
 
 def train_type_limits(draft: Draft) -> None:
-    """Settings that the train type has no use for."""
-    values, train_type = draft.values, draft.values["train_type"]
-    if train_type == "full":
-        _refuse_adapter_settings(draft, "full fine-tuning has no adapter. Use --train_type lora.")
-    if values["llama_pro_path"]:
-        llama_pro(draft)
-    if train_type == "qlora":
-        if values["quantization_backend"] == "none":
-            raise PlanError("--quantization_backend none: qlora quantizes its base. Use --train_type lora.")
-        return
-    for name in QUANTIZATION_SETTINGS:
-        if draft.given(name):
-            raise PlanError(
-                f"--{name} {format_value(values[name])}: nothing is quantized with --train_type {train_type}. "
-                "Use --train_type qlora."
-            )
-    backend = values["quantization_backend"]
-    if draft.given("quantization_backend") and backend not in ("auto", "none"):
-        raise PlanError(
-            f"--quantization_backend {backend}: --train_type {train_type} keeps its weights unquantized. "
-            "Use --train_type qlora."
-        )
-    if values["init_lora_weights"] == "loftq":
-        raise PlanError(
-            f"--init_lora_weights loftq: starts from what quantization loses, and --train_type {train_type} "
-            "quantizes nothing. Use --train_type qlora, or pissa."
-        )
-
-
-def llama_pro(draft: Draft) -> None:
-    """LLaMA-Pro trains the layers that expand.py added, and no adapter."""
+    """Settings that the train type has no use for. LLaMA-Pro trains the layers that expand.py added, and no adapter."""
     values, folder = draft.values, draft.values["llama_pro_path"]
-    if values["train_type"] == "full":
-        raise PlanError(
-            f"--llama_pro_path {folder}: trains only the added layers, and --train_type full trains all. "
-            f"Use --train_type lora, or --model_name {folder} with full."
-        )
-    _refuse_adapter_settings(draft, "--llama_pro_path trains full layers and has no adapter. Omit it.")
-    if draft.given("model_name") and values["model_name"] != folder:
-        draft.adjust("model_name", folder, "the expanded folder is the model; it records what it was made from")
-    values["model_name"] = folder
-    draft.notices.append("no adapter: the added layers train in fp32; all others are frozen")
-
-
-def _refuse_adapter_settings(draft: Draft, why: str) -> None:
-    for name, field in FIELDS.items():
-        if field.metadata["adapter_only"] and draft.given(name) and draft.values[name] != DEFAULTS[name]:
-            raise PlanError(f"--{name} {format_value(draft.values[name])}: {why}")
+    check(draft, conflicts.TRAIN_TYPE)
+    if folder:
+        if draft.given("model_name") and values["model_name"] != folder:
+            draft.adjust("model_name", folder, "the expanded folder is the model; it records what it was made from")
+        values["model_name"] = folder
+        draft.notices.append("no adapter: the added layers train in fp32; all others are frozen")
 
 
 def machine(draft: Draft) -> None:
@@ -386,18 +313,7 @@ def load_balancing(draft: Draft) -> None:
     values, coefficient = draft.values, draft.values["router_aux_loss_coef"]
     if not coefficient:
         return
-    said = f"--router_aux_loss_coef {coefficient:g}"
-    if not draft.shape.num_experts:
-        raise PlanError(f"{said}: weighs the load-balancing loss of routers, and this model has none. Omit it.")
-    for setting, refused, why in (
-        ("pp_degree", values["pp_degree"] > 1, "the routers of other stages are not in the last one's loss"),
-        ("reentrant_checkpointing", values["reentrant_checkpointing"], "router logits of its forward have no gradient"),
-        ("preference", values["preference"] != "none", "its forwards are of pairs and of a reference"),
-        ("parallel_backend", draft.distribution != "ptd", "it is computed by the built-in distribution only"),
-    ):
-        if refused:
-            given = f"--{setting} {format_value(values[setting])}"
-            raise PlanError(f"{said}: contradicts {given}: {why}. Leave one of them out.")
+    check(draft, conflicts.MODEL)
     if values["train_type"] != "full":
         draft.notices.append(
             f"router_aux_loss_coef {coefficient:g}: the routers are frozen; the loss trains the adapters that feed them"
@@ -418,12 +334,7 @@ def _experts_notice(values: dict, num_experts: int) -> str:
 
 def saving(draft: Draft) -> None:
     """--save_model false writes nothing, which some settings need."""
-    values = draft.values
-    if not values["save_model"] and (values["save_every"] or values["resume"]):
-        name = "save_every" if values["save_every"] else "resume"
-        raise PlanError(
-            f"--save_model false: contradicts --{name} {values[name]}, which writes checkpoints. Omit one of them."
-        )
+    check(draft, conflicts.SAVING)
 
 
 def profiling(draft: Draft) -> None:

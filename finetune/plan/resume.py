@@ -6,7 +6,8 @@ from pathlib import Path
 from finetune.config import FIELDS
 from finetune.distributed.parallel_dims import FLAGS
 from finetune.errors import PlanError
-from finetune.plan.run_plan import RunPlan, SavedRun, format_value
+from finetune.plan.plan_base import SavedRun, format_value
+from finetune.plan.run_plan import RunPlan
 
 # Settled values that a run resumed on the same backend inherits instead of resolving them again.
 INHERITED = (
@@ -48,7 +49,6 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
 def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     """What a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and, on the
     same backend, INHERITED.
-
     `given`: settings given now; rows per step are not inherited if these set them.
     """
     rows = {"rows_per_step": saved_rows_per_step(saved["settled"])}

@@ -1,54 +1,19 @@
 """RunPlan: the frozen result of planning; TrainState: the one thing that changes while a run trains."""
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from finetune.config import FIELDS, TrainConfig
 from finetune.data.sampler import Cursor
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles, find_model_of
-from finetune.plan.parts import PARTS, Parts
+from finetune.plan.parts import Parts
+from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.schedule import Schedule
 
 
-@dataclass(frozen=True)
-class Adjustment:
-    """A setting whose requested or default value was not used, and why."""
-
-    setting: str
-    requested: object
-    used: object
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {format_value(self.requested)} -> {format_value(self.used)} ({self.reason})"
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """A run on disk that --resume names: the folder it continues in, its saved plan, the checkpoint if one was named.
-
-    `notices`: what the user should know about these files.
-    """
-
-    output_dir: Path
-    saved_plan: dict
-    step_folder: Path | None
-    notices: tuple[str, ...] = ()
-
-    @property
-    def is_outside(self) -> bool:
-        """True for a checkpoint that is not one of the output_dir's."""
-        root = self.output_dir.resolve()
-        return self.step_folder is not None and self.step_folder.parent not in (root, root / "checkpoints")
-
-
 @dataclass(frozen=True, kw_only=True)
-class RunPlan(Parts):
+class RunPlan(Parts, PlanBase):
     """What will run: the parts, and how they were found. `requested`: only what the user set.
 
     `shape`, `memory_budget` and `files` are what the plan was resolved against: they are not saved, and each rank finds
@@ -64,10 +29,8 @@ class RunPlan(Parts):
     shape: ModelShape | None = None
     memory_budget: MemoryBudget | None = None
     files: ModelFiles | None = None
-
-    @property
-    def data_ranks(self) -> int:
-        return self.dims.data_ranks
+    OUTPUT = "output_dir"
+    LOCAL = ("shape", "memory_budget", "files")
 
     @property
     def asked_length(self) -> str:
@@ -106,51 +69,23 @@ class RunPlan(Parts):
         periodic = bool(every) and state.step % every == 0
         return self.output.save_model and (periodic or stopping or state.step == state.total_steps)
 
-    def changed(self, changes: dict) -> "RunPlan":
-        """The plan with {setting: (value used, reason)}, an Adjustment for each that differs."""
-        new = {k: v for k, (v, _) in changes.items() if getattr(self.settings, k) != v}
-        adjustments = tuple(Adjustment(k, getattr(self.settings, k), v, changes[k][1]) for k, v in new.items())
-        return replace(self.with_settings(**new), adjustments=self.adjustments + adjustments)
-
-    def to_json(self) -> dict:
-        """What run_plan.json holds."""
-        saved = {name for name, field in FIELDS.items() if field.metadata["saved"]}
-        settled = {k: v for k, v in asdict(self.settings).items() if k in saved}
-        return {
-            "requested": {k: v for k, v in self.requested.items() if k in saved},
-            "settled": settled | {"backend": self.backend, "backend_type": self.backend, "engine": self.engine},
-            "adjustments": [asdict(a) for a in self.adjustments],
-        }
-
-    def serialize(self) -> str:
-        """JSON of all that other ranks need: every decision, without what it was resolved against."""
-        content = asdict(replace(self, shape=None, memory_budget=None, files=None))
-        content = {name: value for name, value in content.items() if name not in PARTS}
-        return json.dumps(content, default=str)
+    def flat_settings(self) -> dict:
+        return dict(vars(self.settings))
 
     @classmethod
-    def deserialize(cls, text: str) -> "RunPlan":
-        content = json.loads(text)
-        content["settings"] = TrainConfig(**content["settings"])
-        content["adjustments"] = tuple(Adjustment(**a) for a in content["adjustments"])
-        content["notices"] = tuple(content["notices"])
-        content["dims"] = ParallelDims(**content["dims"])
-        if content["resume_from"]:
-            saved = content["resume_from"]
-            step_folder = saved["step_folder"] and Path(saved["step_folder"])
-            content["resume_from"] = SavedRun(
-                Path(saved["output_dir"]), saved["saved_plan"], step_folder, tuple(saved["notices"])
-            )
-        return cls(**content)
+    def settings_of(cls, values: dict) -> TrainConfig:
+        return TrainConfig(**values)
+
+    def saved(self) -> tuple[dict, dict]:
+        saved = {name for name, field in FIELDS.items() if field.metadata["saved"]}
+        requested, settled = (
+            {k: v for k, v in values.items() if k in saved} for values in (self.requested, self.flat_settings())
+        )
+        return requested, settled | {"backend": self.backend, "backend_type": self.backend}
 
     def on_this_host(self) -> "RunPlan":
         """The plan with the model's files as this host has them."""
         return replace(self, files=find_model_of(asdict(self.settings)))
-
-    def digest(self) -> str:
-        """sha256 of everything settled except the output_dir."""
-        settled = {k: v for k, v in self.to_json()["settled"].items() if k != "output_dir"}
-        return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
@@ -182,10 +117,3 @@ class TrainState:
         self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
         self.num_tokens += result.num_tokens
         self.loss = result.loss
-
-
-def format_value(value) -> str:
-    """A setting's value as messages show it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "unset" if value is None else str(value)

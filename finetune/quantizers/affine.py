@@ -1,5 +1,4 @@
 """MLX's affine codes, computed by one function for torch and numpy alike, so that both engines quantize to equal bits.
-
 O rows, I columns, K groups per row. No framework is imported here.
 """
 
@@ -28,7 +27,6 @@ def codes(xp, groups, most: int):
 
 def quantize(weight_OI: np.ndarray, bits: int, group_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(uint32 words [O, I*bits/32], fp32 scales [O, K], fp32 biases [O, K]) of an fp32 weight, as mx.quantize packs.
-
     ValueError if groups do not fill a row.
     """
     rows, columns = weight_OI.shape

@@ -24,7 +24,6 @@ def functional():
 
 def dequantize_blocks(packed, absmax, shape: tuple, block: int, quant_type: str, dtype) -> torch.Tensor:
     """level[code] * absmax of the flattened 4-bit codes, by bitsandbytes' kernel for the device: [shape] in `dtype`.
-
     `absmax`: fp32, one per `block` weights.
     """
     functional()

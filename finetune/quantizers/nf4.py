@@ -127,7 +127,6 @@ def in_plain_torch(packed_OP, absmax_OK, block: int) -> torch.Tensor:
 @cache
 def _library_kernel_is_equal() -> bool:
     """True if bitsandbytes is installed and dequantizes all 256 bytes under several scales to the bits of plain torch.
-
     Its rounding to 16 bits is part of the comparison.
     """
     if not importlib.util.find_spec("bitsandbytes"):

@@ -1,5 +1,4 @@
 """All output of a run: console lines, the live progress line, metrics.jsonl, Weights & Biases.
-
 The only module that prints during training; silent on every rank but 0.
 """
 
@@ -125,7 +124,6 @@ class Metrics:
 
     def event(self, kind: str, tracked: dict | None = None, **values) -> None:
         """Appends one JSON line and flushes it, so that a crash truncates at most the last.
-
         `tracked`: numbers for Weights & Biases alone.
         """
         if self.quiet:

@@ -1,5 +1,4 @@
 """Process start and exit: environment variables, signals, one error line and an exit code per failure.
-
 No framework is imported here: libraries read the environment at import.
 """
 
@@ -146,7 +145,6 @@ def _raise(error):
 
 def exit_with(main) -> None:
     """Runs `main() -> exit code` and exits with it; an expected failure prints one line and exits with its code.
-
     os._exit: a normal exit would wait for threads that are still reading weights.
     """
     open_standard_streams()

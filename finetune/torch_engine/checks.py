@@ -1,5 +1,4 @@
 """Checks on the loaded model: it is causal, and packed documents see only themselves.
-
 The chunked head and a distributed model reproduce its logits.
 """
 
@@ -62,7 +61,6 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
 
 def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tuple[Check, Check]:
     """(padding-free rows are right, our head is). Raises PlanError as `verify` does.
-
     Leaves the model in evaluation mode.
     """
     model, call = forward.model, partial(_call, parallel)
@@ -193,8 +191,7 @@ def check_causal(model, autocast) -> None:
     limit = 1e-4 if exact else 0.1
     scale = max((own - seen)[middle].abs().max().item(), 1e-30)
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
-    # logits in fp32. Later tokens that are seen move logits as far as earlier ones do, in any dtype: 0.5 to 2 times as
-    # far.
+    # logits in fp32. Later tokens that are seen move logits 0.5 to 2 times as far as earlier ones do, in any dtype.
     moved = 0.0 if torch.equal(own, leaked) else (own - leaked).abs().max().item() / scale
     if not moved <= limit:
         raise PlanError(
@@ -313,7 +310,6 @@ def _packed_logits(model, documents, passes_bounds):
 @torch.no_grad()
 def choose_padded_inputs(model, autocast, pad_id: int) -> str:
     """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
-
     Raises PlanError if none of them does.
     """
     model.set_attn_implementation(per_document.own_implementation(model))

@@ -19,7 +19,6 @@ def fp64_device(device: torch.device) -> torch.device:
 
 def set_num_threads(local_ranks: int = 1) -> None:
     """As many compute threads as cores this process may use, divided by the ranks on this host.
-
     The user's own setting wins.
     """
     set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)

@@ -8,7 +8,6 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 class EngineBase:
     """The part of finetune.engine.Engine that every torch engine answers alike, from these three.
-
     `state`: has trainable_state, optimizer_state, optimizer_values, rng_state and load_state.
     """
 

@@ -95,7 +95,6 @@ class Experts(ExpertsPair):
 
     def product(self, factors, name, expert, x, bias):
         """Applies one expert's weight, this bias and its adapter to x.
-
         Saves x and the stored tensors for backward, nothing dense.
         """
         stored, weight_of = frozen_weight(self.base, name, expert)
@@ -118,7 +117,6 @@ def run_trained(base, inputs, counts: list[int], last_bias: bool = True):
 
 def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm.
-
     `run(inputs, counts)`: the experts' outputs for inputs sorted by expert, counts[e] of expert e.
     """
     num_chosen = top_k_index.shape[-1]

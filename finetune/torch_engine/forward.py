@@ -27,7 +27,6 @@ def no_autocast():
 
 def document_bounds(positions_T, device) -> dict:
     """transformers' arguments that say where packed documents begin, for state-space, linear and convolution layers.
-
     Those reset their state there, where their kernels can (causal_conv1d, flash-linear-attention: on CUDA).
     """
     starts = (positions_T == 0).nonzero().flatten()
@@ -148,7 +147,6 @@ class ModelForward:
 
     def nll(self, batch: Batch) -> torch.Tensor:
         """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline.
-
         If ranks share the batch, this rank's share.
         """
         inputs, labels = self.inputs(batch)
@@ -173,7 +171,6 @@ class ModelForward:
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
-
         Of a batch that one rank computes in full.
         """
         inputs, labels = self.inputs(batch)

@@ -105,7 +105,6 @@ def _with_or_without_cache(continued, rows_done: _RowsDone, model):
 
 def _counts_positions(model, ids, mask) -> bool:
     """Whether an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id.
-
     transformers' generate passes positions from 0 to it.
     """
     if not getattr(model.config, "is_decoder", False):

@@ -139,7 +139,6 @@ def init_from_base(model, layers: Layers, plan: Parts, device, batches=None, ini
 
 def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, local_shards=None) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
-
     Moves the model to `device`.
     """
     if plan.all_weights:
@@ -196,7 +195,6 @@ def load_trained(checkpoint, files, device, dtype):
 
 def weights_dtype(model) -> torch.dtype:
     """The dtype of the model's own weights.
-
     `model.dtype` is that of its first parameter, which may be an adapter's: fp32.
     """
     trained = adapter_parameters(model)

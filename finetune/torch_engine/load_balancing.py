@@ -61,7 +61,6 @@ class LoadBalancing:
 
     def loss(self) -> torch.Tensor:
         """The recorded forward's part of the loss, fp32, differentiable.
-
         Counts the step first, if it is this forward only; collective then.
         """
         probs = self._take()

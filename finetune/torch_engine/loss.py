@@ -1,5 +1,4 @@
 """Chunked cross-entropy, summed over target positions; the full logits are never materialized.
-
 T target positions, H hidden size, V vocabulary.
 """
 

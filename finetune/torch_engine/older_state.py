@@ -57,7 +57,6 @@ class OlderState:
 
 def read_state(file: Path, backend: str | None = None) -> OlderState:
     """A state dict from safetensors or from a pickle read with weights_only, for use on `backend`. Raises PlanError.
-
     A plain checkpoint's weights in bf16 become fp16 for mps.
     """
     said = f"--from_older {file}"

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from finetune.model_files.demo_model import locked
+
 
 def why_no_hosts() -> str | None:
     """Why this machine cannot make network namespaces; None if it can."""
@@ -24,11 +26,14 @@ def why_no_hosts() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def hosts():
-    """Skips if there can be no second host; asserts after the module that no namespace remains."""
+def hosts(tmp_path_factory):
+    """Skips if there can be no second host; asserts after the module that no namespace remains.
+    One worker of pytest-xdist at a time: the other's namespaces would be counted.
+    """
     reason = why_no_hosts()
     if reason:
         pytest.skip(reason)
-    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    yield
-    assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == before
+    with locked(tmp_path_factory.getbasetemp().parent / "hosts.lock"):
+        before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        yield
+        assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == before

@@ -4,9 +4,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from finetune.distributed.parallel_dims import ParallelDims, check_settings
+from backend_manager import CAPABILITIES, Backend
+from finetune.distributed.parallel_dims import FLAGS, ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
+from finetune.plan import conflicts
+from finetune.plan.draft import Draft, Facts
 from finetune.plan.memory import rows_for_data
 from tests.support.planned import GIB, SMALL, dry_run, plan_of_kind, shape_of
 
@@ -96,7 +99,9 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
     assert budget.fits(plan, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
     assert f"unchanged, {devices} devices of this size suffice" in remedies.remedy_lines(plan, shape, room)
     for change in remedies.options(plan, shape, room):
-        check_settings(dims, asdict(change.plan.settings))
+        degrees = {flag: getattr(dims, axis) for axis, flag in FLAGS.items() if axis in ("cp", "tp", "pp")}
+        draft = Draft(asdict(change.plan.settings) | degrees, Facts(Backend.CUDA, CAPABILITIES[Backend.CUDA]))
+        conflicts.check(draft, conflicts.PARALLELISM)
 
 
 def test_small_sizes_are_printed_in_mib():

@@ -142,7 +142,7 @@ REFUSED = [
     (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
     (dict(train_type="full", use_dora=True), "--use_dora true: full fine-tuning has no adapter"),
     (dict(warmup_steps=5, warmup_ratio=0.1), "--warmup_steps 5: contradicts --warmup_ratio 0.1"),
-    (dict(resume="auto", overwrite=True), "--resume auto: contradicts --overwrite True"),
+    (dict(resume="auto", overwrite=True), "--resume auto: contradicts --overwrite true"),
     (
         dict(reentrant_checkpointing=True, use_gradient_checkpointing="false"),
         "--reentrant_checkpointing true: contradicts",

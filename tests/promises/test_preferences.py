@@ -212,7 +212,7 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
         ("dpo", {"world_size": 2, "tp_degree": 2}, "one rank computes in full"),
         ("kto", {"batch_size": 1}, "another row's answer"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),
-        ("none", {"preference_beta": 0.2}, "is for --preference dpo and orpo and kto"),
+        ("none", {"preference_beta": 0.2}, "is for --preference dpo, orpo and kto"),
         ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "nothing is learned"),
         ("kto", {"dataset": None}, "the demo's rows"),
     ],

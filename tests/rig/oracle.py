@@ -28,7 +28,6 @@ class Caught:
 @dataclass
 class Outcome:
     """What one case tried, and its failures as (class, first line of the error).
-
     `kept`: the damaged bytes or other recipe, for the corpus.
     """
 

@@ -389,7 +389,6 @@ def write_model(model_type: str, folder: Path, vocab: int = 512) -> None:
 
 def trains_resumes_and_answers(model_type: str, train_type: str, folder: Path) -> dict:
     """{"layout", "reason", "resumed": whether the resumed losses are equal to the bit, "answered"} of a run of 4 steps.
-
     Raises what the command line prints.
     """
     if not (folder / "model").exists():

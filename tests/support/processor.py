@@ -29,7 +29,7 @@ def add_option(parser) -> None:
 
 def believe_in(kind: str) -> None:
     """This process and those it starts find these probe results; everything else in the cache folder stays."""
-    if kind == "own":
+    if kind == "own" or "PYTEST_XDIST_WORKER" in os.environ:  # a worker has the environment of the first process
         return
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     facts = ProbeCache("cpu").read()

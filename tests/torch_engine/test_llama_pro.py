@@ -103,7 +103,7 @@ def test_a_mixture_of_experts_trains_its_new_layer(make_tokenizer, rows_file, tm
 )
 def test_settings_that_contradict_new_layers_are_refused(flags, message, expanded_model, rows_file, tmp_path):
     with pytest.raises(PlanError, match=message):
-        run(expanded_model, rows_file, tmp_path / "out", **flags)
+        run(expanded_model, rows_file, tmp_path / "out", **{"model_name": str(expanded_model), **flags})
 
 
 def test_a_model_that_was_not_expanded_is_refused(tiny_model, rows_file, tmp_path):

@@ -38,7 +38,6 @@ WRITTEN = {"train", "test", "tokenizer", "config.json"}  # all that a data set h
 @dataclass(frozen=True)
 class Rows:
     """Rows of one split of one or more data sets. `symmetries`: how a row may be varied in each epoch.
-
     `counts`: what the log says of them. `starts`: {path: its first row}.
     """
 
@@ -102,7 +101,6 @@ class Sources:
 @contextlib.contextmanager
 def new_dataset(output: Path) -> Iterator[Path]:
     """A folder to write a data set to, which at the end takes the place of `output`: absent, empty, or a data set.
-
     Raises PlanError before anything is written.
     """
     if output.is_symlink() or (output.exists() and not output.is_dir()):

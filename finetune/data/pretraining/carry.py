@@ -17,7 +17,6 @@ EMPTY = -1
 @dataclass(frozen=True)
 class SlotBatch(Batch):
     """A microbatch of slots. `slots`: their indices on this rank; `fresh_B`: y and z start here.
-
     `earliest_B`: the supervision step before which a row does not halt.
     """
 
@@ -36,7 +35,6 @@ class Carry:
 
     def refill(self, num_rows: int, seed: int, cursor: Cursor) -> Cursor:
         """Gives rows to empty slots, up to the epoch's end; where the next rows are.
-
         Without halting all rows leave together, and the next ones arrive together.
         """
         empty = np.flatnonzero(self.rows == EMPTY)

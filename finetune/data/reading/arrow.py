@@ -73,7 +73,6 @@ def _arrow_rows(batches, path: Path, label: str, number: int = 0, limited: bool 
 
 def _validated_rows(batches, path: Path, label: str, number: int, limited: bool):
     """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file.
-
     `number`: rows before these. `limited`: all of them are to be held in memory.
     """
     file_bytes, size = path.stat().st_size, 0

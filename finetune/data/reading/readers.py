@@ -224,7 +224,6 @@ def text_lines(
     path: Path, label: str, hasher, offset: int = 0, number: int = 0
 ) -> Iterator[tuple[int, str | BadRow, bool]]:
     """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line.
-
     From byte `offset` on, which `number` lines precede.
     """
     with open(path, "rb") as file:

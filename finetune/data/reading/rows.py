@@ -17,7 +17,6 @@ class BadRow:
 @dataclass(frozen=True)
 class RawDataset:
     """Rows as read. `skipped`: the reason for each bad row left out; at most `skip_bad_rows` over all stages.
-
     `digest`: sha256 of the bytes read.
     """
 

@@ -177,7 +177,6 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
 
 def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
     """Files of one split of `org/name` or `org/name:config`, downloaded to the Hub cache.
-
     Honors HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     import huggingface_hub

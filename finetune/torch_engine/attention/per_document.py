@@ -21,7 +21,6 @@ NAME = "documents"
 
 def dense_up_to(tensor) -> int:
     """Positions up to which matrix products and a softmax beat SDPA for queries like `tensor`; 0: never.
-
     Other devices have fused kernels for any length.
     """
     if tensor.device.type != "cpu" or tensor.dtype.itemsize not in DENSE_ATTENTION_UP_TO:
@@ -32,7 +31,6 @@ def dense_up_to(tensor) -> int:
 @dataclass(frozen=True)
 class Group:
     """N documents padded to length L.
-
     `gather_NL`: token indices in the flat row (0 for padding); `real_NL`: not padding.
     """
 

@@ -59,7 +59,6 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
 @contextlib.contextmanager
 def adapters_off(model):
     """The model as it was before training, without dropout: only its base computes.
-
     Not of adapters whose start was subtracted from the base.
     """
     training, layers = model.training, [m for m in model.modules() if isinstance(m, LoRALinear | LoRAEmbedding)]

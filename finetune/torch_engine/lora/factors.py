@@ -13,8 +13,7 @@ from finetune.adapters.start import seed_of
 
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
 # Power iterations of the randomized SVD. Meng et al. 2024, section 4.3, find 16 as good as a full SVD; in LoftQ each
-# step
-# corrects the error of the one before.
+# step corrects the error of the one before.
 POWER_STEPS = {"pissa": 16, "loftq": 4}
 MORE_RANK = 8
 

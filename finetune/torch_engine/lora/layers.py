@@ -69,8 +69,7 @@ class LoRALinear(nn.Module):
         self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
         self.merged = None  # base and adapter merged into one dense weight during generation
         self.off = False  # only the base computes, see adapters_off
-        # Row-parallel linears (tensor_parallel.py): number of input shards, this rank's index, all-reduce of squared
-        # norms.
+        # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces, self.mask_piece, self.across = 1, None, None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
@@ -116,7 +115,6 @@ class LoRALinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """Base and adapter merged, differentiable, as the base stores its weight: for model code that reads it.
-
         Without dropout.
         """
         base = self.base.weight

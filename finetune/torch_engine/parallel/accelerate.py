@@ -39,8 +39,7 @@ def shard_with_accelerate(model, groups: ProcessGroups) -> FSDPRoot:
 def _accelerator(groups: ProcessGroups, **plugins):
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    # What accelerate reads if neither it nor torchrun started the ranks. The group exists: nobody connects to the
-    # address.
+    # What accelerate reads if neither it nor torchrun started the ranks. The group exists: the address is not used.
     device, size = groups.device, groups.dims.world_size
     local_rank = groups.rank if device.index is None else device.index
     variables = {"RANK": groups.rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size}

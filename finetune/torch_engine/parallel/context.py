@@ -53,7 +53,6 @@ def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray
 
 def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
     """This rank's shard of a flat batch, and its layout for attention.
-
     Padding forms a separate document without targets.
     """
     num_ranks, rank = groups.dims.cp, groups.coordinate("cp")

@@ -159,7 +159,6 @@ def install_pieces(device_type: str) -> list[str]:
 
 def install_operators(module: types.ModuleType, key: str) -> list[str]:
     """Registers torch's own implementations of FSDP2's operators where a dispatch key has none; their names.
-
     The device's module keeps their Library, without which they would be unregistered.
     """
     missing = missing_operators(key)

@@ -149,7 +149,6 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
 @torch.no_grad()
 def init_dora_magnitudes(root, groups: ProcessGroups) -> None:
     """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own rows: one gathered layer at a time.
-
     Collective.
     """
     rows = {

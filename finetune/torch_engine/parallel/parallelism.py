@@ -1,5 +1,4 @@
 """How a model's work and weights are distributed: the Parallelism protocol, and Local, which every other builds on.
-
 The engine asks nowhere which one it holds.
 """
 
@@ -80,7 +79,6 @@ class Parallelism(Protocol):
 
 class Local:
     """One process, or replicas whose gradients are all-reduced once per step.
-
     Layers may be tensor or pipeline parallel.
     """
 

@@ -18,7 +18,6 @@ def parallelize(
     model, plan: Parts, groups: ProcessGroups = SINGLE_PROCESS, local_shards=None, pad_id: int = 0
 ) -> Parallelism:
     """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
-
     `local_shards`: this rank's rows, if it loaded only those.
     """
     how, memory, layout = plan.parallel, plan.memory, plan.data.layout
@@ -68,7 +67,6 @@ def _around(forward: ModelForward, placement: Placement, root, how: ParallelPlan
 
 def checkpoint_activations(model, reentrant: bool) -> None:
     """Recomputes each layer's activations in backward, by transformers' own checkpointing.
-
     Raises PlanError if it has none.
     """
     if not model.supports_gradient_checkpointing:

@@ -106,7 +106,6 @@ class Stage:
 
     def forward(self, work, shape: tuple):
         """work() on the last stage; on the others the hidden states after this stage's last layer.
-
         `work` calls the model. `shape`: (rows, positions) of the microbatch on this rank.
         """
         if not self.first:

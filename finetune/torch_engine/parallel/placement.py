@@ -1,5 +1,4 @@
 """Where each trainable parameter is: its pipeline stage, its tensor- or expert-parallel slice, its FSDP rows.
-
 Gathers and slices parameters accordingly.
 """
 
@@ -28,7 +27,6 @@ def unsharded_shape(parameter) -> torch.Size:
 
 class Placement:
     """`trainable`: {name: parameter} on all ranks, on meta if another pipeline stage has it.
-
     `of_stage`: those of this stage.
     """
 
@@ -122,7 +120,6 @@ class Placement:
     def gather(self, name: str, shard: torch.Tensor | None) -> torch.Tensor | None:
         """On rank 0 the full CPU tensor whose shards are placed as the parameter `name` is, from the stage that owns
         it.
-
         `shard`: this rank's, None if its stage has none. Collective.
         """
         owner = self.pipeline.stage_of(name)

@@ -56,7 +56,6 @@ def _listening_store(env: RankEnv, listener, wait_for_workers: bool):
 
 def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, log_error) -> Watchdog:
     """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
-
     `address`: this host's, see env.network_address. Raises RankLostError if rank 0 does not answer.
     """
     common = env, timeout_s, stacks, log_error, is_peer_failure

@@ -191,7 +191,6 @@ class StagedGloo(dist.ProcessGroup):
 
     def _in_chunks(self, what: str, call, inputs: list, outputs: list, rows: list) -> StagedWork:
         """Like `_one`, column chunk by column chunk of tensors seen as matrices of `rows` rows each (1 or the size).
-
         Copying a chunk in overlaps with the network of those before it.
         """
         tensors = [*inputs, *(t for t in outputs if all(t is not i for i in inputs))]

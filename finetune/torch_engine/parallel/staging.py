@@ -14,7 +14,6 @@ MIB = 2**20
 class StagingBuffers:
     """Host memory for tensors in flight, reused: powers of two up to a MiB, then whole MiB, so that shapes share them.
     At most FREE_STAGING_BYTES are kept between operations.
-
     `copies_cpu`: tensors that are in host memory already are staged too.
     """
 

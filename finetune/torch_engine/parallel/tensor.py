@@ -146,7 +146,6 @@ def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
 
 def plan_of(model, said: str) -> dict[str, str]:
     """{pattern of a full module name: kind} in the config's TP plan, for decoder modules.
-
     PlanError if there is none.
     """
     config = model.config.get_text_config()

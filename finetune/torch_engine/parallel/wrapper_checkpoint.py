@@ -1,5 +1,4 @@
 """A sharded model's weights and optimizer state in one file, in full, for any number of ranks.
-
 For modules that the wrapper shards alone; runs of train.py keep safetensors checkpoints (finetune/checkpoint).
 """
 

@@ -86,7 +86,6 @@ class RecursiveEngine(EngineBase):
 
     def train_step(self, microbatches: list[SlotBatch], lr: float) -> StepResult:
         """One optimizer step on the rows in their slots; the slots move on by one supervision step.
-
         NonFiniteError leaves weights and moments unchanged.
         """
         self.model.train()

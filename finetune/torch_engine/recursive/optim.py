@@ -25,7 +25,6 @@ def build_optimizer(named: dict, settings: PretrainConfig, device):
 
 class AdamATan2(torch.optim.Optimizer):
     """AdamW with lr * atan2(m, sqrt(v)) in place of lr * m / (sqrt(v) + eps) (Everett et al. 2024): no epsilon.
-
     m and v are corrected for their start as in Adam.
     """
 

@@ -1,5 +1,4 @@
 """The recursive engine's state in and out: weights, moments, averages, and the slots with their y and z.
-
 Ranks are replicas, so that only the slots differ; every function is collective.
 """
 

@@ -36,7 +36,6 @@ FORK_NAMES = {
 
 def open_model(checkpoint: Path, raw: bool, dtype: str, device) -> RecursiveModel:
     """The model of a step_N folder, a published run or a fork's step_N file, in eval mode.
-
     `raw`: the weights themselves and not their average. Raises PlanError, CheckpointDamagedError.
     """
     if checkpoint.is_file():

@@ -31,7 +31,6 @@ class Decoded:
 
 def decoded(shapes: dict[str, tuple], config: dict) -> dict[str, Decoded]:
     """{name a plain folder would have: how it is decoded} of a folder's tensors; empty for plain folders.
-
     `shapes`: of the tensors in its files; `config`: its quantization_config.
     """
     found = {}
@@ -99,7 +98,6 @@ def _packed_rows(head, shape, shapes, config) -> tuple[str, Decoded]:
 
 def scaled(codes_OI, scale, zero=None, group_of_I=None, blocks: tuple = ()) -> torch.Tensor:
     """fp8 or int8 codes times their scale: one number, one per row, or one per block of rows and columns.
-
     `group_of_I`: each column's group, where columns were ordered by activation.
     """
     codes, scale = codes_OI.float(), scale.float()

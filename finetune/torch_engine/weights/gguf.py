@@ -16,7 +16,6 @@ from finetune.system.files import locked, new_folder
 
 def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
     """Writes config.json, model.safetensors (bf16, tied weights once), generation config, tokenizer and chat template.
-
     Atomic, even with concurrent writers; an existing folder with a config.json is left unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,6 @@ class LocalShards:
 
     def module(self, name: str, module: nn.Module, num_rows: int | None = None) -> None:
         """Moves a new module's parameters to meta.
-
         `num_rows`: of the full one, if it was made of this rank's rows only.
         """
         for inner, part in module.named_modules(prefix=name):

@@ -55,7 +55,6 @@ def _quant_state(name: str, checkpoint) -> str | None:
 
 def read(name: str, checkpoint, expected: tuple) -> tuple:
     """(quantizer module, tensors, shape [O, I], Format) of a prequantized weight and its parts.
-
     Raises ValueError if a part is missing or does not match the expected shape.
     """
     kind, head = parts(name, checkpoint), name.rpartition(".")[0]

@@ -197,7 +197,6 @@ def _run(place, weights, workers: int) -> None:
 
 def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
     """File tensors to parameters, in layer order, by transformers' conversion mapping.
-
     And {unused tensor: the name it would have}.
     """
     mapping = transformers_internals.get_model_conversion_mapping(model)
@@ -247,11 +246,9 @@ class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
     def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None):
-        self.local_shards, self.digests = (
-            local_shards,
-            {},
-        )  # of full, possibly tied weights: ranks see only their rows
-        self.model, self.checkpoint, self.dtype, self.device, self.said = (model, checkpoint, dtype, device, said)
+        self.local_shards = local_shards
+        self.digests = {}  # of full, possibly tied weights: ranks see only their rows
+        self.model, self.checkpoint, self.dtype, self.device, self.said = model, checkpoint, dtype, device, said
         self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
         # A prequantized folder determines itself which layers are quantized.
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)

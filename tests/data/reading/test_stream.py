@@ -175,7 +175,7 @@ def test_a_bad_row_in_the_middle_ends_the_run_with_its_place(tmp_path, run):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({}, "--streaming: the number of rows is not known before they are read. Add --max_steps."),
+        ({}, "--streaming true: the number of rows is not known before they are read. Add --max_steps."),
         ({"max_steps": 3, "validation_split": 0.1}, "--validation_split 0.1: needs all rows"),
         ({"max_steps": 3, "batch_size": "auto"}, "--batch_size auto: needs all rows"),
         ({"max_steps": 3, "dataset_samples": 5}, "--dataset_samples 5: needs all rows"),

@@ -4,13 +4,18 @@ Its module offers what `torch.mps` offers and no more, so that what FSDP2 misses
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import torch
+
+from finetune.model_files.demo_model import locked
+from finetune.model_files.hub import cache_root
 
 NAME = "emulated"
 MEMORY_BYTES = 8 * 2**30
@@ -43,14 +48,8 @@ def missing() -> str | None:
 
 
 def load(refuses_resize: bool = True):
-    """The built extension, with torch.device('emulated') usable after it. Takes 30 s the first time, then 1 s."""
-    from torch.utils.cpp_extension import load as build
-
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is there
-    source = Path(__file__).with_name("device.cpp")
-    # One build for each checkout and version of the source: two at work must not build over one another.
-    name = f"emulated_device_{hashlib.sha256(bytes(source) + source.read_bytes()).hexdigest()[:12]}"
-    device = build(name, [str(source)], extra_cflags=["-O1"])
+    """The built extension, with torch.device('emulated') usable after it. Compiled once, see `built`."""
+    device = sys.modules.get("emulated_device") or _imported(built())
     sys.modules["emulated_device"] = device
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
@@ -58,6 +57,44 @@ def load(refuses_resize: bool = True):
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     device.refuse_resize(refuses_resize)
     return device
+
+
+def built() -> Path:
+    """The compiled extension in the user's cache folder: the first process that asks compiles it, others wait."""
+    source = Path(__file__).with_name("device.cpp").read_bytes()
+    built_from = repr((source, torch.__version__, sys.version, os.environ.get("CXX")))
+    key = hashlib.sha256(built_from.encode()).hexdigest()[:16]
+    folder = cache_root() / "finetune" / "tests" / f"emulated_device-{key}"
+    library = folder / "emulated_device.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock"):
+            if not library.exists():
+                _compile(source, library)
+    return library
+
+
+def _compile(source: bytes, library: Path) -> None:
+    """Compiles beside `library` and renames, so that no process finds an incomplete file."""
+    folder = library.parent / ".tmp-build"
+    folder.mkdir()
+    (folder / "device.cpp").write_bytes(source)
+    # torch imports what it builds, from this folder: not in this process, which imports it from the other.
+    code = (
+        "from torch.utils.cpp_extension import load\n"
+        f"load({library.stem!r}, ['device.cpp'], build_directory='.', extra_cflags=['-O1'])"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is there
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=os.environ | {"PATH": path}, check=True)
+    (folder / library.name).rename(library)
+    shutil.rmtree(folder)
+
+
+def _imported(library: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def extension():

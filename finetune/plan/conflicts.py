@@ -1,0 +1,495 @@
+"""Which settings exclude each other: tables of rows, one loop that refuses them, one form of error.
+
+A rule of the plan calls `check` with its table when the values it reads are resolved. docs/conflicts.md is written from
+these tables by docs/make_conflicts.py. What needs more than a comparison of values is in the rules themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backend_manager import Backend
+from finetune.config import DEFAULTS, FIELDS, PAIRED, PREFERENCES, REFERENCED, RESIDUAL_INITS
+from finetune.distributed.accelerate_config import NAMES
+from finetune.errors import PlanError
+from finetune.plan.draft import Draft
+from finetune.plan.plan_base import format_value
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a flag, in words and as a predicate on (value, default). `if_given`: only if the user set it."""
+
+    text: str
+    match: Callable[[object, object], bool]
+    if_given: bool = False
+
+    def hold(self, draft: Draft, flag: str) -> bool:
+        return (draft.given(flag) or not self.if_given) and self.match(draft.values[flag], DEFAULTS[flag])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a plan is beside the refused values, in words and as a predicate on the draft."""
+
+    text: str
+    holds: Callable[[Draft], bool]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """`flag` with the values `when` is refused beside `other`: `why` and `remedy` may name {settings} and `shown`."""
+
+    flag: str
+    when: Values
+    other: Condition
+    why: str
+    remedy: str
+
+
+def check(draft: Draft, conflicts: tuple[Conflict, ...]) -> None:
+    """Raises PlanError for the first conflict of these that the draft has."""
+    for conflict in conflicts:
+        if conflict.when.hold(draft, conflict.flag) and conflict.other.holds(draft):
+            values = shown(draft)
+            why, remedy = conflict.why.format(**values), conflict.remedy.format(**values)
+            raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
+
+
+def shown(draft: Draft) -> dict[str, str]:
+    """What a row's text may name: every setting, and facts under names in capitals."""
+    blank = {name for name, value in draft.values.items() if isinstance(value, str) and not value.strip(" ,")}
+    values = {name: repr(v) if name in blank else format_value(v) for name, v in draft.values.items()}
+    facts = {
+        "DISTRIBUTION": NAMES.get(draft.distribution, draft.distribution),
+        "STORED": _stored_by(draft),
+        "EXPERTS": draft.shape and draft.shape.num_experts,
+    }
+    return values | facts | {"backend": str(draft.backend)}
+
+
+def _stored_by(draft: Draft) -> str | None:
+    return (draft.facts.prequantized or {}).get("quantization_backend")
+
+
+def _adapts_experts(draft: Draft) -> bool:
+    """True if experts would be quantized or get adapters."""
+    if not (draft.shape and draft.shape.num_experts) or draft.values["train_type"] == "full":
+        return False
+    return draft.values["train_type"] == "qlora" or draft.values["lora_target_modules"] == "all"
+
+
+# ---- values
+
+SET = Values("set", lambda value, default: bool(value))
+UNSET = Values("not set", lambda value, default: not value)
+GIVEN = Values("given", lambda value, default: True, if_given=True)
+SET_AND_GIVEN = Values("given", lambda value, default: bool(value), if_given=True)
+CHANGED = Values("changed", lambda value, default: value != default, if_given=True)
+NOT_DEFAULT = Values("changed", lambda value, default: value != default)
+EMPTY = Values("empty", lambda value, default: not any(part.strip() for part in value.split(",")))
+
+
+def is_one_of(*words) -> Values:
+    return Values(" or ".join(f"`{format_value(w)}`" for w in words), lambda value, default: value in words)
+
+
+def is_none_of(*words, if_given: bool = False) -> Values:
+    text = "other than " + " and ".join(f"`{format_value(w)}`" for w in words)
+    return Values(text, lambda value, default: value not in words, if_given)
+
+
+def over(limit: float) -> Values:
+    return Values(f"over {limit:g}", lambda value, default: value > limit)
+
+
+def at_least(limit: float) -> Values:
+    return Values(f"{limit:g} or more", lambda value, default: value >= limit)
+
+
+# ---- conditions
+
+ALWAYS = Condition("", lambda draft: True)
+ON_MLX = Condition("`--backend mlx`", lambda draft: draft.backend is Backend.MLX)
+
+
+def beside(flag: str, values: Values) -> Condition:
+    return Condition(f"`--{flag}` {values.text}", lambda draft: values.hold(draft, flag))
+
+
+def both(one: Condition, other: Condition) -> Condition:
+    text = " and ".join(filter(None, (one.text, other.text)))
+    return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
+
+
+# What a run minimizes, as facts of the word of --preference.
+OBJECTIVE_FACTS = {
+    "preferences": lambda word: word != "none",
+    "labels": lambda word: word not in ("none", *PAIRED),
+    "needs_reference": lambda word: word in REFERENCED,
+}
+PREFERENCE_FLAGS = {
+    "preference_beta": "preferences",
+    "desirable_weight": "labels",
+    "undesirable_weight": "labels",
+    "precompute_ref_log_probs": "needs_reference",
+}
+
+
+def words_with(fact: str) -> str:
+    """The words of --preference of which this is a fact, as a list in prose."""
+    *others, last = (word for word in PREFERENCES if OBJECTIVE_FACTS[fact](word))
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def objective(fact: str, holds: bool = True) -> Condition:
+    words = [word for word in PREFERENCES if OBJECTIVE_FACTS[fact](word) is holds]
+    return beside("preference", is_one_of(*words))
+
+
+PREFERRING, WITH_LABELS, COMPARING = (objective(fact) for fact in OBJECTIVE_FACTS)
+
+# ---- the tables, in the order of the rules that check them
+
+OMIT_ONE = "Omit one of them"
+
+
+def contradicts(flag: str, when: Values, other: str, values: Values, because: str = "") -> Conflict:
+    """Two settings that do not go together, whichever of them was meant."""
+    why = f"contradicts --{other} {{{other}}}{because}"
+    return Conflict(flag, when, beside(other, values), why, OMIT_ONE)
+
+
+SETTINGS = (
+    contradicts("warmup_steps", SET_AND_GIVEN, "warmup_ratio", SET_AND_GIVEN),
+    contradicts("validation_dataset", SET_AND_GIVEN, "validation_split", SET_AND_GIVEN),
+    contradicts("resume", SET_AND_GIVEN, "overwrite", SET_AND_GIVEN),
+    *(
+        Conflict(name, at_least(1), ALWAYS, "must be below 1", "")
+        for name in ("validation_split", "warmup_ratio", "lora_dropout")
+    ),
+    Conflict("cosine_min_lr_ratio", over(1), ALWAYS, "must be at most 1", ""),
+    contradicts("reentrant_checkpointing", is_one_of(True), "use_gradient_checkpointing", is_one_of("false")),
+    *(
+        Conflict(name, SET, beside("dry_run", UNSET), "plans for another machine", "Add --dry_run")
+        for name in ("assume_memory", "assume_world_size")
+    ),
+    Conflict("loading_workers", is_one_of(0), ALWAYS, "must be at least 1, or -1: chosen for this machine", ""),
+    Conflict("lora_target_modules", EMPTY, ALWAYS, "names nothing", "Name layers, or use all"),
+    Conflict("max_steps", is_one_of(0), ALWAYS, "trains nothing", "Give a number of steps, or -1"),
+)
+
+STREAMING = beside("streaming", is_one_of(True))
+DATA = (
+    Conflict("data_report", SET, beside("dry_run", UNSET), "is written by a dry run", "Add --dry_run"),
+    Conflict(
+        "streaming",
+        SET,
+        beside("max_steps", Values("0 or less", lambda value, default: value <= 0)),
+        "the number of rows is not known before they are read",
+        "Add --max_steps",
+    ),
+    *(
+        Conflict(name, when, STREAMING, "needs all rows, which --streaming never holds", OMIT_ONE)
+        for name, when in (
+            ("validation_split", over(0)),
+            ("dataset_samples", over(0)),
+            ("batch_size", is_one_of("auto")),
+            ("init_lora_weights", is_one_of("eva")),
+        )
+    ),
+    Conflict(
+        "window_overlap",
+        SET,
+        beside("overlong", is_none_of("auto", "split")),
+        "--overlong {overlong} makes no windows",
+        OMIT_ONE,
+    ),
+)
+
+WHY_REFERENCE = "--preference {preference} compares with the model before training"
+NO_REFERENCE = "or --preference orpo, which compares with nothing"
+PREFERENCE = (
+    *(
+        Conflict(
+            name,
+            CHANGED,
+            objective(fact, holds=False),
+            f"is for --preference {words_with(fact)}, and this run has --preference {{preference}}",
+            OMIT_ONE,
+        )
+        for name, fact in PREFERENCE_FLAGS.items()
+    ),
+    Conflict(
+        "preference",
+        is_none_of("none"),
+        Condition("the demo's data", lambda draft: bool(draft.demo)),
+        "the demo's rows have no preferences",
+        "Add --dataset",
+    ),
+    Conflict("preference", is_none_of("none"), ON_MLX, "the MLX engine has no preference losses", "Use --backend cpu"),
+    *(
+        Conflict(name, is_one_of(value), PREFERRING, f"with --preference {{preference}}, {why}", "Omit it")
+        for name, value, why in (
+            ("train_on_prompt", True, "a preference is of answers, so prompts are no targets"),
+            ("streaming", True, "the steps of preferences are made of all rows"),
+            ("overlong", "split", "an answer is preferred as a whole, not a window of it"),
+        )
+    ),
+    Conflict(
+        "desirable_weight",
+        UNSET,
+        both(WITH_LABELS, beside("undesirable_weight", UNSET)),
+        "nothing is learned, as --undesirable_weight is 0 too",
+        "Raise one of them",
+    ),
+    Conflict(
+        "train_type",
+        is_one_of("full"),
+        COMPARING,
+        f"{WHY_REFERENCE}, which full fine-tuning does not keep",
+        f"Use --train_type lora or qlora, {NO_REFERENCE}",
+    ),
+    Conflict(
+        "llama_pro_path",
+        SET,
+        COMPARING,
+        f"{WHY_REFERENCE}, which its trained layers replace",
+        f"Omit it to train an adapter, {NO_REFERENCE}",
+    ),
+    Conflict(
+        "init_lora_weights",
+        is_one_of(*RESIDUAL_INITS),
+        COMPARING,
+        f"{WHY_REFERENCE}, and this changes the base at the start",
+        f"Use default, gaussian or eva, {NO_REFERENCE}",
+    ),
+)
+
+FULL, QLORA = beside("train_type", is_one_of("full")), beside("train_type", is_one_of("qlora"))
+UNQUANTIZED = beside("train_type", is_none_of("qlora"))
+ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
+QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
+TRAIN_TYPE = (
+    *(
+        Conflict(name, CHANGED, FULL, "full fine-tuning has no adapter", "Use --train_type lora")
+        for name in ADAPTER_FLAGS
+    ),
+    Conflict(
+        "llama_pro_path",
+        SET,
+        FULL,
+        "trains only the added layers, and --train_type full trains all",
+        "Use --train_type lora, or --model_name {llama_pro_path} with full",
+    ),
+    *(
+        Conflict(
+            name,
+            CHANGED,
+            beside("llama_pro_path", SET),
+            "--llama_pro_path trains full layers and has no adapter",
+            "Omit it",
+        )
+        for name in ADAPTER_FLAGS
+    ),
+    Conflict("quantization_backend", is_one_of("none"), QLORA, "qlora quantizes its base", "Use --train_type lora"),
+    *(
+        Conflict(
+            name, GIVEN, UNQUANTIZED, "nothing is quantized with --train_type {train_type}", "Use --train_type qlora"
+        )
+        for name in QUANTIZATION_SETTINGS
+    ),
+    Conflict(
+        "quantization_backend",
+        is_none_of("auto", "none", if_given=True),
+        UNQUANTIZED,
+        "--train_type {train_type} keeps its weights unquantized",
+        "Use --train_type qlora",
+    ),
+    Conflict(
+        "init_lora_weights",
+        is_one_of("loftq"),
+        UNQUANTIZED,
+        "starts from what quantization loses, and --train_type {train_type} quantizes nothing",
+        "Use --train_type qlora, or pissa",
+    ),
+)
+
+DATA_PARALLEL_ONLY = "the MLX engine has data parallelism only"
+MLX = (
+    *(
+        Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
+        for name, why in (
+            ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
+            ("tp_degree", f"mlx-lm's sharded layers take no adapter, and {DATA_PARALLEL_ONLY}"),
+            ("cp_degree", DATA_PARALLEL_ONLY),
+            ("pp_degree", DATA_PARALLEL_ONLY),
+            ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
+            ("ep_degree", DATA_PARALLEL_ONLY),
+            ("double_quant", "MLX's formats do not quantize their scales again"),
+        )
+    ),
+    Conflict(
+        "init_lora_weights",
+        is_none_of("default", "gaussian"),
+        ON_MLX,
+        "the MLX engine has default and gaussian",
+        "Use one of them, or --backend cpu",
+    ),
+    Conflict("optimizer", is_one_of("adamw_8bit"), ON_MLX, "is bitsandbytes', which MLX does not run", "Use adamw"),
+    Conflict("parallel_backend", is_none_of("ptd"), ON_MLX, "is for torch", "Omit it"),
+    Conflict(
+        "batch_layout",
+        is_one_of("padding_free"),
+        ON_MLX,
+        "mlx-lm's models take no document boundaries",
+        "Use auto or padded",
+    ),
+    Conflict(
+        "model_name",
+        Values("stored quantized, not by MLX", lambda value, default: True),
+        both(ON_MLX, Condition("", lambda draft: _stored_by(draft) not in (None, "mlx"))),
+        "is stored quantized by {STORED}, which MLX cannot read",
+        "Give the unquantized model it was made from",
+    ),
+    Conflict(
+        "backend",
+        Values("`mlx`", lambda value, default: True),
+        Condition("a mixture of experts, quantized or with adapters on all layers", _adapts_experts),
+        "this model has {EXPERTS} experts per layer, which the MLX engine neither quantizes nor adapts",
+        "Use --train_type lora --lora_target_modules q_proj,k_proj,v_proj,o_proj, or --backend cpu",
+    ),
+)
+
+PARALLELISM = tuple(
+    contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
+    for degree, name, value, why in (
+        ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
+        ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
+        ("tp_degree", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
+        ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
+        (
+            "pp_degree",
+            "use_activation_cpu_offload",
+            True,
+            "keeps the activations of several microbatches on the device",
+        ),
+    )
+)
+
+REPLICATED = (
+    Conflict(
+        "use_cpu_offload",
+        is_one_of(True),
+        Condition("several ranks with a replica each", lambda draft: draft.dims.shards == 1),
+        "keeps sharded weights in host memory, and nothing is sharded here",
+        "Use --dp_shards, or omit it",
+    ),
+)
+
+SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shards > 1)
+SHARDED = (
+    Conflict(
+        "optimizer",
+        is_one_of("adamw_8bit"),
+        SHARDING,
+        "8-bit moments are quantized in rank-local blocks, so the checkpoint could not resume on another world size",
+        "Use adamw, with --use_cpu_offload true if moments do not fit, or --sharding_strategy ddp",
+    ),
+    Conflict(
+        "cache_dequantized",
+        Values("`true`", lambda value, default: value == "true", if_given=True),
+        SHARDING,
+        "keeps every weight dense and unsharded on every rank, which sharding avoids",
+        "Omit it, or use --sharding_strategy ddp",
+    ),
+)
+
+BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
+ACCELERATE = (
+    Conflict(
+        "reentrant_checkpointing",
+        is_one_of(True),
+        BY_ACCELERATE,
+        "accelerate's {DISTRIBUTION} waits for each gradient once",
+        "Use false",
+    ),
+    *(
+        Conflict(name, when, BY_DEEPSPEED, f"{{DISTRIBUTION}} {why}", f"{remedy}, or use --parallel_backend ptd")
+        for name, when, why, remedy in (
+            ("precision", is_one_of("fp16", "fp16_autocast"), "scales its loss itself", "Use bf16 or fp32"),
+            ("optimizer", is_one_of("adamw_8bit"), "splits 8-bit blocks", "Use adamw"),
+            ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
+        )
+    ),
+)
+
+PREFERENCE_PARALLELISM = (
+    *(
+        Conflict(
+            name,
+            over(1),
+            PREFERRING,
+            "--preference {preference} needs documents that one rank computes in full",
+            "Use --dp_shards or --dp_degree",
+        )
+        for name in ("tp_degree", "cp_degree", "pp_degree")
+    ),
+    Conflict(
+        "parallel_backend",
+        is_one_of("accelerate"),
+        both(PREFERRING, BY_DEEPSPEED),
+        "--preference {preference} is untested under {DISTRIBUTION}",
+        "Use --parallel_backend ptd",
+    ),
+    Conflict(
+        "batch_size",
+        is_one_of(1),
+        both(
+            WITH_LABELS,
+            Condition(
+                "one row per step",
+                lambda draft: draft.dims.data_ranks * draft.values["gradient_accumulation_steps"] == 1,
+            ),
+        ),
+        "--preference {preference} pairs each prompt of a step with another row's answer",
+        "Use 2 or more",
+    ),
+)
+
+MODEL = (
+    Conflict(
+        "router_aux_loss_coef",
+        SET,
+        Condition("a model without experts", lambda draft: not draft.shape.num_experts),
+        "weighs the load-balancing loss of routers, and this model has none",
+        "Omit it",
+    ),
+    *(
+        contradicts("router_aux_loss_coef", SET, other, values, f": {why}")
+        for other, values, why in (
+            ("pp_degree", over(1), "the routers of other stages are not in the last one's loss"),
+            ("reentrant_checkpointing", is_one_of(True), "router logits of its forward have no gradient"),
+            ("preference", is_none_of("none"), "its forwards are of pairs and of a reference"),
+            ("parallel_backend", is_none_of("ptd"), "it is computed by the built-in distribution only"),
+        )
+    ),
+)
+
+SAVING = tuple(
+    contradicts("save_model", is_one_of(False), other, SET, ", which writes checkpoints")
+    for other in ("save_every", "resume")
+)
+
+# The tables under the headings of the page of the docs.
+TABLES = {
+    "Settings": SETTINGS,
+    "Data": DATA,
+    "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
+    "Training type": TRAIN_TYPE,
+    "Several ranks": (*PARALLELISM, *REPLICATED, *SHARDED),
+    "accelerate and DeepSpeed": ACCELERATE,
+    "MLX": MLX,
+    "Mixtures of experts": MODEL,
+    "Saving": SAVING,
+}

@@ -1,0 +1,128 @@
+"""What the plans of train.py and pretrain.py share: decisions with their reasons, on disk and between processes."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from finetune.distributed.parallel_dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """A setting whose requested or default value was not used, and why."""
+
+    setting: str
+    requested: object
+    used: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {format_value(self.requested)} -> {format_value(self.used)} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run on disk that --resume names: the folder it continues in, its saved plan, the checkpoint if one was named.
+    `notices`: what the user should know about these files.
+    """
+
+    output_dir: Path
+    saved_plan: dict
+    step_folder: Path | None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_outside(self) -> bool:
+        """True for a checkpoint that is not one of the output_dir's."""
+        root = self.output_dir.resolve()
+        return self.step_folder is not None and self.step_folder.parent not in (root, root / "checkpoints")
+
+
+Plan = TypeVar("Plan", bound="PlanBase")
+
+
+class PlanBase:
+    """Methods of a frozen dataclass with these fields. A subclass says how its settings become flat values and back."""
+
+    settings: Any
+    requested: dict
+    adjustments: tuple[Adjustment, ...]
+    notices: tuple[str, ...]
+    backend: str
+    engine: str
+    dims: ParallelDims
+    resume_from: SavedRun | None
+
+    OUTPUT: ClassVar[str]  # the setting that names the output folder
+    LOCAL: ClassVar[tuple[str, ...]] = ()  # fields that stay in this process, None in others
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dims.data_ranks
+
+    def flat_settings(self) -> dict:
+        """{setting: value} of all settings."""
+        raise NotImplementedError
+
+    @classmethod
+    def settings_of(cls, values: dict):
+        """The settings with these values, lists from JSON among them."""
+        raise NotImplementedError
+
+    def saved(self) -> tuple[dict, dict]:
+        """(requested, settled) as run_plan.json holds them."""
+        raise NotImplementedError
+
+    def changed(self: Plan, changes: dict) -> Plan:
+        """The plan with {setting: (value used, reason)}, an Adjustment for each that differs."""
+        values = self.flat_settings()
+        new = {name: value for name, (value, _) in changes.items() if values[name] != value}
+        adjustments = tuple(Adjustment(name, values[name], value, changes[name][1]) for name, value in new.items())
+        return replace(self, settings=self.settings_of(values | new), adjustments=self.adjustments + adjustments)
+
+    def to_json(self) -> dict:
+        """What run_plan.json holds."""
+        requested, settled = self.saved()
+        return {
+            "requested": requested,
+            "settled": settled | {"engine": self.engine},
+            "adjustments": [asdict(a) for a in self.adjustments],
+        }
+
+    def digest(self) -> str:
+        """sha256 of everything settled except the output folder."""
+        settled = {k: v for k, v in self.to_json()["settled"].items() if k != self.OUTPUT}
+        return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()
+
+    def serialize(self) -> str:
+        """JSON of all that other ranks need: every decision, without what it was resolved against."""
+        whole = asdict(replace(self, **dict.fromkeys(self.LOCAL)))
+        content = {f.name: whole[f.name] for f in fields(self) if f.init}  # the rest follows from these
+        return json.dumps(content | {"settings": self.flat_settings()}, default=str)
+
+    @classmethod
+    def deserialize(cls: type[Plan], text: str) -> Plan:
+        content = json.loads(text)
+        content["settings"] = cls.settings_of(content["settings"])
+        content["adjustments"] = tuple(Adjustment(**a) for a in content["adjustments"])
+        content["notices"] = tuple(content["notices"])
+        content["dims"] = ParallelDims(**content["dims"])
+        if content["resume_from"]:
+            saved = content["resume_from"]
+            step_folder = saved["step_folder"] and Path(saved["step_folder"])
+            notices = tuple(saved["notices"])
+            content["resume_from"] = SavedRun(Path(saved["output_dir"]), saved["saved_plan"], step_folder, notices)
+        return cls(**content)
+
+    def on_this_host(self: Plan) -> Plan:
+        """The plan with what this host must find for itself."""
+        return self
+
+
+def format_value(value) -> str:
+    """A setting's value as messages show it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else str(value)
