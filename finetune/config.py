@@ -5,6 +5,8 @@ The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are
 
 from dataclasses import dataclass, field, fields
 
+from finetune.objectives import OBJECTIVES
+
 TRAIN_TYPES = ("full", "lora", "qlora")
 # Deprecated --train_type values of the older scripts, and the settings each is an alias for.
 DEPRECATED_TRAIN_TYPES = {
@@ -29,9 +31,6 @@ QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 AUTO_BOOL = ("auto", "true", "false")
-PREFERENCES = ("none", "dpo", "orpo", "kto")
-PAIRED = ("dpo", "orpo")  # of which a row is two documents
-REFERENCED = ("dpo", "kto")  # which compare with the model before training
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
 TEXT_UNITS = ("auto", "document", "line")
@@ -154,7 +153,7 @@ class TrainConfig:
         "data",
         "learn which answers are preferred. dpo, orpo: from pairs, rows with chosen and rejected, which --batch_size "
         "counts; kto: from rows with a label, or from both halves of pairs",
-        choices=PREFERENCES,
+        choices=tuple(OBJECTIVES),
     )
     preference_beta: float = flag(
         0.1,

@@ -4,26 +4,32 @@ A step divides each sum once, over its microbatches and ranks, so that no object
 are beside the engine that computes them: a row of the table names the class.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from finetune.engine import Batch
+if TYPE_CHECKING:  # the flags are made from OBJECTIVES, and --help imports no numpy
+    from collections.abc import Callable
+
+    from finetune.engine import Batch
 
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
     """One row of OBJECTIVES: a class of a module. `arguments`: {argument of the class: flag of its value}.
 
-    `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer with a label. `needs_reference`: it
-    compares with the model before training. `mismatches`: prompts with other rows' answers are read before a step.
+    `defaults`: {flag: its value where the user gave none}, if that is not the flag's own. `pairs`: a row is a chosen
+    and a rejected answer. `labels`: a row is an answer with a label. `needs_reference`: it compares with the model
+    before training. `mismatches`: prompts with other rows' answers are read before a step.
     """
 
     module: str
     name: str
     summary: str
     arguments: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, float] = field(default_factory=dict)
     pairs: bool = False
     labels: bool = False
     needs_reference: bool = False

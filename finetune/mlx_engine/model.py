@@ -123,16 +123,16 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
-def quantize_as_stored(model, weights: dict, settings: dict) -> None:
+def quantize_as_stored(model, weights: dict, stored: dict) -> None:
     """Gives the layers that are stored quantized the classes that hold such weights."""
 
     def predicate(path, module):
-        if path in settings:
-            return settings[path]
+        if path in stored:
+            return stored[path]
         return hasattr(module, "to_quantized") and f"{path}.scales" in weights
 
     nn.quantize(
-        model, settings["group_size"], settings["bits"], mode=settings.get("mode", "affine"), class_predicate=predicate
+        model, stored["group_size"], stored["bits"], mode=stored.get("mode", "affine"), class_predicate=predicate
     )
 
 

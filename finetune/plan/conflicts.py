@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backend_manager import Backend
-from finetune.config import DEFAULTS, FIELDS, PAIRED, PREFERENCES, REFERENCED, RESIDUAL_INITS
+from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
+from finetune.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.plan.draft import Draft
 from finetune.plan.plan_base import format_value
 
@@ -121,32 +122,30 @@ def both(one: Condition, other: Condition) -> Condition:
     return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
 
 
-# What a run minimizes, as facts of the word of --preference.
-OBJECTIVE_FACTS = {
-    "preferences": lambda word: word != "none",
-    "labels": lambda word: word not in ("none", *PAIRED),
-    "needs_reference": lambda word: word in REFERENCED,
-}
-PREFERENCE_FLAGS = {
-    "preference_beta": "preferences",
-    "desirable_weight": "labels",
-    "undesirable_weight": "labels",
-    "precompute_ref_log_probs": "needs_reference",
-}
+def objectives_with(holds: Callable[[ObjectiveFacts], bool]) -> tuple[str, ...]:
+    """The words of --preference whose facts are so."""
+    return tuple(word for word, facts in OBJECTIVES.items() if holds(facts))
 
 
-def words_with(fact: str) -> str:
-    """The words of --preference of which this is a fact, as a list in prose."""
-    *others, last = (word for word in PREFERENCES if OBJECTIVE_FACTS[fact](word))
+def words_of(flag: str) -> tuple[str, ...]:
+    """The words of --preference that have this flag."""
+    if flag == "precompute_ref_log_probs":
+        return objectives_with(lambda facts: facts.needs_reference)
+    return objectives_with(lambda facts: flag in facts.arguments.values())
+
+
+def in_prose(words: tuple[str, ...]) -> str:
+    *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def objective(fact: str, holds: bool = True) -> Condition:
-    words = [word for word in PREFERENCES if OBJECTIVE_FACTS[fact](word) is holds]
-    return beside("preference", is_one_of(*words))
-
-
-PREFERRING, WITH_LABELS, COMPARING = (objective(fact) for fact in OBJECTIVE_FACTS)
+PREFERENCE_FLAGS = (
+    *dict.fromkeys(f for facts in OBJECTIVES.values() for f in facts.arguments.values()),
+    "precompute_ref_log_probs",
+)
+PREFERRING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.is_preference)))
+WITH_LABELS = beside("preference", is_one_of(*objectives_with(lambda facts: facts.labels)))
+COMPARING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.needs_reference)))
 
 # ---- the tables, in the order of the rules that check them
 
@@ -213,11 +212,11 @@ PREFERENCE = (
         Conflict(
             name,
             CHANGED,
-            objective(fact, holds=False),
-            f"is for --preference {words_with(fact)}, and this run has --preference {{preference}}",
+            beside("preference", is_one_of(*(word for word in OBJECTIVES if word not in words_of(name)))),
+            f"is for --preference {in_prose(words_of(name))}, and this run has --preference {{preference}}",
             OMIT_ONE,
         )
-        for name, fact in PREFERENCE_FLAGS.items()
+        for name in PREFERENCE_FLAGS
     ),
     Conflict(
         "preference",

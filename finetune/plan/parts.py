@@ -17,6 +17,11 @@ from finetune.schedule import Schedule, warmup_steps
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def _part(cls, settings: TrainConfig, **renamed):
+    """A part whose fields are settings of the same names, but for those `renamed`."""
+    return cls(**{n: getattr(settings, n) for n in cls.__dataclass_fields__ if n not in renamed}, **renamed)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Types by group of tensors: `weights` that are frozen, `compute` of products; trainable ones are fp32.
@@ -180,6 +185,10 @@ class ObjectivePlan:
     load_balancing: float = 0.0
     precomputes_reference: bool | None = None
 
+    def described(self, what: str) -> str:
+        """What trains, by which objective if it is not the next token."""
+        return f"{self.name} with {what}" if self.facts.is_preference else what
+
     @classmethod
     def of(cls, settings: TrainConfig) -> "ObjectivePlan":
         s, facts = settings, OBJECTIVES[settings.preference]
@@ -222,6 +231,11 @@ class DataPlan:
         return 2 if self.pairs else 1
 
     @property
+    def unit(self) -> str:
+        """What batch_size counts."""
+        return "pairs" if self.pairs else "rows"
+
+    @property
     def row_length(self) -> int:
         return self.documents_per_row * self.context_length
 
@@ -230,8 +244,7 @@ class DataPlan:
         s, facts = settings, OBJECTIVES[settings.preference]
         renamed = dict(format=s.dataset_format, layout=s.batch_layout)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
-        same = {name: getattr(s, name) for name in cls.__dataclass_fields__ if name not in renamed}
-        return cls(**same, **renamed)
+        return _part(cls, s, **renamed)
 
 
 @dataclass(frozen=True)
@@ -272,7 +285,7 @@ class StepsPlan:
         renamed = dict(
             accumulation=s.gradient_accumulation_steps, clip=s.grad_norm if s.apply_gradient_clipping else None
         )
-        return cls(**{n: getattr(s, n) for n in cls.__dataclass_fields__ if n not in renamed}, **renamed)
+        return _part(cls, s, **renamed)
 
 
 @dataclass(frozen=True)
@@ -346,10 +359,6 @@ class OutputPlan:
     def folder(self) -> Path:
         return Path(self.output_dir)
 
-    @classmethod
-    def of(cls, settings: TrainConfig) -> "OutputPlan":
-        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
-
 
 @dataclass(frozen=True)
 class ProfilePlan:
@@ -367,10 +376,6 @@ class ProfilePlan:
     active_steps: int
     repeat: int
     profiling_frequency: int
-
-    @classmethod
-    def of(cls, settings: TrainConfig) -> "ProfilePlan":
-        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -402,8 +407,8 @@ class Parts:
             ("steps", StepsPlan.of(s)),
             ("parallel", ParallelPlan.of(s, self.distribution)),
             ("memory", MemoryPlan.of(s)),
-            ("output", OutputPlan.of(s)),
-            ("profile", ProfilePlan.of(s)),
+            ("output", _part(OutputPlan, s)),
+            ("profile", _part(ProfilePlan, s)),
         ):
             object.__setattr__(self, name, part)
 

@@ -14,6 +14,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.model_files.demo_model import DEMO_MODEL
+from finetune.objectives import OBJECTIVES
 from finetune.plan import conflicts
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.conflicts import check
@@ -279,8 +280,11 @@ def steps(draft: Draft) -> None:
     ):
         draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
     if values["lr"] is None:
-        full, preferring = values["train_type"] == "full", values["preference"] != "none"
+        full, preferring = values["train_type"] == "full", OBJECTIVES[values["preference"]].is_preference
         values["lr"] = (1e-6 if full else 1e-5) if preferring else (2e-5 if full else 2e-4)
+    for flag, value in OBJECTIVES[values["preference"]].defaults.items():
+        if not draft.given(flag):
+            draft.adjust(flag, value, f"the default of --preference {values['preference']}")
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
 

@@ -3,7 +3,6 @@
 import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.config import PAIRED
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import needs_template, question_text, turns_of
 from finetune.data.preference_rows import labelled_of
@@ -25,14 +24,14 @@ def plan_lines(plan) -> list[str]:
     """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
     where = "an assumed accelerator" if s.assume_memory and plan.memory_budget.device != plan.backend else plan.backend
-    base = f", base in {s.quantization_backend} {s.n_bits} bits" if s.train_type == "qlora" else ""
+    quantization = plan.quantization
+    base = f", base in {quantization.method} {quantization.bits} bits" if quantization else ""
     what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
-    what = what if s.preference == "none" else f"{s.preference} with {what}"
     return [
-        f"{what} of {s.model_name} on {where} in {s.precision}{base}",
+        f"{plan.objective.described(what)} of {s.model_name} on {where} in {s.precision}{base}",
         *stored_as(plan),
         *ranks_line(plan),
-        f"{'pairs' if s.preference in PAIRED else 'rows'} per step: {plan.rows_per_step} "
+        f"{plan.data.unit} per step: {plan.rows_per_step} "
         f"(batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens per forward",
         *(f"  {adjustment}" for adjustment in plan.adjustments),
