@@ -151,15 +151,19 @@ class TrainConfig:
     preference: str = flag(
         "none",
         "data",
-        "learn which answers are preferred. dpo, orpo: from pairs, rows with chosen and rejected, which --batch_size "
-        "counts; kto: from rows with a label, or from both halves of pairs",
+        "learn which answers are preferred. dpo, orpo, simpo: from pairs, rows with chosen and rejected "
+        "(--batch_size then counts pairs); kto: from rows with a label, or from both halves of pairs",
         choices=tuple(OBJECTIVES),
     )
     preference_beta: float = flag(
         0.1,
         "data",
-        "with --preference: how strongly dpo and kto hold to the model before training; weight of orpo's odds ratio",
+        "with --preference: how strongly dpo and kto hold to the model before training; weight of orpo's odds ratio; "
+        "scale of simpo's log-probabilities (there 2.0 by default)",
         above=0.0,
+    )
+    simpo_gamma: float = flag(
+        0.5, "data", "with --preference simpo: the margin by which the chosen answer must lead", minimum=0.0
     )
     desirable_weight: float = flag(
         1.0, "data", "with --preference kto: weight of rows whose label is true", minimum=0.0

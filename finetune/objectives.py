@@ -58,6 +58,14 @@ OBJECTIVES = {
         BETA,
         pairs=True,
     ),
+    "simpo": ObjectiveFacts(
+        "finetune.torch_engine.preference",
+        "SimPO",
+        "pairs: the chosen answer's mean log-probability leads the rejected one's by a margin",
+        BETA | {"gamma": "simpo_gamma"},
+        {"preference_beta": 2.0},
+        pairs=True,
+    ),
     "kto": ObjectiveFacts(
         "finetune.torch_engine.preference",
         "KTO",

@@ -56,6 +56,15 @@ def orpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float) -> Pai
     return Pairs(-beta * F.logsigmoid(log_odds_P), beta * chosen_P.detach(), beta * rejected_P.detach())
 
 
+def simpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float, gamma: float) -> Pairs:
+    """-log sigmoid(beta * (mean log p of chosen - mean log p of rejected) - gamma): Meng et al. 2024, eq. 6.
+
+    Means are over an answer's tokens, of which there are `num_*_P`; there is no reference.
+    """
+    chosen_P, rejected_P = beta * chosen_P / num_chosen_P, beta * rejected_P / num_rejected_P
+    return Pairs(-F.logsigmoid(chosen_P - rejected_P - gamma), chosen_P.detach(), rejected_P.detach())
+
+
 def _log_of_complement(log_p):
     """log(1 - p), without cancellation at either end; finite where p rounds to 1."""
     log_p = log_p.clamp_max(-torch.finfo(log_p.dtype).eps)
@@ -141,6 +150,20 @@ class ORPO(OfPairs):
         # The step divides by pairs; times pairs per token, the nll is divided by its tokens.
         pairs_per_token = totals.counts[0] / max(1, totals.counts[1])
         return pairs.loss_P.sum() - pairs_per_token * log_probs_D[chosen].sum(), pairs.sums()
+
+
+@dataclass(frozen=True)
+class SimPO(OfPairs):
+    beta: float = 2.0
+    gamma: float = 0.5
+
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        chosen, rejected = pair_indices(batch, forward.device)
+        log_probs_D = forward.document_log_probs(batch)
+        counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
+        of_pairs = log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected]
+        pairs = simpo(*of_pairs, self.beta, self.gamma)
+        return pairs.loss_P.sum(), pairs.sums()
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,12 @@ from tests.support.rows import jsonl
 from tests.support.runs import PLAIN, WHOLE_STATE, copy_up_to, same_files
 from train import fine_tune, make_plan
 
-METHODS = ("dpo", "orpo", "kto")
+METHODS = ("dpo", "orpo", "simpo", "kto")
+COMPARING = ("dpo", "kto")  # with the model before training
 METRICS = {
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "orpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+    "simpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "kto": ("kl",),
 }
 STEP = ("step", "loss", "lr", "grad_norm", "num_tokens", "num_targets", "num_rows", *METRICS["dpo"], "kl")
@@ -96,12 +98,12 @@ def test_a_run_learns_what_is_preferred_and_logs_it(method, flags, tmp_path, cap
     assert predicted == pytest.approx(measured, rel=0.05)  # of both documents of a pair
     if method == "dpo":
         assert first["loss"] == pytest.approx(np.log(2)) and last["rewards/accuracies"] > 0.9
-    if method != "orpo":
+    if method in COMPARING:
         assert (tmp_path / "out" / FILE).exists() and "once takes fewer forwards" in out
 
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 3, 5))])
-@pytest.mark.parametrize("method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))])
+@pytest.mark.parametrize("method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "simpo"))])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(method, step, whole, tmp_path):
     folder = copy_up_to(whole(method), step, tmp_path / "out")
     state = fine_tune(resume="auto", output_dir=str(folder))
@@ -150,7 +152,7 @@ def test_accumulation_layouts_and_a_reference_of_every_step_give_the_same_run(me
         "whole": {},
         "accumulated": dict(batch_size=1, gradient_accumulation_steps=4),
         "padded": dict(batch_layout="padded", microbatch_tokens=64),
-        "every step": {"precompute_ref_log_probs": "false"} if method != "orpo" else {"microbatch_tokens": 1},
+        "every step": {"precompute_ref_log_probs": "false"} if method in COMPARING else {"microbatch_tokens": 1},
     }
     for name, change in changes.items():
         options = flags[method] | dict(lr=1e-3, train_type=train_type) | change
@@ -168,7 +170,7 @@ def test_two_ranks_train_as_one(method, train_type, flags, tmp_path):
     code, out, err = finish(argv)
     assert code == 0 and "ranks: 2" in out, err
     assert_same(tmp_path / "two", tmp_path / "one", 1e-4)
-    if method != "orpo":
+    if method in COMPARING:
         one, two = (json.loads((tmp_path / name / FILE).read_text())["log_probs"] for name in ("one", "two"))
         np.testing.assert_allclose(two["train"], one["train"], rtol=1e-5)
 
@@ -212,7 +214,8 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
         ("dpo", {"world_size": 2, "tp_degree": 2}, "one rank computes in full"),
         ("kto", {"batch_size": 1}, "another row's answer"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),
-        ("none", {"preference_beta": 0.2}, "is for --preference dpo, orpo and kto"),
+        ("dpo", {"simpo_gamma": 1.0}, "is for --preference simpo"),
+        ("none", {"preference_beta": 0.2}, "is for --preference dpo, orpo, simpo and kto"),
         ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "nothing is learned"),
         ("kto", {"dataset": None}, "the demo's rows"),
     ],

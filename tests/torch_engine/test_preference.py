@@ -77,6 +77,14 @@ def test_orpo_is_finite_for_answers_that_are_certain_or_impossible(dtype):
     assert found.loss_P.isfinite().all() and all(grad.isfinite().all() for grad in grads)
 
 
+def test_simpo_is_the_papers_formula_in_fp64_with_its_gradients():
+    chosen, rejected = random_log_probs(6, 6)
+    lengths = torch.tensor([1, 2, 3, 9, 20, 400]), torch.tensor([5, 1, 2, 400, 1, 7])
+    found = preference.simpo(chosen, rejected, *lengths, beta=2.0, gamma=0.7)
+    margin = 2.0 * chosen / lengths[0] - 2.0 * rejected / lengths[1] - 0.7
+    assert_equal_with_gradients(found.loss_P, torch.log(1 + torch.exp(-margin)), (chosen, rejected))
+
+
 def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
     log_probs, ref = random_log_probs(6, 6)
     ref = ref.detach()
@@ -188,7 +196,7 @@ def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision
 
 PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
 LABELLED = replace(ROWS, desirable=np.array([1, 0, 0, 1, 1, 1, 0, 1], bool))
-METHODS = ("dpo", "orpo", "kto")
+METHODS = ("dpo", "orpo", "simpo", "kto")
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 

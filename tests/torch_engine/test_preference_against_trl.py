@@ -29,6 +29,7 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["padding_free", "padded"])
 PROMPTS = ("the cat", "a dog sat", "it", "the hat of")
 ANSWERS = ("sat on the mat", "ran", "is a long story of a cat and a dog", "no")
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
+GAMMA = 0.4
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ def trainer_of(method, model, ref, tokenizer, settings, **options):
     """(TRL's trainer, its batch)."""
     import datasets
     import trl
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     rows = dict(prompt=PROMPTS, chosen=ANSWERS, rejected=ANSWERS[::-1])
@@ -59,6 +61,9 @@ def trainer_of(method, model, ref, tokenizer, settings, **options):
     if method == "orpo":
         args = ORPOConfig(**settings, max_length=128, remove_unused_columns=False)
         trainer = ORPOTrainer(model, args=args, **options)
+    elif method == "simpo":  # CPO's loss without its nll
+        own = dict(loss_type="simpo", simpo_gamma=GAMMA, cpo_alpha=0.0, max_length=128, remove_unused_columns=False)
+        trainer = CPOTrainer(model, args=CPOConfig(**settings, **own), **options)
     elif method == "dpo":
         trainer = trl.DPOTrainer(model, ref, args=trl.DPOConfig(**settings), **options)
     else:
@@ -68,7 +73,7 @@ def trainer_of(method, model, ref, tokenizer, settings, **options):
 
 def documents_of(method, batch) -> list:
     """(token ids, is_target) of the batch's documents: of pairs, the chosen ones first."""
-    if method == "orpo":
+    if method in ("orpo", "simpo"):
         names = [(f"{name}_input_ids", f"{name}_labels") for name in ("chosen", "rejected")]
         return [d for ids, labels in names for d in without_padding(batch[ids], batch[labels] != -100)]
     return without_padding(batch["input_ids"], batch["completion_mask"])
@@ -115,7 +120,7 @@ def assert_trains_like(trainer, batch, mine, parameters):
 
 
 @BOTH_LAYOUTS
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "kto"])
 def test_losses_are_those_of_trls_trainer(method, layout, plain_tokenizer, settings):
     size = len(plain_tokenizer)
     model, ref = tiny.build(vocab_size=size), tiny.build(vocab_size=size, seed=7)
@@ -130,6 +135,8 @@ def test_losses_are_those_of_trls_trainer(method, layout, plain_tokenizer, setti
     elif method == "orpo":
         mine = preference.orpo(*policy.chunk(2), *counts.chunk(2), beta=0.3).loss_P.mean()
         mine = mine + nll_of_all_tokens(built, documents[:4])
+    elif method == "simpo":
+        mine = preference.simpo(*policy.chunk(2), *counts.chunk(2), beta=0.3, gamma=GAMMA).loss_P.mean()
     else:
         others = without_padding(batch["KL_input_ids"], batch["KL_completion_mask"])
         with torch.no_grad():
@@ -140,12 +147,12 @@ def test_losses_are_those_of_trls_trainer(method, layout, plain_tokenizer, setti
 
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "kto"])
 def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, plain_tokenizer, settings):
     import peft
 
     model = tiny.build(vocab_size=len(plain_tokenizer))
-    own = dict(preference=method, preference_beta=0.3, **WEIGHTS)
+    own = dict(preference=method, preference_beta=0.3, simpo_gamma=GAMMA, **WEIGHTS)
     built = engine(model=copy.deepcopy(model), train_type=train_type, layout=layout, **own)
     bases = {n: m.base for n, m in built.model.named_modules() if isinstance(getattr(m, "base", None), torch.nn.Module)}
     for name, base in bases.items():
@@ -185,6 +192,6 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
         mine = mine + chosen.sum() / num_targets.sum() + nll_of_all_tokens(built, documents[:4])
     names = {n: disk_name(n).replace(".weight", ".default.weight") for n in trainable_params(built)}
     assert_trains_like(trainer, batch, mine, {names[n]: p for n, p in trainable_params(built).items()})
-    logged = trainer._stored_metrics["train"] if method == "orpo" else trainer._metrics["eval"]
+    logged = trainer._stored_metrics["train"] if method in ("orpo", "simpo") else trainer._metrics["eval"]
     shown = {name: values[-1] for name, values in logged.items() if name.startswith("rewards/") or name == "kl"}
     assert objective.means(sums, totals) == pytest.approx(shown, rel=1e-4, abs=1e-5)  # sums of log-probabilities of 60
