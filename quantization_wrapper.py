@@ -425,15 +425,8 @@ def _seconds(layer, x) -> float:
 
 
 OLDER_NAMES = (
-    "Backend",
-    "validate_quantization_config",
-    "get_recommended_config",
-    "replace_linear_with_quantized",
-    "create_quantization_adapter",
-    "QuantizationAdapter",
-    "BitsAndBytesAdapter",
-    "HQQAdapter",
-    "MLXAdapter",
+    *("Backend", "validate_quantization_config", "get_recommended_config", "replace_linear_with_quantized"),
+    *("create_quantization_adapter", "QuantizationAdapter", "BitsAndBytesAdapter", "HQQAdapter", "MLXAdapter"),
     "QuantoAdapter",
 )
 

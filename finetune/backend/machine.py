@@ -91,43 +91,21 @@ def memory_info(backend: Backend) -> dict:
     return info
 
 
+PACKAGES = "torch transformers peft bitsandbytes hqq optimum-quanto mlx mlx-lm flash-attn safetensors numpy".split()
+VARIABLES = (
+    *("FSDP_BACKEND", "CUDA_VISIBLE_DEVICES", "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"),
+    *("PYTORCH_ENABLE_MPS_FALLBACK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"),
+)
+
+
 def versions() -> dict:
-    names = (
-        "torch",
-        "transformers",
-        "peft",
-        "bitsandbytes",
-        "hqq",
-        "optimum-quanto",
-        "mlx",
-        "mlx-lm",
-        "flash-attn",
-        "safetensors",
-        "numpy",
-    )
-    return {name: package_version(name) for name in names}
+    return {name: package_version(name) for name in PACKAGES}
 
 
 def environment() -> dict:
     """Environment variables that affect the backend, as currently set, without passwords in URLs."""
-    names = (
-        "FSDP_BACKEND",
-        "CUDA_VISIBLE_DEVICES",
-        "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
-        "PYTORCH_MPS_LOW_WATERMARK_RATIO",
-        "PYTORCH_ENABLE_MPS_FALLBACK",
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "HF_ENDPOINT",
-        "HF_HUB_OFFLINE",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "SLURM_PROCID",
-    )
-    return {name: re.sub(r"(?<=://)[^\s/?#]*@", "***@", os.environ[name]) for name in names if name in os.environ}
+    return {name: re.sub(r"(?<=://)[^\s/?#]*@", "***@", os.environ[name]) for name in VARIABLES if name in os.environ}
 
 
 def environment_error() -> str | None:

@@ -1,5 +1,6 @@
 """What the device computes, tried on it once and cached on disk: matmuls in bf16 and through oneDNN, and quantizers."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,18 +12,22 @@ from pathlib import Path
 from finetune.backend.machine import cpu_facts, environment, versions
 from finetune.errors import first_line
 from finetune.system.files import replace
+from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, check, read_json
 
 # What torch raises where a device, its driver or a kernel is missing.
-PROBE_FAILURES = (
-    RuntimeError,
-    AssertionError,
-    ImportError,
-    AttributeError,
-    NotImplementedError,
-    OSError,
-    TypeError,
-    ValueError,
-)
+PROBE_FAILURES = (RuntimeError, AssertionError, ImportError, AttributeError, OSError, TypeError, ValueError)
+# What is cached of a device, and of each pair of a quantizer and its bits that passed.
+FACTS = {
+    "device_name": str,
+    "bfloat16_speed": OPTIONAL_NUMBER,
+    "bfloat16_error": (str, type(None)),
+    "onednn_speed": OPTIONAL_NUMBER,
+    "onednn_error": (str, type(None)),
+    "flash": bool,
+    "capability": [int],
+    "memory": (int, type(None)),
+}
+PASSED = dict.fromkeys(("weight_error", "product_error", "slowdown", "bits_per_weight"), NUMBER)
 
 
 class ProbeCache:
@@ -45,21 +50,26 @@ class ProbeCache:
 
     def read(self) -> dict:
         """Cached results; {} if there are none or the file is not one that `add` writes: it is then written again."""
+        where = str(self.file)
         try:
-            facts = json.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            facts = read_json(self.file, {"quantizers?": {str: {"error": (str, type(None))}}})
+            if set(facts) - {"quantizers"}:
+                check(facts, FACTS, where)
+            for pair, found in facts.get("quantizers", {}).items():
+                check(found, {} if found["error"] else PASSED, where)
+                if not re.fullmatch(r"\w+/\d{1,2}", pair):
+                    return {}
+        except (JsonFileError, FileNotFoundError):
             return {}
-        return facts if _are_facts(facts) else {}
+        return facts
 
     def add(self, facts: dict) -> dict:
         """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
         facts = self.read() | facts
-        try:
+        with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replace(self.file) as file:
                 file.write(json.dumps(facts, indent=1).encode())
-        except OSError:
-            pass
         return facts
 
     def quantizer(self, method: str, bits: int, probe: Callable | None = None) -> dict | None:
@@ -73,46 +83,11 @@ class ProbeCache:
         return known.get(pair)
 
 
-FACT_KINDS = {
-    "device_name": str,
-    "bfloat16_speed": int | float | None,
-    "bfloat16_error": str | None,
-    "onednn_speed": int | float | None,
-    "onednn_error": str | None,
-    "flash": bool,
-    "capability": list | None,
-    "memory": int | None,
-}
-
-
-def _are_facts(facts) -> bool:
-    """True for what probe_torch and probe_quantization cache."""
-    if not isinstance(facts, dict):
-        return False
-    probed = {name: value for name, value in facts.items() if name != "quantizers"}
-    if probed and not all(name in probed and isinstance(probed[name], kind) for name, kind in FACT_KINDS.items()):
-        return False
-    capability = probed.get("capability") or []
-    pairs = facts.get("quantizers", {})
-    return (
-        all(isinstance(number, int) for number in capability)
-        and isinstance(pairs, dict)
-        and all(re.fullmatch(r"\w+/\d{1,2}", pair) and _is_probe_result(found) for pair, found in pairs.items())
-    )
-
-
-def _is_probe_result(found) -> bool:
-    if not isinstance(found, dict) or not isinstance(found.get("error", 0), str | None):
-        return False
-    numbers = ("weight_error", "product_error", "slowdown", "bits_per_weight")
-    return isinstance(found["error"], str) or all(isinstance(found.get(name), int | float) for name in numbers)
-
-
 def probe_torch(device: str) -> dict:
     """Runs all probes but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
     import torch
 
-    facts = dict.fromkeys(FACT_KINDS) | {"device_name": device, "flash": False}
+    facts = dict.fromkeys(FACTS) | {"device_name": device, "flash": False, "capability": []}
     if device == "cuda":
         facts["device_name"] = torch.cuda.get_device_name()
         facts["capability"] = torch.cuda.get_device_capability()

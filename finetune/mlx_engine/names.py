@@ -25,16 +25,13 @@ def check_names(model, weights: dict, said: str) -> None:
     found = {path: tuple(a.shape) for path, a in weights.items()}
     odd = sorted(wanted.items() ^ found.items())
     if odd:
-        path, shape = odd[0]
-        fact = (
-            f"{found[path]} in the files, {wanted[path]} in the model"
-            if path in found and path in wanted
-            else (
-                "in the files, and the model has none"
-                if path in found
-                else f"{shape} in the model, and not in the files"
-            )
-        )
+        path = odd[0][0]
+        if path not in wanted:
+            fact = "in the files, and the model has none"
+        elif path not in found:
+            fact = f"{wanted[path]} in the model, and not in the files"
+        else:
+            fact = f"{found[path]} in the files, {wanted[path]} in the model"
         raise PlanError(
             f"{said}: {len({p for p, _ in odd})} weights do not fit mlx-lm's {model.model_type}, such as {path}: "
             f"{fact}. Use --backend cpu."
@@ -61,9 +58,8 @@ def adapter_names(loaded) -> dict[str, str]:
         if isinstance(module, LoRALinear):
             for leaf in ("lora_A", "lora_B", "lora_magnitude_vector"):
                 if leaf in module:
-                    found[PREFIX + by_path[path] + f".{leaf}" + (".weight" if leaf[-2] == "_" else "")] = (
-                        f"{path}.{leaf}"
-                    )
+                    suffix = ".weight" if leaf[-2] == "_" else ""
+                    found[f"{PREFIX}{by_path[path]}.{leaf}{suffix}"] = f"{path}.{leaf}"
     return found
 
 
