@@ -1,4 +1,4 @@
-"""Trains a tiny recursive model from nothing: recipe -> plan -> data -> model -> the loop of train.py -> step_N.
+"""Trains a tiny recursive model from scratch: recipe -> plan -> data -> model -> the loop of train.py -> step_N.
 
 python pretrain.py --config-name cfg_chat data_paths=[data/my-chat-dataset]
 python pretrain.py --config-name cfg_chat_recursive arch.plain=true       its twin without recursion

@@ -1,4 +1,4 @@
-"""Fine-tunes any Hugging Face causal LM: flags -> capabilities -> plan -> load + quantize -> wrap -> loop -> adapter.
+"""Fine-tunes any Hugging Face causal language model on your own data.
 
 python train.py                                   the demo: a real model on a small task
 python train.py --dataset my.jsonl                your rows, on the demo's model

@@ -1,4 +1,4 @@
-"""Writes examples/questions.json: a few hundred short questions for a first chat with a model trained from nothing.
+"""Writes examples/questions.json: a few hundred short questions for a first chat with a model trained from scratch.
 
 Facts, sums, opposites and plurals, and conversations in which a name is said and asked for later. The last rows are
 recombinations that no other row holds: sums of numbers seen in other sums, names in other conversations.

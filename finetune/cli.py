@@ -224,9 +224,9 @@ def _metavar(name, field) -> str:
 
 def help_text(field) -> str:
     default = field.metadata["unset"] or field.default
-    shown = "unset" if default is None else str(default).lower() if isinstance(default, bool) else default
-    if default is None and "default:" in field.metadata["help"]:
-        return field.metadata["help"]
+    if default is None:
+        return field.metadata["help"].replace("%", "%%")
+    shown = str(default).lower() if isinstance(default, bool) else default
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 

@@ -107,7 +107,7 @@ class TrainConfig:
     columns: str = flag(
         None,
         "data",
-        "columns under the names of a format's fields, such as prompt=query,completion=reply",
+        "which of your columns to use for each field of a format, such as prompt=query,completion=reply",
         metavar="FIELD=COLUMN,...",
         nonempty=True,
     )
@@ -117,7 +117,7 @@ class TrainConfig:
     text_unit: str = flag(
         "auto",
         "data",
-        "what is a row of a .txt or .md file: the document, or each line; auto: the document, if it is prose",
+        "treat a .txt or .md file as one document or as one row per line; auto: a document if it is prose",
         choices=TEXT_UNITS,
     )
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
@@ -146,7 +146,7 @@ class TrainConfig:
         choices=OVERLONG,
     )
     window_overlap: int = flag(
-        0, "data", "tokens that each window of a split row repeats from the one before, not learned again", minimum=0
+        0, "data", "overlap between windows, in tokens; the repeated tokens are context only", minimum=0
     )
     preference: str = flag(
         "none",
@@ -174,8 +174,8 @@ class TrainConfig:
     precompute_ref_log_probs: str = flag(
         "auto",
         "data",
-        "with --preference dpo or kto: compute what the model before training gives each answer once and keep it in "
-        "--output_dir, not in every step; auto: if rows are read more than once",
+        "with --preference dpo or kto: compute the reference model's log-probabilities once, before training, instead "
+        "of in every step, and keep them in --output_dir; auto: if rows are read more than once",
         choices=AUTO_BOOL,
     )
     train_on_prompt: bool = flag(False, "data", "compute the loss on all tokens, not only on answers")

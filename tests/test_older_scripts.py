@@ -305,10 +305,11 @@ def test_auto_says_what_was_picked_and_why(monkeypatch, tmp_path):
     monkeypatch.delenv("FSDP_BACKEND", raising=False)
     for requested in ({}, {"backend": "auto"}):
         plan = make_plan({"dry_run": True, "output_dir": str(tmp_path / "o"), **requested})
-        line = str(adjustment(plan, "backend"))
-        assert line.startswith(f"backend: auto -> {plan.backend} (") and "cuda, mlx, mps, xpu, cpu" in line
-        for other, why in BackendManager(verbose=False).unavailable.items():
-            assert f"{other}: {why.partition(': pip')[0]}" in line
+        line, manager = str(adjustment(plan, "backend")), BackendManager(verbose=False)
+        why = "no GPU found; --doctor says why" if plan.backend == "cpu" else manager.why_selected
+        assert line == f"backend: auto -> {plan.backend} ({why})" and "cuda, mlx, mps, xpu, cpu" in manager.why_selected
+        for other, why in manager.unavailable.items():
+            assert f"{other}: {why.partition(': pip')[0]}" in manager.why_selected
     with pytest.raises(StopIteration):
         adjustment(make_plan({"dry_run": True, "backend": "cpu"}), "backend")
 

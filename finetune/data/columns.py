@@ -324,18 +324,16 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
         return f"{dataset}: has no column {missing[0]!r} that --columns names, it has {found}. Name one of these."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
     hint = f" They are separated by {separated!r}: save the file with commas." if separated else ""
+    if len(columns) < 2:
+        return (
+            f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
+            f"Use the columns of a format: {known}."
+        )
+    first, *_, last = columns
     return (
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns prompt={_first(columns)},completion={_last(columns)}, or rename them to match one: {known}."
+        f"--columns prompt={first},completion={last}, or rename them to match one: {known}."
     )
-
-
-def _first(columns) -> str:
-    return str(next(iter(columns), "A"))
-
-
-def _last(columns) -> str:
-    return str(list(columns)[-1]) if len(list(columns)) > 1 else "B"
 
 
 def detect_format(columns, dataset: str = "--dataset") -> str:

@@ -183,7 +183,7 @@ def text_of(content: dict) -> list[str]:
         lines += [f"{sample['source']}:", *sample["text"].splitlines()]
     for entry in content["lint"]:
         lines.append(f"check: {entry['count']:,} {entry['what']}, first {entry['first']}: {entry['remedy']}")
-    return lines if content["lint"] else [*lines, "check: nothing odd found"]
+    return lines if content["lint"] else [*lines, "check: no problems found"]
 
 
 def _write(path: Path, content: dict) -> None:

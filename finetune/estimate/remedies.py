@@ -153,28 +153,28 @@ def remedy_lines(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[s
     single, lines = options(plan, shape, budget), []
     enough = [c for c in single if c.fits]
     if enough:
-        lines.append("any one of these would make it fit, cheapest first:")
+        lines.append("any one of these changes makes it fit, cheapest first:")
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in enough]
     else:
         steps = cheapest_combination(plan, shape, budget)
         if steps and steps[-1].fits:
-            lines.append("these together would make it fit, cheapest first:")
+            lines.append("these changes together make it fit, cheapest first:")
         elif steps:
             least = predicted_bytes(steps[-1].plan, shape, budget)
             lines.append(
-                f"nothing makes it fit here: all of these together still need {gib(least)} of {gib(budget.usable)}:"
+                f"nothing makes it fit here: with all of these it still needs {gib(least)} of {gib(budget.usable)}:"
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
             devices = fewest_devices(steps[-1].plan, shape, budget)
             if devices:
-                lines.append(f"with all of them, {devices} devices of this size suffice")
+                lines.append(f"with all of them you need {devices} such devices")
             lines.append(
                 f"or {budget.devices} device{'s' * (budget.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )
     devices = fewest_devices(plan, shape, budget)
     if devices and devices > budget.devices:
-        lines.append(f"unchanged, {devices} devices of this size suffice")
+        lines.append(f"with these settings you need {devices} such devices")
     return lines
 
 
@@ -199,8 +199,8 @@ def report_lines(
     loading = memory.loading_bytes(plan, shape, budget.ranks)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(plan, shape, budget)
-    source = "headers of its weight files" if shape.exact else "config.json"
-    lines.append(f"  sizes from {source}: {shape.num_weights:,} weights")
+    source = "the file headers" if shape.exact else "config.json"
+    lines.append(f"  {shape.num_weights:,} weights (read from {source})")
     if dims and dims.world_size > 1:
         sent = communication.bytes_per_step(dims, communication.traffic_of(plan, shape, dims, microbatch)).items()
         lines.append(

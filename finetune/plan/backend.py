@@ -30,7 +30,11 @@ def selection(name: str | None, manager: BackendManager, skipped: Backend | None
     variable = os.environ.get("FSDP_BACKEND") if not name else None
     if variable and variable.lower() != "auto":
         return Adjustment("backend", None, str(manager.backend), f"FSDP_BACKEND={variable}")
-    why = f"auto found {skipped}, and this version has no engine for it" if skipped else manager.why_selected
+    why = manager.why_selected
+    if skipped:
+        why = f"auto found {skipped}, and this version has no engine for it"
+    elif manager.backend is Backend.CPU:
+        why = "no GPU found; --doctor says why"
     return Adjustment("backend", "auto", str(manager.backend), why)
 
 

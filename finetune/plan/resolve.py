@@ -128,7 +128,9 @@ def machine(draft: Draft) -> None:
     reasons = draft.capabilities.reasons
     draft.notices += [f"{name}: {why}" for name, why in reasons.items() if name in ("probes", "capability")]
     if draft.on_cpu:
-        draft.notices.append("training on a CPU is slow; --backend auto uses a GPU where there is one")
+        by_name = draft.requested.get("backend", "auto") != "auto"
+        hint = "; --backend auto uses a GPU where there is one" if by_name else ""
+        draft.notices.append(f"training on a CPU is slow{hint}")
 
 
 def precision(draft: Draft) -> None:
@@ -206,9 +208,16 @@ def quantization(draft: Draft) -> None:
         values["quant_type"] = quant_types[0] if quant_types else None
     if draft.backend is Backend.MPS and not draft.assumes_accelerator:
         draft.notices.append("4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones")
-    if draft.on_cpu:
-        by = f", by {found['kernel']}" if found and found.get("kernel") else ""
-        draft.notices.append(f"quantization on a CPU saves memory, not time: weights are dequantized at each use{by}")
+
+
+def quantized_on_cpu(draft: Draft) -> None:
+    """A notice of what quantization costs on a CPU, unless dense copies are kept."""
+    values = draft.values
+    if not draft.on_cpu or values["train_type"] != "qlora" or values["cache_dequantized"] == "true":
+        return
+    found = draft.facts.probe_quantizer(values["quantization_backend"], values["n_bits"])
+    by = f", by {found['kernel']}" if found and found.get("kernel") else ""
+    draft.notices.append(f"quantization on a CPU saves memory, not time: weights are dequantized at each use{by}")
 
 
 def _asked(values: dict) -> tuple:
@@ -380,6 +389,7 @@ RULES = (
     model_limits,
     context_length,
     resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
+    quantized_on_cpu,
     saving,
     profiling,
 )

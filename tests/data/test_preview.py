@@ -60,7 +60,7 @@ def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path)
 
 def test_a_preview_shows_the_tokens_that_the_run_trains_on(flags, plain_run, capsys):
     code, out, _ = finish(command(flags, "--dry_run"))
-    assert code == 0 and "check: nothing odd found" in out
+    assert code == 0 and "check: no problems found" in out
     plain_run(max_steps=1)
     trained = capsys.readouterr().out
     described = next(line for line in trained.splitlines() if line.startswith("data: "))

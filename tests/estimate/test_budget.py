@@ -97,7 +97,7 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
     other = ParallelDims(dims.dp_replicate, devices // (dims.world_size // dims.dp_shard), dims.cp, dims.tp, dims.pp)
     assert other.world_size == devices > dims.world_size
     assert budget.fits(plan, shape, budget.MemoryBudget(12 * GIB, "cuda", other.shards, other))
-    assert f"unchanged, {devices} devices of this size suffice" in remedies.remedy_lines(plan, shape, room)
+    assert f"with these settings you need {devices} such devices" in remedies.remedy_lines(plan, shape, room)
     for change in remedies.options(plan, shape, room):
         degrees = {flag: getattr(dims, axis) for axis, flag in FLAGS.items() if axis in ("cp", "tp", "pp")}
         draft = Draft(asdict(change.plan.settings) | degrees, Facts(Backend.CUDA, CAPABILITIES[Backend.CUDA]))

@@ -8,6 +8,8 @@ from backend_manager import Backend
 from finetune.config import DEPRECATED_TRAIN_TYPES
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
 from tests.support.plans import PASSED, adjustment, capabilities, plan_of
 
 
@@ -74,6 +76,17 @@ def test_cpu_warns_once_of_speed_and_once_of_quantization():
     notices = plan_of().notices
     assert sum("training on a CPU is slow" in n for n in notices) == 1
     assert sum("quantization on a CPU" in n for n in notices) == 1
+
+
+def test_what_quantization_costs_on_a_cpu_is_not_said_of_dense_copies():
+    notices = plan_of(cache_dequantized="true").notices
+    assert not any("quantization on a CPU" in n for n in notices)
+
+
+def test_only_who_named_the_cpu_is_told_of_backend_auto():
+    for requested, told in (({}, False), ({"backend": "auto"}, False), ({"backend": "cpu"}, True)):
+        notices = resolve_plan(requested, Facts(Backend.CPU, capabilities())).notices
+        assert any("--backend auto uses a GPU" in n for n in notices) is told
 
 
 def test_quantizer_auto_is_the_first_that_passed():

@@ -103,7 +103,9 @@ def test_a_run_learns_what_is_preferred_and_logs_it(method, flags, tmp_path, cap
 
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 3, 5))])
-@pytest.mark.parametrize("method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "simpo"))])
+@pytest.mark.parametrize(
+    "method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo", "simpo"))]
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(method, step, whole, tmp_path):
     folder = copy_up_to(whole(method), step, tmp_path / "out")
     state = fine_tune(resume="auto", output_dir=str(folder))

@@ -1,4 +1,4 @@
-"""Conversations as tokens of a model that is trained from nothing: markers around turns, targets on the answers.
+"""Conversations as tokens of a model that is trained from scratch: markers around turns, targets on the answers.
 
 <|user|>..<|enduser|><|sep|><|assistant|>..<|endassistant|><|endoftext|>, a system turn in <|system|>..<|endsystem|>.
 A marker is one token and only ever a marker: the same characters inside a turn are ordinary text.

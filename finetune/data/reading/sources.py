@@ -81,7 +81,7 @@ def read_rows(
                 break
     if not rows:
         name = files[0][2] if len(files) == 1 else dataset
-        bad = f"; {len(skipped)} bad rows were skipped, the first: {skipped[0]}" if skipped else ""
+        bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
 
