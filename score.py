@@ -56,7 +56,7 @@ def main(argv=None) -> int:
     from finetune.data.prepare import DatasetSource, check_columns, needs_chat_template
     from finetune.data.reading.mixture import Source
     from finetune.data.reading.sources import read_rows
-    from finetune.data.tokenize import generation_examples, tokenize
+    from finetune.data.tokens.tokenize import generation_examples, tokenize
     from finetune.run import evaluation
 
     for name in ("context_length", "max_new_tokens", "batch_size"):

@@ -40,7 +40,7 @@ def one(pair: str, threads: int) -> dict:
 
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
-    from finetune.data.tokenize import TokenizedDataset
+    from finetune.data.tokens.tokenize import TokenizedDataset
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names
     from tests.support.build import torch_engine

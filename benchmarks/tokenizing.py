@@ -42,10 +42,10 @@ def cpu_s() -> float:
 def ours(file: Path, tokenizer) -> dict:
     """Wall and CPU seconds of a start: rows read, rendered, tokenized, their targets marked; and the tokens."""
     from finetune.config import TrainConfig
-    from finetune.data.overlong import Cut
     from finetune.data.prepare import read_source, tokenized_once
     from finetune.data.reading.mixture import Source
-    from finetune.data.tokenize import Limits
+    from finetune.data.tokens.overlong import Cut
+    from finetune.data.tokens.tokenize import Limits
 
     wall, cpu = time.perf_counter(), cpu_s()
     read = read_source(Source(str(file)), TrainConfig(), -1, "train", "--dataset")
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--model_name", required=True)
     parser.add_argument("--rows", type=int, default=50_000)
     args = parser.parse_args()
-    from finetune.data.workers import num_cores
+    from finetune.data.tokens.workers import num_cores
     from finetune.model_files.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(args.model_name))

@@ -65,7 +65,7 @@ def ours(args) -> dict:
 
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
-    from finetune.data.tokenize import TokenizedDataset
+    from finetune.data.tokens.tokenize import TokenizedDataset
     from finetune.mlx_engine.load import build_engine, load_model
     from finetune.plan.mlx import CPU_MICROBATCH_TOKENS
 

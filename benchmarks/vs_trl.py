@@ -46,7 +46,7 @@ def w1_samples():
 def demo_samples(folder):
     from finetune.data.reading.sources import read_rows
     from finetune.data.sampler import epoch_order
-    from finetune.data.tokenize import tokenize
+    from finetune.data.tokens.tokenize import tokenize
     from finetune.model_files.tokenizer import load_tokenizer
     from finetune.plan.demo import DEMO_DATASET
 
@@ -79,7 +79,7 @@ def ours(args, begin):
     from backend_manager import BackendManager, auto_cpu_matmul
     from finetune.config import TrainConfig
     from finetune.data.collate import microbatches
-    from finetune.data.tokenize import TokenizedDataset
+    from finetune.data.tokens.tokenize import TokenizedDataset
     from finetune.system.process import prepare_environment
     from finetune.torch_engine.device import set_onednn
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes

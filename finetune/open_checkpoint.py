@@ -144,10 +144,10 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, p
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
     from finetune.torch_engine.device import DTYPES, device_of
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.load import load_trained
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
+    from finetune.torch_engine.weights.load import load_trained
 
     device = device_of(device)
     model = load_trained(checkpoint, files, device, DTYPES[precision])

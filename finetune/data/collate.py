@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from finetune.data.sampler import GROUPS_SEARCHED, Cursor, step_rows
-from finetune.data.tokenize import TokenizedDataset
+from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
 
 # ------ batches

@@ -6,10 +6,10 @@ import numpy as np
 
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.columns import RowReader
-from finetune.data.encode import RowEncoder
 from finetune.data.prepare import options_of
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import DATASET_ALIASES, read_rows
+from finetune.data.tokens.encode import RowEncoder
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.plan.parts import DataPlan

@@ -6,7 +6,7 @@ import numpy as np
 
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
-from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch
 
 

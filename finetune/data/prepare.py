@@ -10,16 +10,16 @@ from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
 from finetune.data.formats import needs_template
 from finetune.data.mismatched import DataWithMismatches
-from finetune.data.overlong import Cut
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import find_files, read_rows
 from finetune.data.run_data import Data
 from finetune.data.sampler import Cursor, split_validation, step_rows
 from finetune.data.streaming import first_rows, streamed_data
-from finetune.data.token_cache import LEAST_BYTES, TokenCache
-from finetune.data.tokenize import Limits, TokenizedDataset, generation_examples, joined_datasets, tokenize
-from finetune.data.workers import tokenize_on_cores
+from finetune.data.tokens.overlong import Cut
+from finetune.data.tokens.token_cache import LEAST_BYTES, TokenCache
+from finetune.data.tokens.tokenize import Limits, TokenizedDataset, generation_examples, joined_datasets, tokenize
+from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape

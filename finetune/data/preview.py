@@ -11,9 +11,9 @@ import numpy as np
 
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.lengths import is_local
-from finetune.data.overlong import CUTS
 from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
-from finetune.data.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
+from finetune.data.tokens.overlong import CUTS
+from finetune.data.tokens.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles

@@ -7,7 +7,7 @@ import numpy as np
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row
 from finetune.data.sampler import Cursor, rows_so_far, step_rows, total_steps
-from finetune.data.tokenize import TokenizedDataset
+from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
 
 

@@ -6,14 +6,14 @@ from itertools import chain, islice
 import numpy as np
 
 from finetune.data.columns import RowReader
-from finetune.data.encode import RowEncoder
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
 from finetune.data.reading.sources import find_files
 from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data
 from finetune.data.sampler import Cursor, rank_rows
-from finetune.data.tokenize import Limits, encode_row, joined_parts
+from finetune.data.tokens.encode import RowEncoder
+from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
 from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.plan.parts import DataPlan

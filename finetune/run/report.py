@@ -6,7 +6,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import needs_template, question_text, turns_of
 from finetune.data.preference_rows import labelled_of
-from finetune.data.tokenize import render_row
+from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.run.metrics import GIB, Summary, table
 from finetune.system.terminal import clean

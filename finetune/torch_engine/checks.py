@@ -20,9 +20,9 @@ from finetune.torch_engine.forward import (
     no_autocast,
     padded_logits,
 )
-from finetune.torch_engine.load import weights_dtype
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
+from finetune.torch_engine.weights.load import weights_dtype
 
 
 @dataclass(frozen=True)

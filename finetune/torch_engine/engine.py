@@ -19,9 +19,11 @@ from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
-from finetune.torch_engine import checks, experts, generate, memory_stats, optim, profiling
+from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.engine_base import EngineBase
+from finetune.torch_engine.experts import fused
+from finetune.torch_engine.generation import generate
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
@@ -62,7 +64,7 @@ class TorchEngine(EngineBase):
         return self.forward.parameter_counts
 
     def notices(self) -> list[str]:
-        left = [] if self.plan.all_weights else experts.unreached(self.model)
+        left = [] if self.plan.all_weights else fused.unreached(self.model)
         if not left:
             return []
         return [

@@ -12,7 +12,7 @@ from finetune.plan.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.device import DTYPES
-from finetune.torch_engine.load_balancing import LoadBalancing
+from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from finetune.distributed.env import RankEnv
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
-from finetune.torch_engine import load
 from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.weights import load
 from finetune.torch_engine.weights.local_shards import LocalShards
 
 

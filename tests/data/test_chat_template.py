@@ -8,7 +8,7 @@ import pytest
 
 from finetune.data.chat_template import CHATML_TEMPLATE, TemplateRenderer, ensure_chat_template, request_of
 from finetune.data.reading.rows import RawDataset
-from finetune.data.tokenize import tokenize
+from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
 from generate import prompt_ids
 from tests.support.chats import FORGETFUL, rendered, text, with_template

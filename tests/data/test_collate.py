@@ -5,7 +5,7 @@ import pytest
 
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.sampler import Cursor, epoch_order, step_rows
-from finetune.data.tokenize import tokenize
+from finetune.data.tokens.tokenize import tokenize
 from finetune.engine import IGNORE_INDEX
 from tests.support import tiny
 from tests.support.engines import batches

@@ -5,11 +5,11 @@ import pytest
 from finetune.data.collate import microbatches
 from finetune.data.columns import RowOptions
 from finetune.data.mismatched import mismatched_documents
-from finetune.data.overlong import Cut
 from finetune.data.reading.sources import read_rows
-from finetune.data.token_cache import TokenCache
-from finetune.data.tokenize import Limits, joined_datasets, render_sample, tokenize
-from finetune.data.workers import tokenize_on_cores
+from finetune.data.tokens.overlong import Cut
+from finetune.data.tokens.token_cache import TokenCache
+from finetune.data.tokens.tokenize import Limits, joined_datasets, render_sample, tokenize
+from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.errors import PlanError
 from tests.support.rows import jsonl
 

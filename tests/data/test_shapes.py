@@ -14,7 +14,7 @@ from finetune.config import TrainConfig
 from finetune.data.prepare import check_columns, options_of
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
-from finetune.data.tokenize import tokenize
+from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
 from finetune.plan.parts import Parts
 from tests.support.chats import with_template

@@ -67,7 +67,7 @@ def test_sampling_keeps_the_same_tokens(top_k, top_p):
     import mlx.core as mx
 
     from finetune.mlx_engine.generate import restrict
-    from finetune.torch_engine import sampling
+    from finetune.torch_engine.generation import sampling
 
     halves = -torch.arange(1.0, 17.0) * math.log(2)
     logits = torch.cat([torch.randn(20, 16, generator=torch.Generator().manual_seed(0)), halves[None]])

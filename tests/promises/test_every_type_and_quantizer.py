@@ -11,7 +11,7 @@ import export
 import generate
 import train
 from finetune.model_files.files import find_model
-from finetune.torch_engine.load import load_trained
+from finetune.torch_engine.weights.load import load_trained
 from finetune.torch_engine.weights.stream import load_dense
 from quantization_wrapper import METHODS, pairs
 from tests.support.commands import PYTHON, ROOT, finish, words

@@ -17,10 +17,10 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
-from finetune.torch_engine.experts import Experts, QuantizedExperts, weight_names
+from finetune.torch_engine.experts.fused import Experts, QuantizedExperts, weight_names
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import disk_name
-from finetune.torch_engine.modalities import auto_class
+from finetune.torch_engine.weights.modalities import auto_class
 from tests.support import tiny
 from tests.support.adapters import write
 from tests.support.build import load_model, torch_engine

@@ -17,7 +17,7 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
 from finetune.plan.parts import Adapter
-from finetune.torch_engine import experts
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
@@ -218,7 +218,7 @@ def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, devic
             case.method, group_size=case.group_size, double_quant=case.double_quant
         )
         quantization_wrapper.quantize_model(model, config, linear_names(model))
-        experts.quantize(model, config, list(experts.reachable(model)))
+        fused.quantize(model, config, list(fused.reachable(model)))
     model.to(device)
     add_adapters(model, target_names(model, "all", settings.use_dora), Adapter.of(settings))
     generator = torch.Generator().manual_seed(1)
@@ -335,7 +335,7 @@ class RoutedTokens:
     """Counts the (token, expert) pairs of each expert, by hooks on the experts of a model."""
 
     def __init__(self, engine: Engine):
-        self.modules, self.counts, self.hooks = experts.reachable(engine.model).values(), 0, []
+        self.modules, self.counts, self.hooks = fused.reachable(engine.model).values(), 0, []
 
     def __enter__(self):
         self.hooks = [module.register_forward_pre_hook(self.count) for module in self.modules]

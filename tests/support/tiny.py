@@ -57,7 +57,7 @@ def dataset(lengths=(5, 17, 30, 9, 40, 3, 22, 11), vocab=128, seed=0):
     """Random documents of these lengths; about half of each is targets, never none."""
     import numpy as np
 
-    from finetune.data.tokenize import TokenizedDataset
+    from finetune.data.tokens.tokenize import TokenizedDataset
 
     rng = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -15,7 +15,7 @@ from finetune.data.collate import microbatches
 from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.plan.parts import Precision
 from finetune.torch_engine.device import DTYPES
-from finetune.torch_engine.generate import dense_weights
+from finetune.torch_engine.generation.generate import dense_weights
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
 from tests.support.build import torch_engine

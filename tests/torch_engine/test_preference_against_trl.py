@@ -14,7 +14,7 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.data.mismatched import DataWithMismatches, mismatched_documents
 from finetune.data.run_data import Data
-from finetune.data.tokenize import TokenizedDataset, joined_parts
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.objectives import Totals
 from finetune.plan.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear

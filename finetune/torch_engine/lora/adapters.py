@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
-from finetune.torch_engine import experts
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters, scaling_of
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
@@ -46,7 +46,7 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         model.set_submodule(name, layer)
     for owner, parameters in inside.items():
-        module = experts.wrapped(model, owner)
+        module = fused.wrapped(model, owner)
         module.adapt(parameters, adapter.rank, scaling)
         for parameter, pair in module.pairs().items():
             name = f"{owner}.{parameter}"
@@ -62,7 +62,7 @@ def adapters_off(model):
     Not of adapters whose start was subtracted from the base.
     """
     training, layers = model.training, [m for m in model.modules() if isinstance(m, LoRALinear | LoRAEmbedding)]
-    held = [m for m in model.modules() if isinstance(m, experts.Experts)]
+    held = [m for m in model.modules() if isinstance(m, fused.Experts)]
     scalings = [module.scaling for module in held]
     assert all(layer.start is None for layer in layers), "the base is not the model that training started from"
     model.eval()
@@ -97,7 +97,7 @@ def merge_adapters(model) -> None:
         turned = not isinstance(base, (nn.Linear, nn.Embedding))
         base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
         model.set_submodule(name, base)
-    experts.merge(model)
+    fused.merge(model)
 
 
 def attach_adapter(model, folder) -> None:
@@ -131,7 +131,7 @@ def attach_adapter(model, folder) -> None:
         re.sub(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$", "", k.removeprefix(PREFIX)) for k in tensors
     }
     wished = config.get("target_parameters") or []
-    three_d = [n for n in experts.parameter_names(model) if any(n == w or n.endswith("." + w) for w in wished)]
+    three_d = [n for n in fused.parameter_names(model) if any(n == w or n.endswith("." + w) for w in wished)]
     owners = {n.rpartition(".")[0] for n in three_d}
     names = sorted(n for n in names if n.removesuffix(".base_layer") not in owners)
     for name in names:

@@ -7,7 +7,7 @@ from torch import nn
 from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.plan.parts import Adapter
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
 from finetune.torch_engine.lora.targets import original_names, peft_takes_for_experts
@@ -20,7 +20,7 @@ def peft_owner(name: str, names: list[str], modules) -> str:
     if name in modules:
         return name
     owner, _, parameter = name.rpartition(".")
-    first, last = experts.weight_names(modules[owner])
+    first, last = fused.weight_names(modules[owner])
     return owner + (".base_layer" if parameter == first and f"{owner}.{last}" in names else "")
 
 
@@ -63,7 +63,7 @@ def peft_config(model, adapter: Adapter, base_name: str, revision: str | None = 
     """Content of adapter_config.json in PEFT's format."""
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
-    parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, experts.Experts) for p in m.adapted]
+    parameters = [f"{n}.{p}" for n, m in modules.items() if isinstance(m, fused.Experts) for p in m.adapted]
     if not adapter.dora:  # such linears go into target_parameters by their .weight
         as_parameters = [n for n in chosen if peft_takes_for_experts(model, n)]
         chosen = [n for n in chosen if n not in as_parameters]

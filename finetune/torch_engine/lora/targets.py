@@ -12,13 +12,14 @@ import quantization_wrapper
 from finetune.adapters.targets import default_targets, named_targets
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts, transformers_internals
+from finetune.torch_engine import transformers_internals
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
-from finetune.torch_engine.modalities import language_prefix
+from finetune.torch_engine.weights.modalities import language_prefix
 
 # What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
 PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
-WRAPPERS = (LoRALinear, LoRAEmbedding, experts.Experts)
+WRAPPERS = (LoRALinear, LoRAEmbedding, fused.Experts)
 
 
 def linear_names(model) -> list[str]:
@@ -28,8 +29,8 @@ def linear_names(model) -> list[str]:
     `computes_a_product`.
     """
     head = model.get_output_embeddings()
-    routed = experts.has_experts(model)
-    parts = {id(part) for part in experts.quantized_parts(model)}
+    routed = fused.has_experts(model)
+    parts = {id(part) for part in fused.quantized_parts(model)}
     read, prefix, plain, names = read_by_code(model), language_prefix(model), {}, []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
@@ -111,7 +112,7 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     `targets`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by
     their parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
-    names, three_d = linear_names(model), experts.parameter_names(model)
+    names, three_d = linear_names(model), fused.parameter_names(model)
     refused = three_d + [n for n in names if peft_takes_for_experts(model, n)] if use_dora else []
     if targets == "all":
         return [n for n in names + three_d if n not in refused]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from finetune.errors import PlanError
-from finetune.torch_engine import experts
-from finetune.torch_engine.experts import Experts, QuantizedExperts
+from finetune.torch_engine.experts import fused
+from finetune.torch_engine.experts.fused import Experts, QuantizedExperts
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices, Slice, slice_quantized
 
@@ -60,7 +60,7 @@ def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
         except ValueError as error:
             raise PlanError(f"{said}: {name} cannot be divided: {error}. Use --dp_shards instead.") from None
         dispatched = partial(run_over_ranks, run, groups)
-        module.forward = partial(experts.weighted_sum, base, dispatched)
+        module.forward = partial(fused.weighted_sum, base, dispatched)
         slices.experts.append(name)
 
 
@@ -92,12 +92,12 @@ def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runner(module):
     """What computes the experts of a module: our adapters over frozen weights, or its own weights that train."""
-    return module.run if isinstance(module, Experts) else partial(experts.run_trained, module)
+    return module.run if isinstance(module, Experts) else partial(fused.run_trained, module)
 
 
 def reachable_experts(model, said: str) -> dict[str, nn.Module]:
     """{name: module} of all experts of a model; PlanError if some have no interface, or it has none."""
-    unreached, found = experts.unreached(model), experts.reachable(model)
+    unreached, found = fused.unreached(model), fused.reachable(model)
     if unreached:
         raise PlanError(f"{said}: transformers has no interface to {unreached[0]}. Use --dp_shards instead.")
     if not found:
@@ -112,7 +112,7 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
     """
     base = module.base if isinstance(module, Experts) else module
     path = f"{name}.base" if base is not module else name
-    first, last = experts.weight_names(base)
+    first, last = fused.weight_names(base)
     halves = 2 if base.has_gate and base.is_concatenated else 1  # gate and up, one after the other
     for weight_name in (first, last):
         side = None if group == "ep" else 0 if weight_name == first else 1  # dim of [O, I] that is sliced

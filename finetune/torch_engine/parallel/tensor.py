@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.parallel import expert
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -114,7 +114,7 @@ def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
         return LayerSlices()
     pieces, shared, said = LayerSlices(), SharedInput(), f"--tp_degree {groups.dims.tp}"
     plan = plan_of(model, said)
-    for name, module in experts.reachable(model).items():
+    for name, module in fused.reachable(model).items():
         _split_experts(name, module, groups, shared, pieces, said)
     head = model.get_output_embeddings()
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
@@ -136,7 +136,7 @@ def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
                 ) from None
         else:
             raise PlanError(f"{said}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
-    if not met & set(COLUMN + ROW) and not experts.reachable(model):
+    if not met & set(COLUMN + ROW) and not fused.reachable(model):
         raise PlanError(
             f"{said}: transformers' TP plan for {type(model).__name__} matches none of its layers. Use "
             "--dp_shards instead."
@@ -150,14 +150,14 @@ def plan_of(model, said: str) -> dict[str, str]:
     """
     config = model.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan and experts.reachable(model):
+    if not plan and fused.reachable(model):
         plan = {}  # everything but the experts is replicated
     elif not plan:
         raise PlanError(
             f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
         )
     plan = {name: kind for name, kind in plan.items() if ".experts" not in name}  # by their own structure
-    if experts.has_experts(model):
+    if fused.has_experts(model):
         expert.reachable_experts(model, said)
     odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
     if odd:
@@ -182,7 +182,7 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput, pieces, said: str) -> None:
-    base = module.base if isinstance(module, experts.Experts) else module
+    base = module.base if isinstance(module, fused.Experts) else module
     if base.has_post_expert_norm:
         raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
     run = expert.runner(module)
@@ -243,7 +243,7 @@ def _column(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
 
 def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_k_index, top_k_weights):
     weights = copy_to_region(top_k_weights, groups)
-    out = experts.weighted_sum(base, run, shared(hidden, groups), top_k_index, weights)
+    out = fused.weighted_sum(base, run, shared(hidden, groups), top_k_index, weights)
     return _ReduceFromTensorParallelRegion.apply(out, groups.process_groups["tp"])
 
 

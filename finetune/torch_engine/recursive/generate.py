@@ -9,8 +9,8 @@ import torch
 
 from finetune.errors import PlanError
 from finetune.generation import GREEDY, NewTokens, Sampling
+from finetune.torch_engine.generation.sampling import choose
 from finetune.torch_engine.recursive.model import RecursiveModel
-from finetune.torch_engine.sampling import choose
 
 ROOM = 4  # one part in so many of the context is kept for the answer to a long prompt
 

@@ -14,10 +14,10 @@ import transformers
 from finetune import safetensors_io
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.device import DTYPES
-from finetune.torch_engine.load import load_trained
 from finetune.torch_engine.lora.adapters import merge_adapters
-from finetune.torch_engine.modalities import forget_quantization
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
+from finetune.torch_engine.weights.load import load_trained
+from finetune.torch_engine.weights.modalities import forget_quantization
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 # What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.

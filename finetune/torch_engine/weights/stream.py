@@ -24,8 +24,8 @@ from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
-from finetune.torch_engine import memory_stats, modalities, transformers_internals
-from finetune.torch_engine.weights import prequantized
+from finetune.torch_engine import memory_stats, transformers_internals
+from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import PLAIN_KINDS, open_weights
 
 _building = threading.Lock()

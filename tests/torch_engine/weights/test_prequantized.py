@@ -8,7 +8,7 @@ import torch
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine.load import load_trained
+from finetune.torch_engine.weights.load import load_trained
 from tests.support.build import load_model
 from tests.support.engines import CPU
 from tests.support.stored_quantized import BNB, edited, stored_folder, theirs_of

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from finetune.torch_engine.modalities import auto_class
+from finetune.torch_engine.weights.modalities import auto_class
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import architectures, tiny
 from train import fine_tune

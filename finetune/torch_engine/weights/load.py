@@ -15,8 +15,9 @@ from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, ParallelPlan, Parts, Precision, Trains
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
-from finetune.torch_engine import experts, llama_pro, load_balancing, memory_stats
+from finetune.torch_engine import llama_pro, memory_stats
 from finetune.torch_engine.device import DTYPES
+from finetune.torch_engine.experts import fused, load_balancing
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import eva_init, residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
@@ -78,7 +79,7 @@ def layers_of(model, folder, trains: Trains) -> Layers:
     """Which layers are quantized, adapted or new. Raises PlanError for names that match nothing."""
     new = new_blocks(model, folder, trains)
     linears = [n for n in linear_names(model) if not llama_pro.inside_blocks(n, new)]
-    moe = [n for n in experts.reachable(model) if not llama_pro.inside_blocks(n, new)]
+    moe = [n for n in fused.reachable(model) if not llama_pro.inside_blocks(n, new)]
     if not isinstance(trains, Adapter):
         return Layers(new, linears, moe, [], False)
     adapted = target_names(model, trains.targets, trains.dora)
@@ -98,16 +99,16 @@ def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_
     # those too, each faulted in anew, takes three times as long.
     memory_stats.map_blocks_from(2**18 if memory.low_memory else 2**20 + 2**18)
     if local_shards is not None:
-        local_shards.experts = {name: module.num_experts for name, module in experts.reachable(model).items()}
+        local_shards.experts = {name: module.num_experts for name, module in fused.reachable(model).items()}
     if config and not layers.quantize_last:
         quantized = {f"{n}.weight": config for n in layers.linears}
-        in_experts = [n for n in experts.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
+        in_experts = [n for n in fused.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
         quantized |= dict.fromkeys(in_experts, config)
     workers = 1 if memory.low_memory else memory.loading_workers
-    notices = load_weights(model, folder, dtype, device, quantized, workers, experts.hold, local_shards)
+    notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards)
     if config and not layers.quantize_last:
         for name in layers.experts:
-            experts.wrapped(model, name)
+            fused.wrapped(model, name)
     read = {} if plan.all_weights else read_by_code(model)
     if read:
         first = next(iter(read))
@@ -133,7 +134,7 @@ def init_from_base(model, layers: Layers, plan: Parts, device, batches=None, ini
         starts = residual_init(model, layers.adapted, adapter, config, initial_adapter, device)
     if config:
         quantization_wrapper.quantize_model(model, config, layers.linears, device=device)
-        experts.quantize(model, config, layers.experts, device)
+        fused.quantize(model, config, layers.experts, device)
     return starts
 
 

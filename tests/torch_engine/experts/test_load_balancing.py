@@ -8,7 +8,7 @@ import torch
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.errors import PlanError
-from finetune.torch_engine.load_balancing import routers_of
+from finetune.torch_engine.experts.load_balancing import routers_of
 from tests.support import engine_access, tiny
 from tests.support.adapters import adapted
 from tests.support.build import torch_engine

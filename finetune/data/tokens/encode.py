@@ -10,8 +10,8 @@ from finetune.data.chat_template import TemplateRenderer, special_texts
 from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
-from finetune.data.overlong import Cut, cut_document
 from finetune.data.preference_rows import labelled_of, pair_of
+from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
 from finetune.system.untrusted import untrusted
 

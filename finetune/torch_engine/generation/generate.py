@@ -9,11 +9,11 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.generation import GREEDY, Sampling
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine import experts
 from finetune.torch_engine.attention.per_document import own_implementation
-from finetune.torch_engine.load import weights_dtype
+from finetune.torch_engine.experts import fused
+from finetune.torch_engine.generation.sampling import Restricted
 from finetune.torch_engine.lora.layers import LoRALinear
-from finetune.torch_engine.sampling import Restricted
+from finetune.torch_engine.weights.load import weights_dtype
 
 
 class _RowsDone(StoppingCriteria):
@@ -147,7 +147,7 @@ def dense_weights(model):
     merging = dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
     merged = [m for m in model.modules() if isinstance(m, LoRALinear)] if merging else []
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
-    skipped = {id(layer.base) for layer in merged} | {id(part) for part in experts.quantized_parts(model)}
+    skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
     try:

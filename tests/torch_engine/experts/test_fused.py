@@ -15,7 +15,7 @@ import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.run.metrics import read_events
-from finetune.torch_engine import experts
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
 from finetune.torch_engine.lora.init import residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
@@ -78,7 +78,7 @@ def build(architecture):
 
 def quantized(model, method="nf4", double_quant=False):
     config = quantization_wrapper.config_for(method, double_quant=double_quant)
-    experts.quantize(model.requires_grad_(False), config, list(experts.reachable(model)))
+    fused.quantize(model.requires_grad_(False), config, list(fused.reachable(model)))
     return model
 
 
@@ -87,9 +87,9 @@ def test_expert_by_expert_is_transformers_own_computation(architecture):
     model = build(architecture)
     with torch.no_grad():
         before = model(IDS).logits
-        names = list(experts.reachable(model))
+        names = list(fused.reachable(model))
         for name in names:
-            experts.wrapped(model, name)
+            fused.wrapped(model, name)
         assert names and torch.equal(model(IDS).logits, before)  # the same products, summed in the same order
 
 
@@ -110,7 +110,7 @@ def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets,
         attach_adapter(other, tmp_path / "a")
         assert torch.equal(other(IDS).logits, mine)
         merge_adapters(other)
-        assert not any(isinstance(m, experts.Experts) for m in other.modules())
+        assert not any(isinstance(m, fused.Experts) for m in other.modules())
         torch.testing.assert_close(other(IDS).logits, mine, rtol=1e-5, atol=1e-5)
 
 
@@ -135,10 +135,10 @@ def test_quantized_experts_are_their_dequantized_weights(architecture, method):
     model = quantized(build(architecture), method.split()[0], "twice" in method)
     dense = build(architecture)
     with torch.no_grad():
-        for name, module in experts.reachable(dense).items():
-            for weight in experts.weight_names(module):
+        for name, module in fused.reachable(dense).items():
+            for weight in fused.weight_names(module):
                 held = getattr(model.get_submodule(name).base, weight)
-                assert isinstance(held, experts.QuantizedExperts)
+                assert isinstance(held, fused.QuantizedExperts)
                 for expert in range(held.num_experts):
                     stored, weight_of = held.of(expert)
                     value = weight_of(stored, torch.float32)
@@ -210,7 +210,7 @@ def test_experts_without_an_interface_stay_frozen_and_are_reported(make_tokenize
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(**tiny.COMMON | {"vocab_size": len(tokenizer)}, **UNREACHED)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert not experts.reachable(model) and len(experts.unreached(model)) == 4
+    assert not fused.reachable(model) and len(fused.unreached(model)) == 4
     model.save_pretrained(tmp_path / "model")
     fine_tune(
         model_name=str(tmp_path / "model"),

@@ -7,11 +7,11 @@ import numpy as np
 
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
-from finetune.data.encode import Encoded, RowEncoder
 from finetune.data.formats import describe_format
-from finetune.data.overlong import CUTS, Cut, last_answer_start
 from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
+from finetune.data.tokens.encode import Encoded, RowEncoder
+from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
 from finetune.errors import PlanError
 from finetune.system.terminal import clean
 

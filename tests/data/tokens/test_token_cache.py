@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from finetune.data.columns import RowOptions
-from finetune.data.overlong import Cut
 from finetune.data.prepare import DatasetSource, tokenized_once
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
-from finetune.data.token_cache import META, TokenCache
-from finetune.data.tokenize import Limits, tokenize
-from finetune.data.workers import progress_line, tokenize_on_cores
+from finetune.data.tokens.overlong import Cut
+from finetune.data.tokens.token_cache import META, TokenCache
+from finetune.data.tokens.tokenize import Limits, tokenize
+from finetune.data.tokens.workers import progress_line, tokenize_on_cores
 from finetune.errors import PlanError
 from tests.support.chats import FORGETFUL, with_template
 from tests.support.commands import command, finish
@@ -130,7 +130,9 @@ def test_progress_says_how_long_it_takes():
 
 
 def test_workers_import_no_framework():
-    code = "import finetune.data.tokenize_process, sys; print({'torch', 'transformers', 'mlx'} & set(sys.modules))"
+    code = (
+        "import finetune.data.tokens.tokenize_process, sys; print({'torch', 'transformers', 'mlx'} & set(sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "set()", out.stderr
 

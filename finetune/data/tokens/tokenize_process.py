@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 
 from finetune.data.columns import RowOptions, RowReader
-from finetune.data.encode import RowEncoder
-from finetune.data.overlong import Cut
-from finetune.data.tokenize import Limits, encode_batch
+from finetune.data.tokens.encode import RowEncoder
+from finetune.data.tokens.overlong import Cut
+from finetune.data.tokens.tokenize import Limits, encode_batch
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.system.child import serve

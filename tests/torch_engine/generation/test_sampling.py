@@ -5,7 +5,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from finetune.generation import Sampling
-from finetune.torch_engine.sampling import choose, restrict
+from finetune.torch_engine.generation.sampling import choose, restrict
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.7), (1, 0.01), (0, 0.0)])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from finetune.data.overlong import Cut, cut_document, windows
 from finetune.data.reading.sources import read_rows
-from finetune.data.tokenize import render_sample, tokenize
+from finetune.data.tokens.overlong import Cut, cut_document, windows
+from finetune.data.tokens.tokenize import render_sample, tokenize
 from finetune.errors import PlanError
 from tests.support.chats import FORGETFUL, with_template
 from tests.support.rows import jsonl, write

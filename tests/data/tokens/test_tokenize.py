@@ -5,9 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from finetune.data.overlong import truncate
 from finetune.data.reading.sources import read_rows
-from finetune.data.tokenize import generation_examples, render_sample, tokenize
+from finetune.data.tokens.overlong import truncate
+from finetune.data.tokens.tokenize import generation_examples, render_sample, tokenize
 from finetune.errors import PlanError
 from tests.support.rows import ROWS, jsonl, write
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.columns import RowOptions
-from finetune.data.tokenize import Limits, TokenizedDataset
+from finetune.data.tokens.tokenize import Limits, TokenizedDataset
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of

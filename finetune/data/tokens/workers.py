@@ -14,7 +14,7 @@ import numpy as np
 
 from finetune.data.columns import RowOptions
 from finetune.data.reading.rows import RawDataset
-from finetune.data.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
+from finetune.data.tokens.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.system.child import Child, ChildEnded
@@ -22,7 +22,7 @@ from finetune.system.child import Child, ChildEnded
 LEAST_ROWS = 2048  # fewer are tokenized before the processes have started
 BATCH_ROWS = 256
 SAY_EVERY_S = 5.0
-MODULE = "finetune.data.tokenize_process"
+MODULE = "finetune.data.tokens.tokenize_process"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
