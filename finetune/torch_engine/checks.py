@@ -2,7 +2,7 @@
 The chunked head and a distributed model reproduce its logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.forward import (
     PADDED_INPUTS,
+    Layout,
     ModelForward,
     base_model,
     document_bounds,
@@ -37,57 +38,56 @@ class Check:
 
 
 def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
-    """{"batch_layout": (used, reason)}: runs the checks and sets the forward's layout, head and attention.
+    """{"batch_layout": (used, reason)}: runs the checks and gives the forward its layout.
 
     PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
     other logits than the full one. Collective.
     """
-    padding_free, head = forward.checks or check_model(forward, batch_layout, parallel)
-    forward.layout = "padding_free" if padding_free.holds else "padded"
-    dims = forward.groups.dims
-    if dims.cp > 1:
-        if not padding_free.holds:
+    layout = forward.recorded[0] if forward.recorded else check_model(forward, batch_layout, parallel)
+    cp = forward.groups.dims.cp
+    if cp > 1:
+        if not layout.padding_free:
             raise PlanError(
-                f"--cp_degree {dims.cp}: shards padding-free rows, and {padding_free.reason}. Use --dp_shards instead."
+                f"--cp_degree {cp}: shards padding-free rows, and {layout.reason}. Use --dp_shards instead."
             )
         context.register()
-    forward.head = loss.Head.of(forward.model) if head.holds and forward.pipeline.last else None
-    forward.head_is_shared = head.holds and dims.tp > 1
-    forward.set_attention()
-    if forward.reference is not None:
+    forward.use(layout)
+    if forward.recorded:
         check_parallel_logits(forward, parallel)
-    return {"batch_layout": (forward.layout, padding_free.reason)}
+    return {"batch_layout": (layout.name, layout.reason)}
 
 
-def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> tuple[Check, Check]:
-    """(padding-free rows are right, our head is). Raises PlanError as `verify` does.
-    Leaves the model in evaluation mode.
+def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layout:
+    """How rows go through this model. Raises PlanError as `verify` does.
+
+    Leaves the model in evaluation mode, with the layout's attention.
     """
     model, call = forward.model, partial(_call, parallel)
     model.eval()
     call(check_causal, model, forward.autocast)
-    padding_free = Check(False, "requested")
+    packed, bounds = Check(False, "requested"), False
     if batch_layout != "padded":
-        padding_free = call(check_padding_free, model, forward.autocast, forward.context_length)
-        if not padding_free.holds and forward.groups.dims.cp == 1:
+        packed = call(check_padding_free, model, forward.autocast, forward.context_length)
+        if not packed.holds and forward.groups.dims.cp == 1:
             told = call(check_padding_free, model, forward.autocast, forward.context_length, True)
-            forward.passes_bounds = told.holds
-            more = "" if told.reason.split("(")[0] == padding_free.reason.split("(")[0] else f"; {told.reason}"
-            padding_free = told if told.holds else Check(False, padding_free.reason + more)
-    if batch_layout == "padding_free" and not padding_free.holds:
-        raise PlanError(f"--batch_layout padding_free: {padding_free.reason}. Use auto or padded.")
-    forward.layout = "padding_free" if padding_free.holds else "padded"
-    if forward.layout == "padded":
-        forward.padded_inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
-    name = per_document.NAME if padding_free.holds else per_document.own_implementation(model)
-    model.set_attn_implementation(name)
-    return padding_free, call(check_head, model, forward.layout, forward.autocast, forward.passes_bounds)
+            bounds = told.holds
+            more = "" if told.reason.split("(")[0] == packed.reason.split("(")[0] else f"; {told.reason}"
+            packed = told if told.holds else Check(False, packed.reason + more)
+    if batch_layout == "padding_free" and not packed.holds:
+        raise PlanError(f"--batch_layout padding_free: {packed.reason}. Use auto or padded.")
+    layout = Layout(packed.holds, packed.reason, passes_bounds=bounds)
+    if not layout.padding_free:
+        inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
+        layout = replace(layout, padded_inputs=inputs)
+    model.set_attn_implementation(per_document.NAME if packed.holds else per_document.own_implementation(model))
+    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds)
+    return replace(layout, chunked_head=head.holds)
 
 
 def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
     """Runs the checks while each rank computes the full model, and records the logits its shards must give."""
-    forward.checks = check_model(forward, batch_layout, parallel)
-    forward.reference = _call(parallel, forward.logits, _reference_batch(forward))
+    forward.layout = check_model(forward, batch_layout, parallel)
+    forward.recorded = forward.layout, _call(parallel, forward.logits, _reference_batch(forward))
 
 
 def _call(parallel, work, *args):
@@ -102,7 +102,7 @@ def _call(parallel, work, *args):
 
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
-    lengths = (13, 9) if forward.layout == "padding_free" else (13,)
+    lengths = (13, 9) if forward.layout.padding_free else (13,)
     vocab = min(forward.model.get_input_embeddings().weight.shape[0], 1000)
     ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
     positions = np.concatenate([np.arange(n) for n in lengths])
@@ -113,7 +113,7 @@ def _reference_batch(forward: ModelForward) -> Batch:
 @torch.no_grad()
 def check_parallel_logits(forward: ModelForward, parallel) -> None:
     """Raises PlanError unless the distributed model gives the logits of the full one. Collective."""
-    groups, batch, expected = forward.groups, _reference_batch(forward), forward.reference
+    groups, batch, expected = forward.groups, _reference_batch(forward), forward.recorded[1]
     work = partial(forward.logits, batch)
     forward.pipeline.set_hidden_dtype(parallel.call, work)
     logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
@@ -127,8 +127,8 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             real = torch.from_numpy(indices < len(expected)).to(logits.device)
             expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
         if len(expected):
-            off = ((logits[real] - expected).abs().max() / forward.reference.abs().max()).item()
-    off, forward.reference = groups.all_reduce_max(off), None
+            off = ((logits[real] - expected).abs().max() / forward.recorded[1].abs().max()).item()
+    off, forward.recorded = groups.all_reduce_max(off), None
     exact = not forward.casts and weights_dtype(forward.model) == torch.float32
     if not off <= (1e-4 if exact else 5e-2):
         raise PlanError(

@@ -320,7 +320,7 @@ class TorchEngine(EngineBase):
 
     @property
     def layout(self) -> str:
-        return self.forward.layout
+        return self.forward.layout.name
 
     def context_limit(self) -> int | None:
         return generate.context_limit(self.model)

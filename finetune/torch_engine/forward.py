@@ -1,7 +1,7 @@
 """Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -51,37 +51,62 @@ def padded_logits(model, word: str, ids, positions, real) -> torch.Tensor:
     return model(input_ids=ids, attention_mask=real, use_cache=False, **known).logits
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How rows go through the model, as checks on the loaded model decided; given once, see checks.verify.
+
+    `padding_free`: documents packed in one row, else one padded row each, given as `padded_inputs` says (a word of
+    PADDED_INPUTS). `passes_bounds`: the model is told where packed documents begin. `chunked_head`: our chunked head
+    gives the model's logits. `reason`: why this layout.
+    """
+
+    padding_free: bool
+    reason: str
+    padded_inputs: str = "positions"
+    passes_bounds: bool = False
+    chunked_head: bool = False
+
+    @property
+    def name(self) -> str:
+        return "padding_free" if self.padding_free else "padded"
+
+
 class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
-    `layout` and `head` are None until the checks have decided them: padding_free or padded; our chunked head or the
-    model's own. `checks`, `reference`: what was recorded while this rank held the full model, see
-    checks.record_reference. `parameter_counts`: (trainable, all) of the full model.
+    `layout` is None until `use` was called; `head`: our chunked head, None where the model's own computes logits.
+    `recorded`: the layout and logits of the full model, see checks.record_reference. `shards_sequences`: context
+    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model.
     """
 
     def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
         self.model, self.groups, self.pad_id = model, groups, pad_id
         self.context_length = plan.data.context_length
-        self.device, self.pipeline = groups.device, SingleStage()
+        self.device, self.pipeline, self.shards_sequences = groups.device, SingleStage(), False
         dtype = plan.precision.autocast and DTYPES[plan.precision.autocast]
         self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
         self.casts = dtype is not None
-        self.layout, self.head, self.head_is_shared = None, None, False
-        self.padded_inputs = "positions"  # a word of PADDED_INPUTS
-        self.passes_bounds = False  # whether the model is told where packed documents begin
-        self.shards_sequences = False  # context parallelism, once the model is distributed
-        self.checks, self.reference = None, None
+        self.layout: Layout | None = None
+        self.head: loss.Head | None = None
+        self.recorded: tuple[Layout, torch.Tensor] | None = None
         coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.parameter_counts = parameter_counts(model)
 
-    def set_attention(self) -> None:
-        """The attention that training runs through."""
-        if self.layout == "padding_free":
+    def use(self, layout: Layout) -> None:
+        """Rows go through the model like this from now on, and through the attention that it needs."""
+        self.layout = layout
+        self.head = loss.Head.of(self.model) if layout.chunked_head and self.pipeline.last else None
+        if layout.padding_free:
             name = context.NAME if self.groups.dims.cp > 1 else per_document.NAME
         else:
             name = per_document.own_implementation(self.model)
         self.model.set_attn_implementation(name)
+
+    @property
+    def head_is_shared(self) -> bool:
+        """True if each rank of a tensor-parallel group computes the logits of some positions."""
+        return self.layout.chunked_head and self.groups.dims.tp > 1
 
     def nll_fraction(self) -> float:
         """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
@@ -127,15 +152,15 @@ class ModelForward:
             "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
             "use_cache": False,
         }
-        if self.layout == "padding_free":
+        if self.layout.padding_free:
             documents = shard_context or per_document.documents_of(batch.position_ids_BS, self.device)
             inputs["documents"] = documents
-            if self.passes_bounds:
+            if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
             inputs["attention_mask"] = real.to(self.device)
-            if self.padded_inputs != "positions":
+            if self.layout.padded_inputs != "positions":
                 inputs.pop("position_ids")
         return self.pipeline.inputs(inputs), labels
 
@@ -187,13 +212,13 @@ class ModelForward:
 
     @property
     def _row_by_row(self) -> bool:
-        return self.padded_inputs == "rows" and self.layout == "padded"
+        return self.layout.padded_inputs == "rows" and not self.layout.padding_free
 
     def _logits_at(self, inputs, at):
         if self._row_by_row:
             logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
             return torch.cat([row[at[1][at[0] == i]] for i, row in enumerate(logits)])
-        if self.layout == "padding_free":  # one row: an index tensor picks its target positions
+        if self.layout.padding_free:  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=at[1]).logits[0]
         return self.model(**inputs).logits[at]
 

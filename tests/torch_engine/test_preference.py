@@ -164,7 +164,7 @@ def test_log_probabilities_row_by_row_are_those_of_the_padded_batch():
     (batch,) = batches("padded")
     with torch.no_grad():
         wanted, nll = built.forward.document_log_probs(batch), built.forward.nll(batch)
-        built.forward.padded_inputs = "rows"
+        built.forward.layout = replace(built.forward.layout, padded_inputs="rows")
         torch.testing.assert_close(built.forward.document_log_probs(batch), wanted, rtol=1e-5, atol=1e-5)  # fp32
         torch.testing.assert_close(built.forward.nll(batch), nll, rtol=1e-5, atol=1e-5)
 

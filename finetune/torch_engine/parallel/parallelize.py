@@ -49,7 +49,7 @@ def parallelize(
         )
     parallel = _around(forward, placement, root, how)
     if dims.cp > 1:
-        if forward.reference is None:
+        if forward.recorded is None:
             checks.record_reference(forward, layout, parallel)
         forward.shards_sequences = True
     return parallel
