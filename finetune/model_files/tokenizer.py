@@ -37,11 +37,13 @@ class TokenizerTrial:
     """A tokenizer.json loaded and tried in a limited child process, which starts at once."""
 
     def __init__(self, file: Path):
-        self.file, self.child = file, None
+        self.file = file
+        self.child: subprocess.Popen[bytes] | None = None
         if file.is_file():
             command = python_command("finetune.model_files.tokenizer_process", str(file.absolute()))
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            self.child = subprocess.Popen(command, cwd="/", start_new_session=True, **pipes)
+            self.child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", start_new_session=True
+            )
 
     def check(self) -> None:
         """Waits for the child. Raises PlanError for a file that ends it."""
