@@ -36,6 +36,7 @@ test-rig: .venv/.installed-test
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 setup: .venv/.installed
 setup-test: .venv/.installed-test
@@ -53,4 +54,4 @@ setup-test: .venv/.installed-test
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

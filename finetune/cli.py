@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.config import FIELDS, GROUPS, NAMES
+from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import PlanError
 from finetune.older.other_names import answer
 
@@ -78,13 +78,13 @@ def parse_value(name: str, value, where: str | None = None):
     if accepts_booleans(field):
         word = str(value).lower()
         value = "true" if word in TRUE else "false" if word in FALSE else word
-        if field.type is bool and value not in ("true", "false"):
+        if value_type(field) is bool and value not in ("true", "false"):
             raise PlanError(f"{where} {shown(word)}: not a boolean. Use true or false.")
-        if field.type is bool:
+        if value_type(field) is bool:
             return value == "true"
     if meta["auto"] and str(value).lower() == "auto":
         return "auto"
-    if field.type in (int, float):
+    if value_type(field) in (int, float):
         return _parse_number(field, value, where)
     if not isinstance(value, str):
         raise PlanError(f"{where}: is {type(value).__name__} {shown(value)}, must be a string.")
@@ -96,11 +96,11 @@ def parse_value(name: str, value, where: str | None = None):
 
 def accepts_booleans(field) -> bool:
     """True if the flag may be given without a value, which then means true."""
-    return field.type is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
+    return value_type(field) is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
 
 
 def _parse_number(field, value, where: str):
-    kind, meta = field.type, field.metadata
+    kind, meta = value_type(field), field.metadata
     example = "1e-4" if field.default is None and kind is float else 1 if field.default is None else field.default
     if isinstance(value, bool):
         raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
@@ -219,7 +219,7 @@ def _metavar(name, field) -> str:
     meta = field.metadata
     if meta["choices"]:
         return "{" + ",".join(c for c in meta["choices"] if c) + "}"
-    return meta["metavar"] or {int: "N", float: "X", bool: "true|false"}.get(field.type, "TEXT")
+    return meta["metavar"] or {int: "N", float: "X", bool: "true|false"}.get(value_type(field), "TEXT")
 
 
 def help_text(field) -> str:

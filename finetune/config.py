@@ -4,6 +4,7 @@ The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are
 """
 
 from dataclasses import dataclass, field, fields
+from typing import get_args
 
 from finetune.objectives import OBJECTIVES
 
@@ -82,19 +83,21 @@ class TrainConfig:
     """Requested value of every flag; None leaves the choice to the plan, which records its reason."""
 
     # model
-    model_name: str = flag(None, "model", "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True)
-    revision: str = flag(None, "model", "branch, tag or commit of a Hub model")
+    model_name: str | None = flag(
+        None, "model", "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
+    )
+    revision: str | None = flag(None, "model", "branch, tag or commit of a Hub model")
     train_type: str = flag(
         "qlora",
         "model",
         "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base",
         choices=TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
     )
-    llama_pro_path: str = flag(
+    llama_pro_path: str | None = flag(
         None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
     # data
-    dataset: str = flag(
+    dataset: str | list[str] | None = flag(
         None,
         "data",
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
@@ -104,14 +107,14 @@ class TrainConfig:
         repeatable=True,
     )
     dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
-    columns: str = flag(
+    columns: str | None = flag(
         None,
         "data",
         "which of your columns to use for each field of a format, such as prompt=query,completion=reply",
         metavar="FIELD=COLUMN,...",
         nonempty=True,
     )
-    ignore_columns: str = flag(
+    ignore_columns: str | None = flag(
         None, "data", "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
     )
     text_unit: str = flag(
@@ -121,7 +124,7 @@ class TrainConfig:
         choices=TEXT_UNITS,
     )
     dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
-    context_length: int = flag(
+    context_length: int | str = flag(
         512,  # where nothing is planned, such as tests of an engine
         "data",
         "maximum sequence length in tokens; longer rows are treated as --overlong says. auto: what 99 % of the rows "
@@ -182,7 +185,7 @@ class TrainConfig:
     skip_bad_rows: int = flag(
         0, "data", "skip and list up to N malformed rows; with more, the file is rejected", minimum=0
     )
-    validation_dataset: str = flag(
+    validation_dataset: str | None = flag(
         None,
         "data",
         "rows for the validation loss; for a folder or Hub name, its validation split",
@@ -190,7 +193,7 @@ class TrainConfig:
         resumable=True,
     )
     validation_split: float = flag(0.0, "data", "fraction of the training rows held out for validation", minimum=0.0)
-    score_dataset: str = flag(
+    score_dataset: str | None = flag(
         None,
         "data",
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
@@ -204,7 +207,7 @@ class TrainConfig:
         128, "data", "maximum tokens generated per answer when scoring", minimum=1, resumable=True
     )
     # steps
-    batch_size: int = flag(
+    batch_size: int | str = flag(
         8,
         "steps",
         "rows per data rank and accumulation step; auto: the largest that fits, at most 64",
@@ -213,7 +216,7 @@ class TrainConfig:
         metavar="N|auto",
     )
     gradient_accumulation_steps: int = flag(1, "steps", "batches accumulated per optimizer step", minimum=1)
-    microbatch_tokens: int = flag(
+    microbatch_tokens: int | None = flag(
         None, "steps", "maximum tokens per forward; affects speed and memory, not the result", minimum=1, resumable=True
     )
     batch_layout: str = flag(
@@ -230,7 +233,7 @@ class TrainConfig:
     optimizer: str = flag(
         "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
-    lr: float = flag(
+    lr: float | None = flag(
         None,
         "steps",
         "peak learning rate; default: 2e-4, 2e-5 for full; with --preference 1e-5, 1e-6 for full",
@@ -239,7 +242,7 @@ class TrainConfig:
     )
     wd: float = flag(0.0, "steps", "weight decay", minimum=0.0, aliases=("weight_decay",))
     lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)
-    warmup_steps: int = flag(None, "steps", "linear warmup, in optimizer steps", minimum=0)
+    warmup_steps: int | None = flag(None, "steps", "linear warmup, in optimizer steps", minimum=0)
     warmup_ratio: float = flag(
         0.05,
         "steps",
@@ -306,7 +309,7 @@ class TrainConfig:
     group_size: int = flag(
         64, "memory", "weights per quantization group (per scale)", minimum=1, aliases=("hqq_group_size",)
     )
-    quant_type: str = flag(None, "memory", "4-bit data type (codebook)", choices=QUANT_TYPES)
+    quant_type: str | None = flag(None, "memory", "4-bit data type (codebook)", choices=QUANT_TYPES)
     double_quant: bool = flag(False, "memory", "also quantize the scales to 8 bits")
     cache_dequantized: str = flag(
         "auto",
@@ -339,7 +342,7 @@ class TrainConfig:
     )
     use_flash_attention: bool = flag(False, "memory", "use flash attention kernels if available")
     # machine
-    backend: str = flag(
+    backend: str | None = flag(
         None,
         "machine",
         "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto",
@@ -379,7 +382,7 @@ class TrainConfig:
         1, "machine", "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1, resumable=True
     )
     pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"), resumable=True)
-    sharding_strategy: str = flag(
+    sharding_strategy: str | None = flag(
         None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES, resumable=True
     )
     no_sync: bool = flag(
@@ -397,9 +400,9 @@ class TrainConfig:
     master_port: int = flag(
         12355, "machine", "port of rank 0 for the rendezvous", minimum=1, maximum=65535, resumable=True
     )
-    mlx_config: str = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
+    mlx_config: str | None = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
     # output
-    output_dir: str = flag(
+    output_dir: str | None = flag(
         None,
         "output",
         "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
@@ -412,7 +415,7 @@ class TrainConfig:
         0, "output", "save a checkpoint every N steps; 0: only at the end", minimum=0, resumable=True
     )
     keep_last: int = flag(2, "output", "number of checkpoints to keep", minimum=1, resumable=True)
-    resume: str = flag(
+    resume: str | None = flag(
         None,
         "output",
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
@@ -433,10 +436,10 @@ class TrainConfig:
     )
     log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1, resumable=True)
     verbose: bool = flag(False, "logging", "print the detected hardware, and memory item by item", resumable=True)
-    project_name: str = flag(None, "logging", "Weights & Biases project", resumable=True)
-    name: str = flag(None, "logging", "Weights & Biases run name", resumable=True)
-    group: str = flag(None, "logging", "Weights & Biases run group", resumable=True)
-    entity: str = flag(None, "logging", "Weights & Biases entity (user or team)", resumable=True)
+    project_name: str | None = flag(None, "logging", "Weights & Biases project", resumable=True)
+    name: str | None = flag(None, "logging", "Weights & Biases run name", resumable=True)
+    group: str | None = flag(None, "logging", "Weights & Biases run group", resumable=True)
+    entity: str | None = flag(None, "logging", "Weights & Biases entity (user or team)", resumable=True)
     # profile
     profile: bool = flag(False, "profile", "run the torch profiler", resumable=True)
     profiling_output: str = flag("profiles", "profile", "folder for profiler output", metavar="DIR", resumable=True)
@@ -453,7 +456,7 @@ class TrainConfig:
     repeat: int = flag(0, "profile", "number of cycles; 0: until training ends", minimum=0, resumable=True)
     profiling_frequency: int = flag(10, "profile", "steps per cycle", minimum=1, resumable=True)
     # ask
-    config: str = flag(
+    config: str | None = flag(
         None,
         "ask",
         "YAML file of flags, or a run_plan.json; command-line flags override it",
@@ -463,7 +466,7 @@ class TrainConfig:
     dry_run: bool = flag(
         False, "ask", "print the plan with its reasons and a preview of the data; load nothing", saved=False
     )
-    data_report: str = flag(
+    data_report: str | None = flag(
         None, "ask", "with --dry_run: write the preview of the data as JSON", metavar="FILE", saved=False, nonempty=True
     )
     doctor: str = flag(
@@ -473,7 +476,7 @@ class TrainConfig:
         choices=("false", "true", "json"),
         saved=False,
     )
-    parity: str = flag(
+    parity: str | None = flag(
         None,
         "ask",
         "take the same steps on two backends, such as torch,mlx, and compare losses, gradients and weights",
@@ -481,8 +484,13 @@ class TrainConfig:
         saved=False,
     )
     recommend: bool = flag(False, "ask", "print recommended settings for this machine", saved=False)
-    assume_memory: str = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
-    assume_world_size: int = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
+    assume_memory: str | None = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
+    assume_world_size: int | None = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
+
+
+def value_type(field) -> type:
+    """str, int, float or bool: what a flag's value is if it is given and not a word such as auto."""
+    return (get_args(field.type) or (field.type,))[0]
 
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli import Parser, parse_overrides, parse_value, read_config
-from finetune.config import FIELDS, TrainConfig
+from finetune.config import FIELDS, TrainConfig, value_type
 from finetune.errors import PlanError
 from tests.support.commands import ROOT, command, finish, refused
 from train import build_parser, fine_tune
@@ -40,7 +40,7 @@ def test_only_what_the_user_set_is_requested():
 
 
 @pytest.mark.promise("CLI_08")
-@pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if f.type is bool])
+@pytest.mark.parametrize("flag", [n for n, f in FIELDS.items() if value_type(f) is bool])
 def test_booleans_parse_bare_and_valued_with_dashes_and_underscores(flag):
     if flag == "dry_run":
         assert parse("--dry-run")["dry_run"] is True

@@ -4,6 +4,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import TextIO
 
 from finetune.checkpoint.store import make_folder, storage
 from finetune.errors import OutputDirInUseError, StorageError
@@ -38,7 +39,8 @@ class Lock:
     """
 
     def __init__(self, output_dir: Path):
-        self.file, self.handle = output_dir / ".lock", None
+        self.file = output_dir / ".lock"
+        self.handle: TextIO | None = None
         with storage(output_dir):
             self.created_folder = make_folder(output_dir)
         while self.handle is None:
@@ -73,4 +75,5 @@ class Lock:
         return os.path.samestat(at_path, os.fstat(handle.fileno()))
 
     def release(self) -> None:
+        assert self.handle is not None, self.file
         self.handle.close()

@@ -42,6 +42,7 @@ from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
@@ -56,17 +57,30 @@ def weights_file(plan: RunPlan) -> str:
     return TRAINED if isinstance(plan.trains, AddedLayers) else ADAPTER if plan.has_adapter else FULL
 
 
+def files_of(plan: RunPlan) -> ModelFiles:
+    """The model's files on this host, which a plan has before it runs."""
+    assert plan.files is not None
+    return plan.files
+
+
+def root_of(plan: RunPlan) -> Path:
+    """The output_dir, which every resolved plan names."""
+    assert plan.settings.output_dir is not None
+    return Path(plan.settings.output_dir)
+
+
 def with_own_folder(plan: RunPlan) -> RunPlan:
     """The plan with its default output_dir created, under a name of its own if runs start in the same second."""
     if plan.resume_from or plan.settings.dry_run or "output_dir" in plan.requested:
         return plan
-    first = Path(plan.settings.output_dir)
+    first = root_of(plan)
     with storage(first):
         first.parent.mkdir(exist_ok=True)
         for name in numbered(first):
             with contextlib.suppress(FileExistsError):
                 name.mkdir()
                 return replace(plan, settings=replace(plan.settings, output_dir=str(name)))
+    raise AssertionError(f"{first}: every number is taken")
 
 
 def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
@@ -85,7 +99,7 @@ class OutputDir:
     in_parts = False
 
     def __init__(self, plan: RunPlan):
-        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.root, self.plan = root_of(plan), plan
         self.lock = Lock(self.root)
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
@@ -111,9 +125,10 @@ class OutputDir:
 
     def describe(self, engine, plan: RunPlan, data) -> None:
         """Sets what every checkpoint and the published weights carry beside their tensors."""
-        self.configs = engine.describe_weights(plan.files.name, plan.files.digest)
-        vocab_size = ModelShape.from_config(plan.files.config).vocab_size
-        self.identity = {"vocab_size": vocab_size, "base model": plan.files.digest, "dataset": data.train.digest()}
+        files = files_of(plan)
+        self.configs = engine.describe_weights(files.name, files.digest)
+        vocab_size = ModelShape.from_config(files.config).vocab_size
+        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": data.train.digest()}
 
     def restore_or_begin(self, engine, plan: RunPlan, data, say) -> tuple[TrainState, int | None, Path | None]:
         """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
@@ -186,7 +201,8 @@ class OutputDir:
 
     def save_step(self, engine, state: TrainState, metrics_offset: int) -> Path:
         """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective."""
-        tensors, written, beside = {"rng.safetensors": engine.rng_state()}, {}, None
+        tensors, beside = {"rng.safetensors": engine.rng_state()}, None
+        written: dict[str, dict] = {}
         if self.in_parts:
             beside, written = self._write_parts(engine, state.step)
             values = engine.optimizer_values()
@@ -201,6 +217,7 @@ class OutputDir:
         keep_last = self.plan.settings.keep_last
         if not self.in_parts:
             return save_checkpoint(self.root, state.step, tensors, texts, keep_last, self.run_id)
+        assert beside is not None
         with storage(beside):
             for file, arrays in tensors.items():
                 written[file] = safetensors_io.write_file(beside / file, safetensors_io.shards_of_arrays(arrays))
@@ -276,9 +293,10 @@ class OutputDir:
                 self._drop_step(beside)
                 code, text = failed
                 raise ERRORS_BY_CODE[code](text if rank == 0 else f"rank {rank}: {text}")
+        assert beside is not None
         return beside, {file: entry for files, _ in by_rank for file, entry in files.items()}
 
-    def _begin_step(self, step: int) -> Path:
+    def _begin_step(self, step: int) -> Path | None:
         return begin_checkpoint(self.root, step)
 
     def _drop_step(self, beside: Path | None) -> None:
@@ -313,7 +331,7 @@ class OutputDir:
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
             same = self.identity.get(what) == value
-            if not same and not (what == "base model" and self.plan.files.matches(str(value))):
+            if not same and not (what == "base model" and files_of(self.plan).matches(str(value))):
                 raise PlanError(
                     f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
                     f"Give the {what} of that run, or a new --output_dir."
@@ -359,7 +377,7 @@ class NonMasterOutputDir(OutputDir):
     """
 
     def __init__(self, plan: RunPlan):
-        self.root, self.plan = Path(plan.settings.output_dir), plan
+        self.root, self.plan = root_of(plan), plan
         self.weights_file = weights_file(plan)
 
     def begin(self, step: int) -> list[tuple[str, str]]:

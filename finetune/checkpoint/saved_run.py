@@ -157,7 +157,9 @@ def _checked_plan(saved: dict, file: Path) -> dict:
 def finished_run(plan: RunPlan) -> TrainState | None:
     """The final state of the run to be resumed, if it has nothing left to do."""
     saved = plan.resume_from
-    done = finished_state(saved.output_dir) if saved and not saved.step_folder else None
+    if saved is None or saved.step_folder:
+        return None
+    done = finished_state(saved.output_dir)
     complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
     return done if complete else None
 

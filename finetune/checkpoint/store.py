@@ -285,7 +285,7 @@ def steps_of(output_dir: Path) -> list[Path]:
 
 def newest_checkpoint(output_dir: Path, required: tuple = ()) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """(newest checkpoint that verifies, or None; one line per newer one that was skipped)."""
-    skipped = []
+    skipped: list[str] = []
     for folder in steps_of(output_dir):
         try:
             return verify_checkpoint(folder, required), skipped

@@ -183,7 +183,7 @@ def rendezvous_address(env: RankEnv, patience_s: float = 30.0) -> str:
     end = time.monotonic() + patience_s
     while True:
         try:
-            address = socket.getaddrinfo(env.host, env.port, socket.AF_INET)[0][4][0]
+            address = str(socket.getaddrinfo(env.host, env.port, socket.AF_INET)[0][4][0])
             break
         except (OSError, UnicodeError) as error:
             if time.monotonic() > end:

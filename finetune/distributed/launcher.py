@@ -49,9 +49,15 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
     with tempfile.TemporaryDirectory(prefix="finetune-ranks-") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(plan)
-        children, codes = [], []
+        children: list[subprocess.Popen] = []
+        codes: list[int] = []
+
+        def send_to_all(signal_number: int) -> None:
+            for child in children:
+                _send(child, signal_number)
+
         try:
-            with forwarding(lambda signal_number: [_send(child, signal_number) for child in children]):
+            with forwarding(send_to_all):
                 for rank in range(world_size):
                     children.append(_start(program, folder, rank, world_size))
                 codes = _wait(children)
@@ -69,7 +75,7 @@ def send_plan(announced_plan, send) -> tuple:
     """Rank 0's (plan, end if there is nothing to train) of a launched run, sent to the other ranks, as a failure is.
     `send(message)`: gives every rank the JSON value that `received_end` reads.
     """
-    code = 1  # of an error that is not expected
+    code: int | None = 1  # of an error that is not expected
     try:
         plan, done = announced_plan()
         code = done.exit_code if done else None
@@ -148,20 +154,26 @@ def _failure(folder: Path, codes: list):
 def write_failure(env: RankEnv, code: int, text: str) -> None:
     """Writes this rank's failure for the process that spawned it."""
     content = {"rank": env.rank, "code": code, "text": text, "time": time.time()}
-    _write(env.folder / f"failed-{env.rank}.json", json.dumps(content))
+    _write(_folder_of(env) / f"failed-{env.rank}.json", json.dumps(content))
 
 
 def write_result(env: RankEnv, result: dict) -> None:
-    _write(env.folder / "result.json", json.dumps(result))
+    _write(_folder_of(env) / "result.json", json.dumps(result))
 
 
 def write_port(env: RankEnv, port: int) -> None:
-    _write(env.folder / "port", str(port))
+    _write(_folder_of(env) / "port", str(port))
+
+
+def _folder_of(env: RankEnv) -> Path:
+    """The folder of messages that a rank shares with the process that spawned it."""
+    assert env.folder is not None, env
+    return env.folder
 
 
 def wait_for_port(env: RankEnv, timeout_s: float = 300.0) -> RankEnv:
     """`env` with the rendezvous port that rank 0 opened."""
-    file, end = env.folder / "port", time.monotonic() + timeout_s
+    file, end = _folder_of(env) / "port", time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > end:
             raise RankLostError(

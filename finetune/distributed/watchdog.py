@@ -70,7 +70,7 @@ class Watchdog(threading.Thread):
         self.lock, self.on_exit = threading.Lock(), lambda code: None
         self.peers: dict[int, Connection] = {}
         self.strangers: list[Connection] = []
-        self.done = set()
+        self.done: set[int] = set()
         self.selector = selectors.DefaultSelector()
         if listener is not None:
             self.selector.register(listener, selectors.EVENT_READ)
@@ -134,12 +134,12 @@ class Watchdog(threading.Thread):
                 for rank in list(self.peers):
                     self._tell(rank, "beat")
             for key, _ in self.selector.select(BEAT_S / 2):
-                if key.fileobj is self.listener:
+                if not isinstance(key.fileobj, Connection):  # the listener
                     self._accept()
                 elif key.fileobj.rank is None:
                     self._read_hello(key.fileobj)
                 else:
-                    self._read(key.fileobj)
+                    self._read(key.fileobj, key.fileobj.rank)
             now = time.monotonic()
             for connection in [c for c in self.strangers if now - c.heard > HELLO_S]:
                 self._drop(connection)
@@ -207,8 +207,7 @@ class Watchdog(threading.Thread):
 
     # ---- what the ranks say
 
-    def _read(self, connection: Connection) -> None:
-        rank = connection.rank
+    def _read(self, connection: Connection, rank: int) -> None:
         try:
             new = connection.socket.recv(65536)
         except OSError:

@@ -91,13 +91,14 @@ def find_model(
     if not looks_like_hub_id(model_name):
         raise PlanError(f"{said}: no such folder. {nearest(folder)}")
     if model_name == DEMO_MODEL and revision is None:
-        folder = demo_model_folder(progress, fetch)
+        found = demo_model_folder(progress, fetch)
         source = "demo model"
     else:
-        folder = hub_folder(model_name, revision, said, cached_only=not fetch)
+        found = hub_folder(model_name, revision, said, cached_only=not fetch)
         source = "hub"
-    if folder is None:
+    if found is None:
         return None
+    folder = found
     marker = folder / DEMO_MARKER
     if marker.is_file():
         with untrusted(f"{marker}: cannot be read", f"Remove {folder}, and it is prepared again."):
@@ -263,8 +264,8 @@ def not_decoded(how: dict) -> str | None:
         if how.get("format") not in DECODED_FORMATS:
             return f"in the format {how.get('format')!r}, which is not decoded"
         groups = how.get("config_groups")
-        known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
-        weights = [g.get("weights") for g in groups.values()] if known else []
+        values = list(groups.values()) if isinstance(groups, dict) else []
+        weights = [g.get("weights") for g in values] if all(isinstance(g, dict) for g in values) else []
         if not weights or not all(isinstance(w, dict) for w in weights):
             return "with config_groups that say nothing of its weights"
         each = [w.get("num_bits") for w in weights]
@@ -272,7 +273,7 @@ def not_decoded(how: dict) -> str | None:
         for key in ("transform_config", "sparsity_config"):
             if how.get(key):
                 return f"with a {key}, which is not decoded"
-    if method not in ("fp8", "mxfp4") and (type(bits) is not int or bits not in BITS[method]):
+    if method not in ("fp8", "mxfp4") and (type(bits) is not int or bits not in BITS[str(method)]):
         return f"at {bits!r} bits, which are not decoded"
     return None
 

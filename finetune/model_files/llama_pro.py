@@ -63,7 +63,7 @@ def read_sources(weight_files) -> list[TensorSource]:
 
 def layers_prefix(names, num_layers: int) -> str | None:
     """The tensor name prefix before the layer number; None if no unique prefix counts the layers."""
-    numbers = {}
+    numbers: dict[str, set[int]] = {}
     for name in names:
         parts = name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
@@ -88,7 +88,8 @@ def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: li
     """The tensors of the expanded model.
     `zero(source layer, pattern)`: whether that tensor is zero in the added layer.
     """
-    inside, out = {}, []
+    inside: dict[int, list[tuple[str, TensorSource]]] = {}
+    out = []
     for tensor in tensors:
         at = split(tensor.name, prefix)
         if at is None:
@@ -105,7 +106,8 @@ def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: li
 
 def write(tensors: list[TensorSource], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes model.safetensors, or shards with an index, from the tensors' source files."""
-    shards, size = [[]], 0
+    shards: list[list[TensorSource]] = [[]]
+    size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.num_bytes > shard_bytes:
             shards.append([])
@@ -115,7 +117,7 @@ def write(tensors: list[TensorSource], folder: Path, shard_bytes: int = SHARD_BY
     if len(shards) == 1:
         _write_file(folder / "model.safetensors", shards[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard)
@@ -126,7 +128,8 @@ def write(tensors: list[TensorSource], folder: Path, shard_bytes: int = SHARD_BY
 
 
 def _write_file(path: Path, tensors: list[TensorSource]) -> None:
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for t in tensors:
         header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.num_bytes]}
         offset += t.num_bytes

@@ -90,7 +90,7 @@ class PlainTokenizer:
 
 
 def _config_of(folder: Path) -> dict:
-    found = {}
+    found: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
         if file.is_file():

@@ -38,7 +38,8 @@ class TokenizerTrial:
     """A tokenizer.json loaded and tried in a limited child process, which starts at once."""
 
     def __init__(self, file: Path):
-        self.file, self.child = file, None
+        self.file = file
+        self.child: Child | None = None
         if file.is_file():
             self.printed = tempfile.TemporaryFile()
             module = "finetune.model_files.tokenizer_process"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import train
-from finetune.config import FIELDS, NAMES
+from finetune.config import FIELDS, NAMES, value_type
 from tests.rig import mutate
 from tests.rig.batch import CANARY, Finding, Mutant
 from tests.rig.materials import Place
@@ -76,7 +76,7 @@ def odd_word(rng: random.Random, name: str) -> str:
     field = FIELDS[name]
     choices = [*NUMBERS, *WORDS, *mutate.ODD_TEXT, str(field.default), "$DIR", "$DIR/x", "$ROWS", "$MODEL"]
     choices += list(field.metadata["choices"] or ()) * 4
-    if field.type in (int, float):
+    if value_type(field) in (int, float):
         choices += ["1", "2", "3", "4", "8", "16", "0.5", "100"] * 3
     return rng.choice(choices).replace("\0", "" if rng.random() < 0.7 else "\0")
 
