@@ -54,6 +54,9 @@ class Data:
         """Where these rows of a step are from."""
         return [self.train.row_source(row) for row in rows]
 
+    def count(self, state) -> None:
+        """Called once for each step that was taken, before the state advances; here tokens follow from the cursor."""
+
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""
 

@@ -30,7 +30,7 @@ class StreamedData(Data):
     encoders: tuple[RowEncoder, ...]
     limits: Limits
     skipped: list[str] = field(default_factory=list)
-    last_sources: list[str] = field(default_factory=list)
+    last: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: source, dataset, tokens of a row
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
@@ -40,8 +40,7 @@ class StreamedData(Data):
             parts, sources, numbers = self._encoded(rows, plan.data.skip_bad_rows)
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
-        self.last_sources[:] = sources
-        self._count(state, numbers, parts)
+        self.last[:] = [(s, n, len(ids)) for s, n, (ids, _) in zip(sources, numbers, parts, strict=True)]
         dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
         mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
         batches = self.microbatches(dataset, mine, slice(None), plan, pad_id, plan.steps.batch_size)
@@ -57,13 +56,13 @@ class StreamedData(Data):
         at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
-    def _count(self, state, numbers: list[int], parts: list[tuple]) -> None:
+    def count(self, state) -> None:
         """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning."""
         if state.step == 0:
             state.dataset_tokens = [0] * len(self.encoders)
         if state.dataset_tokens is not None:
-            for number, (ids, _) in zip(numbers, parts, strict=True):
-                state.dataset_tokens[number] += len(ids)
+            for _, number, num_tokens in self.last:
+                state.dataset_tokens[number] += num_tokens
 
     def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
         """Documents, and of each its source and the number of its dataset."""
@@ -81,7 +80,7 @@ class StreamedData(Data):
         return parts, sources, numbers
 
     def sources_of(self, rows) -> list[str]:
-        return [self.last_sources[row] for row in rows]
+        return [self.last[row][0] for row in rows]
 
     def total_steps(self, plan) -> int:
         return plan.steps.max_steps

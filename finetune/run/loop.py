@@ -57,6 +57,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
                 line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
+            data.count(state)
             state.advance(result, cursor)
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())

@@ -102,6 +102,9 @@ class PretrainData:
         width = -(-int(self.lengths[longest].max()) // WIDTHS) * WIDTHS
         return size, min(width, self.train.seq_len) if self.trims else self.train.seq_len, int(targets.sum())
 
+    def count(self, state) -> None:
+        """As Data's: nothing is counted by dataset."""
+
     def sources_of(self, rows) -> list[str]:
         """Where these rows of a step are from."""
         return [self.train.sources[row] for row in rows]
