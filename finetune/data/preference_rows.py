@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 
-from finetune.data.columns import Row
+from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.errors import PlanError
 
 TRUE, FALSE = ("true", "1"), ("false", "0")
+
+
+def as_answer(row: Row) -> Row:
+    """The row as one prompt with its answer: of a pair the chosen one; rows of other formats as they are."""
+    return labelled_of(row)[0][0] if row.format in PREFERENCES else row
 
 
 def labelled_of(row: Row) -> list[tuple[Row, bool]]:

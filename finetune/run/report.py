@@ -3,9 +3,9 @@
 import shlex
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.data.columns import PREFERENCES, Row
+from finetune.data.columns import Row
 from finetune.data.formats import needs_template, question_text, turns_of
-from finetune.data.preference_rows import labelled_of
+from finetune.data.preference_rows import as_answer
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.run.metrics import GIB, Summary, table
@@ -59,8 +59,7 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
 def ask_command(output_dir: str, row: Row | None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
-    if row is not None and row.format in PREFERENCES:
-        row = labelled_of(row)[0][0]
+    row = row and as_answer(row)
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):

@@ -1,6 +1,8 @@
 """Forwards around a step that keep nothing for backward, as an objective asks for them before its first loss."""
 
 import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,9 +23,9 @@ class Passes:
     """
 
     parallel: Parallelism
-    advice: object
+    advice: Callable[[Batch], AbstractContextManager]
     everywhere: bool = False
-    stop: object = None
+    stop: Callable[[], bool] | None = None
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
         """Those that this rank computes."""
