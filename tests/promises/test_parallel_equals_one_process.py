@@ -2,8 +2,10 @@
 
 import pytest
 
+from finetune.run.metrics import read_events
 from tests.support import cases, ranks
 from tests.support.commands import command, finish
+from tests.support.rows import jsonl
 from tests.support.runs import assert_same_run
 
 
@@ -84,3 +86,14 @@ def test_the_gpipe_schedule_gives_the_run_of_one_process(base, alone, tmp_path):
     code, _, err = finish(argv)
     assert code == 0, err
     assert_same_run(tmp_path / "out", alone)
+
+
+def test_one_scored_row_on_two_ranks_is_scored_by_one_of_them(base, tmp_path):
+    """The rank without a row waits at the next collective of ours: generation may not communicate."""
+    scored = jsonl(tmp_path / "scored.jsonl", [{"prompt": "the cat", "completion": "sat"}])
+    flags = f"--max_steps 1 --score_dataset {scored} --score_max_new_tokens 4"
+    for name, size in (("one", "--world_size 1 --batch_size 4"), ("two", "--world_size 2 --batch_size 2")):
+        code, _, err = finish(command(base, f"{flags} {size}", output_dir=tmp_path / name))
+        assert code == 0, err
+    one, two = ([e["exact_match"] for e in read_events(tmp_path / n) if e["event"] == "eval"] for n in ("one", "two"))
+    assert one == two and len(one) == 2

@@ -61,6 +61,7 @@ def generate(
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
             use_cache=use_cache,
+            synced_gpus=False,  # weights are in full here; transformers would all-reduce at each token under FSDP
             stopping_criteria=StoppingCriteriaList([rows_done]),
             do_sample=samples,
             logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
