@@ -16,7 +16,7 @@ from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.mlx_engine import generate, state
-from finetune.mlx_engine.head import Head
+from finetune.mlx_engine.head import Head, log_sum_exp
 from finetune.mlx_engine.memory import Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, parameter_count
 from finetune.mlx_engine.optim import Optimizer
@@ -204,7 +204,7 @@ class MLXEngine:
         if self.head is None:
             logits = self.model(ids)
             logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
-            nll = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, labels[:, None], axis=-1).squeeze(-1)
+            nll = (log_sum_exp(logits) - mx.take_along_axis(logits, labels[:, None], axis=-1)).squeeze(-1)
             return (nll if weights is None else nll * weights).sum()
         hidden = self.loaded.base(ids)
         trains = self.plan.all_weights

@@ -9,6 +9,8 @@ import mlx.nn as nn
 
 from finetune.estimate.engine_limits import logits_rows
 
+PIECE = 1024  # columns that log_sum_exp sums at once
+
 
 @dataclass(frozen=True)
 class Head:
@@ -93,7 +95,7 @@ class Head:
     def _chunk(self, part, weight_VH, labels, weights, learning: bool):
         """(summed nll, its gradient in the product of part and weight, fp32)."""
         logits = self.logits(part, weight_VH)
-        log_sum = mx.logsumexp(logits, axis=-1, keepdims=True)
+        log_sum = log_sum_exp(logits)
         nll = (log_sum - mx.take_along_axis(logits, labels, axis=-1)).squeeze(-1)
         if not learning:
             return (nll if weights is None else nll * weights).sum(), None
@@ -104,3 +106,18 @@ class Head:
         if self.softcap is not None:
             grad = grad * (1 - mx.square(logits / self.softcap))
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
+
+
+def log_sum_exp(logits_TV: mx.array) -> mx.array:
+    """log of the sum of exponentials over the columns, [T, 1].
+
+    In pieces, as MLX sums a row one number after the other on a CPU: 49,152 columns at once lose 5e-5, pieces 1e-7.
+    """
+    columns = logits_TV.shape[-1]
+    if columns <= PIECE:
+        return mx.logsumexp(logits_TV, axis=-1, keepdims=True)
+    piece = next((n for n in range(PIECE, PIECE // 8, -1) if columns % n == 0), PIECE)
+    padding = -columns % piece
+    padded = mx.pad(logits_TV, ((0, 0), (0, padding)), constant_values=-mx.inf) if padding else logits_TV
+    of_pieces = mx.logsumexp(padded.reshape(len(logits_TV), -1, piece), axis=-1)
+    return mx.logsumexp(of_pieces, axis=-1, keepdims=True)
