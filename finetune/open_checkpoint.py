@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
+from finetune.checkpoint.store import verify_if_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -28,8 +29,12 @@ def add_flags(parser) -> None:
 
 
 def base_of(checkpoint: str) -> ModelFiles:
-    """Files of the full model: the checkpoint itself, or the base model named by its adapter. Raises PlanError."""
+    """Files of the full model: the checkpoint itself, or the base model named by its adapter.
+
+    Raises PlanError; CheckpointDamagedError for a step-N folder whose files are not those that its manifest names.
+    """
     folder = Path(checkpoint)
+    verify_if_checkpoint(folder)
     config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():
         config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"

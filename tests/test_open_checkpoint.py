@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
+import export
 import generate
 import score
-from finetune.errors import PlanError
+from finetune.errors import CheckpointDamagedError, PlanError
 from tests.support import tiny
 from tests.support.runs import PLAIN
 from train import fine_tune
@@ -87,3 +88,28 @@ def test_a_damaged_adapter_is_one_line(trained, tmp_path, case):
     with pytest.raises(PlanError) as error:
         generate.main(["--checkpoint", str(folder), "--prompt", "a", "--device", "cpu", "--max-new-tokens", "1"])
     assert fact in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("program", ["generate", "score", "export", "export --to mlx-lm"])
+def test_a_flipped_bit_of_a_checkpoint_is_noticed_by_every_program_that_opens_it(trained, rows_file, tmp_path, program):
+    step = shutil.copytree(next((trained / "checkpoints").glob("step-*")), tmp_path / "checkpoints" / "step-2")
+    step = step.rename(step.with_name(f"step-{json.loads((step / 'manifest.json').read_text())['step']}"))
+    weights = step / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-6] ^= 64  # an exponent bit
+    weights.write_bytes(data)
+    name, _, more = program.partition(" ")
+    argv = {"generate": ["--prompt", "a"], "score": ["--dataset", str(rows_file)]}.get(name, more.split())
+    argv += ["--output_dir", str(tmp_path / "out")] if name == "export" else ["--device", "cpu"]
+    with pytest.raises(CheckpointDamagedError, match="its content has changed"):
+        {"generate": generate, "score": score, "export": export}[name].main(["--checkpoint", str(step), *argv])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_is_not_finite_is_refused_and_leaves_nothing(trained, tmp_path):
+    damaged = shutil.copytree(trained, tmp_path / "damaged")
+    config = json.loads((damaged / "adapter_config.json").read_text())
+    (damaged / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": float("nan")}))
+    with pytest.raises(PlanError, match="logits that are not finite"):
+        export.main(["--checkpoint", str(damaged), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

@@ -276,6 +276,12 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(folder, manifest["step"], manifest)
 
 
+def verify_if_checkpoint(folder: Path) -> None:
+    """Verifies every digest of a folder that has a manifest: a step-N. Raises CheckpointDamagedError."""
+    if (folder / MANIFEST).is_file():
+        verify_checkpoint(folder)
+
+
 def steps_of(output_dir: Path) -> list[Path]:
     """step-N folders (step_N of a pretraining run), newest first, valid or not."""
     root, prefix = steps_folder(output_dir)

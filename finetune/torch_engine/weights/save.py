@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from finetune import safetensors_io
+from finetune.errors import PlanError
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import merge_adapters
@@ -31,7 +33,8 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
 
     The largest difference of its logits on one row, relative to the largest logit.
 
-    Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type.
+    Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type. Raises PlanError where base
+    and adapter give logits that are not finite.
     """
     model = load_trained(checkpoint, files, torch.device("cpu"), torch.float32)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -42,7 +45,12 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     target.mkdir(parents=True, exist_ok=True)
     write_model_folder(model, target, own if dtype == "auto" else DTYPES[dtype])
     after = load_dense(target, torch.float32)(input_ids=ids).logits
-    return ((after - before).abs().max() / before.abs().max()).item()
+    off = ((after - before).abs().max() / before.abs().max()).item()
+    if not math.isfinite(off):
+        raise PlanError(
+            f"--checkpoint {checkpoint}: base and adapter give logits that are not finite. Give another checkpoint."
+        )
+    return off
 
 
 def write_model_folder(model, folder, dtype: torch.dtype) -> None:
