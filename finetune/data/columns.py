@@ -64,6 +64,7 @@ FORMATS = {
 }
 PREFERENCES = ("preference", "kto")
 FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+PASSAGES = ("passage", "article")
 # Columns that no row may have unused: what they say about it.
 MEANS = {
     "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
@@ -73,6 +74,11 @@ MEANS = {
     **dict.fromkeys(("tool_calls", "function_call"), "holds what the assistant calls"),
     **dict.fromkeys(SYSTEM, "is the system prompt"),
     "history": "holds earlier turns",
+    **dict.fromkeys(("is_correct", "correct", "is_accepted", "accepted"), "may say which rows are wrong"),
+    **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
+    **dict.fromkeys(PASSAGES, "is what a question is about"),
+    **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
+    **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
@@ -85,8 +91,8 @@ LABELLED = (
     "--preference kto to learn from both, or remove the rows whose label is false and add --ignore_columns label."
 )
 NO_PAIRS = (
-    "{where}: is of format {fmt}, and --preference dpo and orpo need columns chosen and rejected. Name them with "
-    "--columns chosen=A,rejected=B, or omit --preference."
+    "{where}: is of format {fmt}, and --preference dpo, orpo and simpo need columns chosen and rejected. Name them "
+    "with --columns chosen=A,rejected=B, or omit --preference."
 )
 NO_LABELS = (
     "{where}: is of format {fmt}, and --preference kto needs columns prompt, completion and label, or chosen and "
@@ -312,6 +318,8 @@ def _remedy(name: str, fmt: str) -> str:
     leave = f"--ignore_columns {name}"
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
+    if name in PASSAGES and fmt == "qna":
+        return f"Add --columns context={name} to put it before the question, or {leave} to train without it."
     return f"Add {leave} to train without it."
 
 

@@ -382,8 +382,8 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "no pairs for DPO": (
         {"a.jsonl": lines({"prompt": "Hi:", "completion": "No.", "label": False})},
-        "--dataset: is of format kto, and --preference dpo and orpo need columns chosen and rejected. Name them with "
-        "--columns chosen=A,rejected=B, or omit --preference.",
+        "--dataset: is of format kto, and --preference dpo, orpo and simpo need columns chosen and rejected. Name them "
+        "with --columns chosen=A,rejected=B, or omit --preference.",
         {"preference": "dpo"},
     ),
     "no label for KTO": (
@@ -419,6 +419,31 @@ REFUSED = {  # name: (files, the line, flags)
     "a rating": (
         {"a.jsonl": lines({**ALPACA, "rating": 2})},
         "a.jsonl:1: column 'rating' rates the answers, and format alpaca does not use it. Add --ignore_columns rating",
+        {},
+    ),
+    "choices of a question": (
+        {"a.jsonl": lines({"question": "Which?", "choices": ["a", "b"], "answer": "b"})},
+        "a.jsonl:1: column 'choices' lists the choices of a question, and format qna does not use it.",
+        {},
+    ),
+    "a passage": (
+        {"a.jsonl": lines({"question": "Who?", "passage": "Ann ran.", "answer": "Ann"})},
+        "is what a question is about, and format qna does not use it. Add --columns context=passage",
+        {},
+    ),
+    "an answer that may be wrong": (
+        {"a.jsonl": lines({"prompt": "Hi:", "completion": "No.", "is_correct": False})},
+        "a.jsonl:1: column 'is_correct' may say which rows are wrong",
+        {},
+    ),
+    "a reason": (
+        {"a.jsonl": lines({"question": "1+1?", "rationale": "Count.", "answer": "2"})},
+        "a.jsonl:1: column 'rationale' explains the answer",
+        {},
+    ),
+    "rows of several splits": (
+        {"a.jsonl": lines({**ALPACA, "split": "test"})},
+        "a.jsonl:1: column 'split' may say which rows are for tests",
         {},
     ),
     "a row's weight": ({"a.jsonl": lines({**ALPACA, "weight": 0.1})}, "a.jsonl:1: column 'weight' weighs the rows", {}),
