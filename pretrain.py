@@ -16,7 +16,7 @@ import time
 
 from finetune import recipe
 from finetune.checkpoint.output_dir import CheckpointWriter
-from finetune.checkpoint.store import PRETRAINED, replace_text, storage
+from finetune.checkpoint.store import PRETRAINED, replace_text
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.estimate import recursive as estimate
@@ -30,7 +30,7 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
-from finetune.run.loop import run_steps
+from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
 from finetune.system import process
@@ -79,12 +79,7 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
         log.summary.seconds["loading"] = time.perf_counter() - began
         if plan.settings.load_checkpoint and not plan.resume_from:
             engine.load_weights(engine.read_weights(Path(plan.settings.load_checkpoint)), "load_checkpoint")
-        with storage(writer.root):
-            state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
-        log.open(writer.root, state, offset)
-        if resumed_from:
-            log.saved(resumed_from)
-        log.start(data, predicted_memory(plan, data))
+        state = begin(engine, data, plan, log, writer, predicted_memory(plan, data))
         run_steps(engine, data, plan, state, log, writer, stop)
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began

@@ -32,7 +32,6 @@ from backend_manager import CAPABILITIES
 from finetune.backend import doctor
 from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
-from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template
@@ -51,7 +50,7 @@ from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
-from finetune.run.loop import run_steps
+from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
@@ -110,14 +109,8 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         writer.describe(engine, plan, data)
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
-        with storage(writer.root):
-            state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
-        if resumed_from and plan.quantizes_again:
-            state.eval_pending = True  # what the other base does to the loss is measured at once
-        log.open(writer.root, state, offset)
-        if resumed_from:
-            log.saved(resumed_from)
-        log.start(data, predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards))
+        predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
+        state = begin(engine, data, plan, log, writer, predicted)
         data = with_reference(engine, data, plan, writer.root, log.say, stop)
         run_steps(engine, data, plan, state, log, writer, stop)
         data.close()

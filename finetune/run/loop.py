@@ -5,10 +5,27 @@ Everything it uses is an argument; no object holds all.
 
 import time
 
+from finetune.checkpoint.store import storage
 from finetune.errors import NonFiniteError
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
+
+
+def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) -> TrainState:
+    """The state of a new run, or of the checkpoint it resumes from; opens the log at it. Collective.
+
+    `predicted`: bytes, see report.memory_table.
+    """
+    with storage(writer.root):
+        state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
+    if resumed_from and plan.quantizes_again:
+        state.eval_pending = True  # what the other base does to the loss is measured at once
+    log.open(writer.root, state, offset)
+    if resumed_from:
+        log.saved(resumed_from)
+    log.start(data, predicted)
+    return state
 
 
 def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
