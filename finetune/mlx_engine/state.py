@@ -19,7 +19,6 @@ from finetune.plan.parts import Adapter, Trains
 from finetune.system.files import replace
 
 RNG = "mlx"
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
