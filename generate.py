@@ -9,7 +9,7 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune.cli import Parser
+from finetune.cli import Parser, check_ranges
 from finetune.errors import PlanError
 from finetune.system import process
 from finetune.system.terminal import say
@@ -28,23 +28,17 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--interactive", action="store_true", help="read one prompt per line, until an empty line or end of input"
     )
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=100, metavar="N", help="maximum new tokens per answer (default: 100)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (default: 0)")
-    parser.add_argument(
-        "--top_k", type=int, default=50, metavar="N", help="sample from the N most likely tokens (default: 50)"
-    )
-    parser.add_argument(
-        "--top_p", type=float, default=0.9, metavar="X", help="nucleus sampling: cumulative probability (default: 0.9)"
-    )
+    parser.number("max_new_tokens", 100, "maximum new tokens per answer")
+    parser.number("temperature", 0.0, "0: greedy")
+    parser.number("top_k", 50, "sample from the N most likely tokens")
+    parser.number("top_p", 0.9, "nucleus sampling: cumulative probability")
     parser.add_argument(
         "--tokenizer", default=None, metavar="DIR", help="tokenizer folder, of pretrain.py's checkpoints"
     )
     parser.add_argument(
         "--raw_weights", action="store_true", help="the weights, not their EMA, of a checkpoint of pretrain.py"
     )
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="sampling seed (default: 42)")
+    parser.number("seed", 42, "sampling seed")
     return parser
 
 
@@ -93,14 +87,7 @@ def check(args) -> None:
         raise PlanError("--prompt: is empty. Give one, or --interactive.")
     if args.prompt is None and not args.interactive:
         raise PlanError("--prompt: none given. Give one, or --interactive.")
-    for name, low, high in (
-        ("max_new_tokens", 1, 10**6),
-        ("temperature", 0, 100),
-        ("top_k", 0, 10**6),
-        ("top_p", 0, 1),
-    ):
-        if not low <= getattr(args, name) <= high:
-            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+    check_ranges(args, {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)})
     if args.temperature < GREEDY_BELOW:
         args.temperature = 0.0
 

@@ -15,8 +15,8 @@ import os
 import time
 
 from finetune import recipe
-from finetune.checkpoint.output_dir import open_output_dir
-from finetune.checkpoint.store import PRETRAINED, replace_text, storage
+from finetune.checkpoint.output_dir import CheckpointWriter
+from finetune.checkpoint.store import PRETRAINED, replace_text
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.estimate import recursive as estimate
@@ -30,7 +30,7 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
-from finetune.run.loop import run_steps
+from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
 from finetune.system import process
@@ -66,27 +66,22 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
     began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
     data = load_pretrain_data(plan.settings, plan.rows_per_step)
     plan = finalize(plan, data)
-    with stop.installed(), open_output_dir(plan, env.rank) as output_dir, Metrics(plan, env.rank > 0, watchdog) as log:
+    with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
         log.say("\n".join(pretrain_plan_lines(plan, data)))
         engine, baseline = build_engine(plan, data, env)
         engine.verify("padded")
         log.say("\n".join(f"  {notice}" for notice in engine.notices()))
-        output_dir.configs = engine.describe_weights("", "")
-        output_dir.identity = {"vocab_size": data.train.vocab_size, "dataset": data.train.digest()}
+        writer.configs = engine.describe_weights("", "")
+        writer.identity = {"vocab_size": data.train.vocab_size, "dataset": data.train.digest()}
         if env.rank == 0:
-            replace_text(output_dir.root / PRETRAINED, recipe.as_yaml(plan.settings))
+            replace_text(writer.root / PRETRAINED, recipe.as_yaml(plan.settings))
         log.summary.loading_bytes = engine.begin_memory(baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         if plan.settings.load_checkpoint and not plan.resume_from:
             engine.load_weights(engine.read_weights(Path(plan.settings.load_checkpoint)), "load_checkpoint")
-        with storage(output_dir.root):
-            state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
-        log.open(output_dir.root, state, offset)
-        if resumed_from:
-            log.saved(resumed_from)
-        log.start(data, predicted_memory(plan, data))
-        run_steps(engine, data, plan, state, log, output_dir, stop)
-    state.output_dir = str(output_dir.root)
+        state = begin(engine, data, plan, log, writer, predicted_memory(plan, data))
+        run_steps(engine, data, plan, state, log, writer, stop)
+    state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(pretrain_closing_lines(plan, data, state, log.summary)))
     return state

@@ -32,15 +32,9 @@ def build_parser() -> Parser:
         "--split", default="test", metavar="NAME", help="split of a folder or Hub dataset (default: test)"
     )
     parser.add_argument("--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)")
-    parser.add_argument(
-        "--context_length", type=int, default=512, metavar="N", help="maximum sequence length in tokens (default: 512)"
-    )
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=128, metavar="N", help="maximum new tokens per answer (default: 128)"
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=32, metavar="N", help="answers generated per batch (default: 32)"
-    )
+    parser.number("context_length", 512, "maximum sequence length in tokens")
+    parser.number("max_new_tokens", 128, "maximum new tokens per answer")
+    parser.number("batch_size", 32, "answers generated per batch")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N wrong answers")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     return parser

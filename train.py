@@ -30,9 +30,8 @@ import time
 
 from backend_manager import CAPABILITIES
 from finetune.backend import doctor
-from finetune.checkpoint.output_dir import open_output_dir, with_own_folder
+from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
-from finetune.checkpoint.store import storage
 from finetune.config import DEFAULTS, NAMES
 from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template
@@ -51,7 +50,7 @@ from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
-from finetune.run.loop import run_steps
+from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
@@ -89,7 +88,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     `watchdog`: the thread that watches the other ranks.
     """
     began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
-    with stop.installed(), open_output_dir(plan, env.rank) as output_dir, Metrics(plan, env.rank > 0, watchdog) as log:
+    with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
         raw_datasets = read_datasets(plan.data)
         tokenizer = load_tokenizer(plan.files.folder)
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
@@ -99,7 +98,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
-        loading = None if from_data else process.in_background(rank.load, None, output_dir.initial_adapter())
+        loading = None if from_data else process.in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
@@ -107,21 +106,15 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         engine = rank.build(model, pad_id(tokenizer))
         plan = finalize(plan, data, engine, log.say)
         log.say("\n".join(report.engine_lines(engine)))
-        output_dir.describe(engine, plan, data)
+        writer.describe(engine, plan, data)
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
-        with storage(output_dir.root):
-            state, offset, resumed_from = output_dir.restore_or_begin(engine, plan, data, log.say)
-        if resumed_from and plan.quantizes_again:
-            state.eval_pending = True  # what the other base does to the loss is measured at once
-        log.open(output_dir.root, state, offset)
-        if resumed_from:
-            log.saved(resumed_from)
-        log.start(data, predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards))
-        data = with_reference(engine, data, plan, output_dir.root, log.say, stop)
-        run_steps(engine, data, plan, state, log, output_dir, stop)
+        predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
+        state = begin(engine, data, plan, log, writer, predicted)
+        data = with_reference(engine, data, plan, writer.root, log.say, stop)
+        run_steps(engine, data, plan, state, log, writer, stop)
         data.close()
-    state.output_dir = str(output_dir.root)
+    state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
     return state

@@ -9,7 +9,7 @@ import random
 import re
 from pathlib import Path
 
-from finetune.cli import Parser
+from finetune.cli import Parser, check_ranges
 from finetune.data.pretraining.arrays import new_dataset, write_rows
 from finetune.data.pretraining.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
@@ -78,9 +78,7 @@ def write_dataset(conversations: list, tokenizer: ChatTokenizer, args, folder: P
 
 
 def check(args) -> None:
-    for name, low, high in (("max_length", 4, 2**20), ("subsample_size", 0, 2**40), ("seed", 0, 2**31)):
-        if not low <= getattr(args, name) <= high:
-            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
+    check_ranges(args, {"max_length": (4, 2**20), "subsample_size": (0, 2**40), "seed": (0, 2**31)})
     if not 0 < args.train_split <= 1:
         raise PlanError(f"--train_split {args.train_split}: must be above 0 and at most 1.")
 

@@ -7,7 +7,7 @@ python -m dataset.build_puzzle_dataset --kind sudoku --input-file puzzles.csv --
 import json
 from pathlib import Path
 
-from finetune.cli import Parser
+from finetune.cli import Parser, check_ranges
 from finetune.data.pretraining import puzzles
 from finetune.data.pretraining.arrays import new_dataset, write_rows
 from finetune.errors import PlanError
@@ -52,9 +52,8 @@ def generate(args):
 
 def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
-    for name, low in (("count", 1), ("test_count", 0), ("clues", 0), ("seed", 0)):
-        if not low <= getattr(args, name) <= 10**7:
-            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to 10000000.")
+    least = {"count": 1, "test_count": 0, "clues": 0, "seed": 0}
+    check_ranges(args, {name: (low, 10**7) for name, low in least.items()})
     asked, answers, vocab_size = generate(args)
     count = min(args.count, len(asked))
     with new_dataset(Path(args.output_dir)) as beside:

@@ -36,6 +36,12 @@ class Parser(argparse.ArgumentParser):
             self._check_known(unknown[0].split("=")[0])
         return known
 
+    def number(self, name: str, default: int | float, text: str) -> None:
+        """Adds a flag with a number of the default's type, which its help ends with."""
+        shown = f"{text} (default: {default:g})"
+        metavar = "N" if isinstance(default, int) else "X"
+        self.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=shown)
+
     def _check_known(self, flag: str) -> None:
         if not flag.startswith("-"):
             raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. See --help.")
@@ -44,6 +50,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")
+
+
+def check_ranges(args, ranges: dict[str, tuple]) -> None:
+    """Raises PlanError for a number outside of its range: {name: (smallest, largest)}."""
+    for name, (low, high) in ranges.items():
+        if not low <= getattr(args, name) <= high:
+            raise PlanError(f"--{name} {getattr(args, name)}: must be {low} to {high}.")
 
 
 def _underscored(arg: str) -> str:

@@ -4,6 +4,7 @@ The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are
 """
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import get_args
 
 from finetune.objectives import OBJECTIVES
@@ -70,7 +71,7 @@ FACTS = {
 }
 
 
-def flag(default, group: str, text: str, **facts):
+def flag(group: str, default, text: str, **facts):
     """A field of TrainConfig with its FACTS as metadata."""
     unknown = set(facts) - set(FACTS)
     assert not unknown, unknown
@@ -78,55 +79,58 @@ def flag(default, group: str, text: str, **facts):
     return field(default=default, metadata={"group": group, "help": text, "path": bool(path), **FACTS, **facts})
 
 
+# A flag of each group, with the FACTS that most of the group share.
+model_flag, data_flag, steps_flag, memory_flag = (
+    partial(flag, group) for group in ("model", "data", "steps", "memory")
+)
+adapter_flag = partial(flag, "adapter", adapter_only=True)
+machine_flag, output_flag = (partial(flag, group, resumable=True) for group in ("machine", "output"))
+logging_flag, profile_flag = (partial(flag, group, resumable=True) for group in ("logging", "profile"))
+ask_flag = partial(flag, "ask", saved=False)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Requested value of every flag; None leaves the choice to the plan, which records its reason."""
 
-    # model
-    model_name: str | None = flag(
-        None, "model", "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
+    model_name: str | None = model_flag(
+        None, "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
     )
-    revision: str | None = flag(None, "model", "branch, tag or commit of a Hub model")
-    train_type: str = flag(
+    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model")
+    train_type: str = model_flag(
         "qlora",
-        "model",
         "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base",
         choices=TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
     )
-    llama_pro_path: str | None = flag(
-        None, "model", "folder written by expand.py; trains only its added layers", metavar="DIR"
+    llama_pro_path: str | None = model_flag(
+        None, "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
-    # data
-    dataset: str | list[str] | None = flag(
+    dataset: str | list[str] | None = data_flag(
         None,
-        "data",
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
         "dummy; as NAME[:weight][@split], and several times to train on all of them; default: the demo data",
         metavar="FILE|NAME",
         nonempty=True,
         repeatable=True,
     )
-    dataset_format: str = flag("auto", "data", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
-    columns: str | None = flag(
+    dataset_format: str = data_flag("auto", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
+    columns: str | None = data_flag(
         None,
-        "data",
         "which of your columns to use for each field of a format, such as prompt=query,completion=reply",
         metavar="FIELD=COLUMN,...",
         nonempty=True,
     )
-    ignore_columns: str | None = flag(
-        None, "data", "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
+    ignore_columns: str | None = data_flag(
+        None, "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
     )
-    text_unit: str = flag(
+    text_unit: str = data_flag(
         "auto",
-        "data",
         "treat a .txt or .md file as one document or as one row per line; auto: a document if it is prose",
         choices=TEXT_UNITS,
     )
-    dataset_samples: int = flag(-1, "data", "train on the first N rows; -1: all", minimum=-1, nonzero=True)
-    context_length: int | str = flag(
+    dataset_samples: int = data_flag(-1, "train on the first N rows; -1: all", minimum=-1, nonzero=True)
+    context_length: int | str = data_flag(
         512,  # where nothing is planned, such as tests of an engine
-        "data",
         "maximum sequence length in tokens; longer rows are treated as --overlong says. auto: what 99 % of the rows "
         "fit in, if the model and the memory allow it",
         minimum=2,
@@ -134,358 +138,269 @@ class TrainConfig:
         metavar="N|auto",
         unset="auto",
     )
-    streaming: bool = flag(
+    streaming: bool = data_flag(
         False,
-        "data",
         "read rows while training, shuffled within blocks of --shuffle_buffer rows: memory stays bounded for files of "
         "any size; needs --max_steps",
     )
-    shuffle_buffer: int = flag(1000, "data", "rows per block in which --streaming shuffles", minimum=1)
-    overlong: str = flag(
+    shuffle_buffer: int = data_flag(1000, "rows per block in which --streaming shuffles", minimum=1)
+    overlong: str = data_flag(
         "auto",
-        "data",
         "rows over --context_length. auto: text is split, a chat loses its oldest messages, other rows the start of "
         "their prompt; keep_end, keep_start: truncated; split: windows; drop: left out; error: refused",
         choices=OVERLONG,
     )
-    window_overlap: int = flag(
-        0, "data", "overlap between windows, in tokens; the repeated tokens are context only", minimum=0
+    window_overlap: int = data_flag(
+        0, "overlap between windows, in tokens; the repeated tokens are context only", minimum=0
     )
-    preference: str = flag(
+    preference: str = data_flag(
         "none",
-        "data",
         "learn which answers are preferred. dpo, orpo, simpo: from pairs, rows with chosen and rejected "
         "(--batch_size then counts pairs); kto: from rows with a label, or from both halves of pairs",
         choices=tuple(OBJECTIVES),
     )
-    preference_beta: float = flag(
+    preference_beta: float = data_flag(
         0.1,
-        "data",
         "with --preference: how strongly dpo and kto hold to the model before training; weight of orpo's odds ratio; "
         "scale of simpo's log-probabilities (there 2.0 by default)",
         above=0.0,
     )
-    simpo_gamma: float = flag(
-        0.5, "data", "with --preference simpo: the margin by which the chosen answer must lead", minimum=0.0
+    simpo_gamma: float = data_flag(
+        0.5, "with --preference simpo: the margin by which the chosen answer must lead", minimum=0.0
     )
-    desirable_weight: float = flag(
-        1.0, "data", "with --preference kto: weight of rows whose label is true", minimum=0.0
+    desirable_weight: float = data_flag(1.0, "with --preference kto: weight of rows whose label is true", minimum=0.0)
+    undesirable_weight: float = data_flag(
+        1.0, "with --preference kto: weight of rows whose label is false", minimum=0.0
     )
-    undesirable_weight: float = flag(
-        1.0, "data", "with --preference kto: weight of rows whose label is false", minimum=0.0
-    )
-    precompute_ref_log_probs: str = flag(
+    precompute_ref_log_probs: str = data_flag(
         "auto",
-        "data",
         "with --preference dpo or kto: compute the reference model's log-probabilities once, before training, instead "
         "of in every step, and keep them in --output_dir; auto: if rows are read more than once",
         choices=AUTO_BOOL,
     )
-    train_on_prompt: bool = flag(False, "data", "compute the loss on all tokens, not only on answers")
-    skip_bad_rows: int = flag(
-        0, "data", "skip and list up to N malformed rows; with more, the file is rejected", minimum=0
+    train_on_prompt: bool = data_flag(False, "compute the loss on all tokens, not only on answers")
+    skip_bad_rows: int = data_flag(
+        0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0
     )
-    validation_dataset: str | None = flag(
+    validation_dataset: str | None = data_flag(
         None,
-        "data",
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
         resumable=True,
     )
-    validation_split: float = flag(0.0, "data", "fraction of the training rows held out for validation", minimum=0.0)
-    score_dataset: str | None = flag(
+    validation_split: float = data_flag(0.0, "fraction of the training rows held out for validation", minimum=0.0)
+    score_dataset: str | None = data_flag(
         None,
-        "data",
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
         resumable=True,
     )
-    score_samples: int = flag(
-        32, "data", "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True, resumable=True
+    score_samples: int = data_flag(
+        32, "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True, resumable=True
     )
-    score_max_new_tokens: int = flag(
-        128, "data", "maximum tokens generated per answer when scoring", minimum=1, resumable=True
+    score_max_new_tokens: int = data_flag(
+        128, "maximum tokens generated per answer when scoring", minimum=1, resumable=True
     )
-    # steps
-    batch_size: int | str = flag(
+    batch_size: int | str = steps_flag(
         8,
-        "steps",
         "rows per data rank and accumulation step; auto: the largest that fits, at most 64",
         minimum=1,
         auto=True,
         metavar="N|auto",
     )
-    gradient_accumulation_steps: int = flag(1, "steps", "batches accumulated per optimizer step", minimum=1)
-    microbatch_tokens: int | None = flag(
-        None, "steps", "maximum tokens per forward; affects speed and memory, not the result", minimum=1, resumable=True
+    gradient_accumulation_steps: int = steps_flag(1, "batches accumulated per optimizer step", minimum=1)
+    microbatch_tokens: int | None = steps_flag(
+        None, "maximum tokens per forward; affects speed and memory, not the result", minimum=1, resumable=True
     )
-    batch_layout: str = flag(
+    batch_layout: str = steps_flag(
         "auto",
-        "steps",
         "padding_free: documents packed end to end; padded: one per row",
         choices=BATCH_LAYOUTS,
         value_aliases={"flat": "padding_free"},
     )
-    num_epochs: int = flag(1, "steps", "epochs: passes over the training data", minimum=1, resumable=True)
-    max_steps: int = flag(
-        -1, "steps", "total optimizer steps, overriding --num_epochs; -1: use --num_epochs", minimum=-1, resumable=True
+    num_epochs: int = steps_flag(1, "epochs: passes over the training data", minimum=1, resumable=True)
+    max_steps: int = steps_flag(
+        -1, "total optimizer steps, overriding --num_epochs; -1: use --num_epochs", minimum=-1, resumable=True
     )
-    optimizer: str = flag(
-        "adamw", "steps", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
+    optimizer: str = steps_flag(
+        "adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
-    lr: float | None = flag(
+    lr: float | None = steps_flag(
         None,
-        "steps",
         "peak learning rate; default: 2e-4, 2e-5 for full; with --preference 1e-5, 1e-6 for full",
         above=0.0,
         aliases=("learning_rate",),
     )
-    wd: float = flag(0.0, "steps", "weight decay", minimum=0.0, aliases=("weight_decay",))
-    lr_scheduler: str = flag("cosine", "steps", "learning rate schedule after warmup", choices=SCHEDULES)
-    warmup_steps: int | None = flag(None, "steps", "linear warmup, in optimizer steps", minimum=0)
-    warmup_ratio: float = flag(
+    wd: float = steps_flag(0.0, "weight decay", minimum=0.0, aliases=("weight_decay",))
+    lr_scheduler: str = steps_flag("cosine", "learning rate schedule after warmup", choices=SCHEDULES)
+    warmup_steps: int | None = steps_flag(None, "linear warmup, in optimizer steps", minimum=0)
+    warmup_ratio: float = steps_flag(
         0.05,
-        "steps",
         "linear warmup as a fraction of all steps, if --warmup_steps is unset; with constant, only if set",
         minimum=0.0,
     )
-    cosine_min_lr_ratio: float = flag(0.1, "steps", "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
-    apply_gradient_clipping: bool = flag(True, "steps", "clip the global gradient norm to --grad_norm")
-    grad_norm: float = flag(1.0, "steps", "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
-    router_aux_loss_coef: float = flag(
-        0.0, "steps", "weight of a mixture's load-balancing loss over the tokens of a step; 0: off", minimum=0.0
+    cosine_min_lr_ratio: float = steps_flag(0.1, "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
+    apply_gradient_clipping: bool = steps_flag(True, "clip the global gradient norm to --grad_norm")
+    grad_norm: float = steps_flag(1.0, "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
+    router_aux_loss_coef: float = steps_flag(
+        0.0, "weight of a mixture's load-balancing loss over the tokens of a step; 0: off", minimum=0.0
     )
-    seed: int = flag(42, "steps", "random seed for shuffling, dropout and adapter initialization", minimum=0)
-    # adapter
-    lora_rank: int = flag(16, "adapter", "LoRA rank", minimum=1, aliases=("lora_r",), adapter_only=True)
-    lora_alpha: float = flag(
-        32.0, "adapter", "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0, adapter_only=True
-    )
-    lora_dropout: float = flag(0.0, "adapter", "dropout probability on adapter inputs", minimum=0.0, adapter_only=True)
-    lora_target_modules: str = flag(
+    seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
+    lora_rank: int = adapter_flag(16, "LoRA rank", minimum=1, aliases=("lora_r",))
+    lora_alpha: float = adapter_flag(32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
+    lora_dropout: float = adapter_flag(0.0, "dropout probability on adapter inputs", minimum=0.0)
+    lora_target_modules: str = adapter_flag(
         "all",
-        "adapter",
         "all (every linear layer and expert except the head), default (q_proj and v_proj, or "
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
-        adapter_only=True,
     )
-    use_dora: bool = flag(
-        False,
-        "adapter",
-        "DoRA: learn the magnitude of each weight row separately from its direction",
-        adapter_only=True,
-    )
-    use_rslora: bool = flag(False, "adapter", "rsLoRA: scale by alpha/sqrt(rank)", adapter_only=True)
-    loraplus_lr_ratio: float = flag(
-        1.0, "adapter", "LoRA+: learning rate of B divided by that of A", above=0.0, adapter_only=True
-    )
-    init_lora_weights: str = flag(
+    use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
+    use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
+    loraplus_lr_ratio: float = adapter_flag(1.0, "LoRA+: learning rate of B divided by that of A", above=0.0)
+    init_lora_weights: str = adapter_flag(
         "default",
-        "adapter",
         "default: Kaiming A, zero B; gaussian: normal A, zero B; eva: from activations on the data; "
         "pissa, olora, loftq: from the base weights, saved as LoRA of twice the rank",
         choices=INITS,
-        adapter_only=True,
     )
-    # memory
-    precision: str = flag(
+    precision: str = memory_flag(
         "auto",
-        "memory",
         "auto: bf16 if matmuls are faster in it on this machine, else fp32",
         choices=("auto",) + PRECISIONS,
         value_aliases={f"mp_{word}": word for word in PRECISIONS if word.endswith("autocast")},
     )
-    cpu_matmul: str = flag(
+    cpu_matmul: str = memory_flag(
         "auto",
-        "memory",
         "library of fp32 matrix products on a CPU: torch's BLAS, or oneDNN where it is faster and as exact",
         choices=("auto", "blas", "onednn"),
         resumable=True,
     )
-    quantization_backend: str = flag(
-        "auto", "memory", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True
+    quantization_backend: str = memory_flag("auto", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True)
+    n_bits: int = memory_flag(4, "bits per quantized weight", minimum=1)
+    group_size: int = memory_flag(
+        64, "weights per quantization group (per scale)", minimum=1, aliases=("hqq_group_size",)
     )
-    n_bits: int = flag(4, "memory", "bits per quantized weight", minimum=1)
-    group_size: int = flag(
-        64, "memory", "weights per quantization group (per scale)", minimum=1, aliases=("hqq_group_size",)
-    )
-    quant_type: str | None = flag(None, "memory", "4-bit data type (codebook)", choices=QUANT_TYPES)
-    double_quant: bool = flag(False, "memory", "also quantize the scales to 8 bits")
-    cache_dequantized: str = flag(
+    quant_type: str | None = memory_flag(None, "4-bit data type (codebook)", choices=QUANT_TYPES)
+    double_quant: bool = memory_flag(False, "also quantize the scales to 8 bits")
+    cache_dequantized: str = memory_flag(
         "auto",
-        "memory",
         "keep dequantized weights in memory: faster, but as large as the unquantized model",
         choices=AUTO_BOOL,
         resumable=True,
     )
-    use_gradient_checkpointing: str = flag(
+    use_gradient_checkpointing: str = memory_flag(
         "auto",
-        "memory",
         "activation checkpointing: recompute activations in the backward pass; less memory, slower",
         choices=AUTO_BOOL,
     )
-    reentrant_checkpointing: bool = flag(False, "memory", "use the reentrant variant of activation checkpointing")
-    low_memory: bool = flag(
-        False, "memory", "return freed memory to the system immediately: least memory, slower", resumable=True
+    reentrant_checkpointing: bool = memory_flag(False, "use the reentrant variant of activation checkpointing")
+    low_memory: bool = memory_flag(
+        False, "return freed memory to the system immediately: least memory, slower", resumable=True
     )
-    loading_workers: int = flag(
-        -1, "memory", "tensors read in parallel while loading; -1: chosen for this machine", minimum=-1, resumable=True
+    loading_workers: int = memory_flag(
+        -1, "tensors read in parallel while loading; -1: chosen for this machine", minimum=-1, resumable=True
     )
-    use_cpu_offload: bool = flag(
+    use_cpu_offload: bool = memory_flag(
         False,
-        "memory",
         "keep sharded weights, gradients and optimizer state in host memory, and step the optimizer there",
         resumable=True,
     )
-    use_activation_cpu_offload: bool = flag(
-        False, "memory", "offload activations saved for backward to host memory", resumable=True
+    use_activation_cpu_offload: bool = memory_flag(
+        False, "offload activations saved for backward to host memory", resumable=True
     )
-    use_flash_attention: bool = flag(False, "memory", "use flash attention kernels if available")
-    # machine
-    backend: str | None = flag(
-        None,
-        "machine",
-        "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto",
-        resumable=True,
+    use_flash_attention: bool = memory_flag(False, "use flash attention kernels if available")
+    backend: str | None = machine_flag(
+        None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto"
     )
-    world_size: int = flag(
-        -1,
-        "machine",
-        "number of ranks (processes); -1: as launched, else one per CUDA device, else 1",
-        minimum=-1,
-        nonzero=True,
-        resumable=True,
+    world_size: int = machine_flag(
+        -1, "number of ranks (processes); -1: as launched, else one per CUDA device, else 1", minimum=-1, nonzero=True
     )
-    parallel_backend: str = flag(
+    parallel_backend: str = machine_flag(
         "ptd",
-        "machine",
         "distributed implementation. ptd: built-in FSDP2/DDP; accelerate: its DDP, "
         "or FSDP2/DeepSpeed per its config file",
         choices=("ptd", "accelerate"),
-        resumable=True,
     )
-    dp_degree: int = flag(1, "machine", "data-parallel replicas", minimum=1, resumable=True)
-    dp_shards: int = flag(
-        -1,
-        "machine",
-        "FSDP degree: ranks that shard one replica; -1: the remaining ranks",
-        minimum=-1,
-        nonzero=True,
-        resumable=True,
+    dp_degree: int = machine_flag(1, "data-parallel replicas", minimum=1)
+    dp_shards: int = machine_flag(
+        -1, "FSDP degree: ranks that shard one replica; -1: the remaining ranks", minimum=-1, nonzero=True
     )
-    tp_degree: int = flag(1, "machine", "tensor parallelism: ranks that split each layer", minimum=1, resumable=True)
-    cp_degree: int = flag(
-        1, "machine", "context parallelism: ranks that split each sequence", minimum=1, resumable=True
+    tp_degree: int = machine_flag(1, "tensor parallelism: ranks that split each layer", minimum=1)
+    cp_degree: int = machine_flag(1, "context parallelism: ranks that split each sequence", minimum=1)
+    pp_degree: int = machine_flag(1, "pipeline parallelism: number of stages", minimum=1)
+    ep_degree: int = machine_flag(1, "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1)
+    pp_schedule: str = machine_flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe"))
+    sharding_strategy: str | None = machine_flag(
+        None, "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES
     )
-    pp_degree: int = flag(1, "machine", "pipeline parallelism: number of stages", minimum=1, resumable=True)
-    ep_degree: int = flag(
-        1, "machine", "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1, resumable=True
+    no_sync: bool = machine_flag(False, "reduce gradients once per step instead of once per microbatch")
+    rank_timeout: float = machine_flag(
+        600.0, "seconds without a heartbeat before a rank counts as lost", above=0.0, maximum=2_592_000.0
     )
-    pp_schedule: str = flag("1f1b", "machine", "pipeline schedule", choices=("1f1b", "gpipe"), resumable=True)
-    sharding_strategy: str | None = flag(
-        None, "machine", "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES, resumable=True
-    )
-    no_sync: bool = flag(
-        False, "machine", "reduce gradients once per step instead of once per microbatch", resumable=True
-    )
-    rank_timeout: float = flag(
-        600.0,
-        "machine",
-        "seconds without a heartbeat before a rank counts as lost",
-        above=0.0,
-        maximum=2_592_000.0,
-        resumable=True,
-    )
-    master_addr: str = flag("localhost", "machine", "host of rank 0 for the rendezvous", resumable=True)
-    master_port: int = flag(
-        12355, "machine", "port of rank 0 for the rendezvous", minimum=1, maximum=65535, resumable=True
-    )
-    mlx_config: str | None = flag(None, "machine", "JSON file of MLX engine settings", metavar="FILE")
-    # output
-    output_dir: str | None = flag(
+    master_addr: str = machine_flag("localhost", "host of rank 0 for the rendezvous")
+    master_port: int = machine_flag(12355, "port of rank 0 for the rendezvous", minimum=1, maximum=65535)
+    mlx_config: str | None = machine_flag(None, "JSON file of MLX engine settings", metavar="FILE", resumable=False)
+    output_dir: str | None = output_flag(
         None,
-        "output",
         "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
         metavar="DIR",
-        resumable=True,
         nonempty=True,
     )
-    save_model: bool = flag(True, "output", "write the trained weights at the end", resumable=True)
-    save_every: int = flag(
-        0, "output", "save a checkpoint every N steps; 0: only at the end", minimum=0, resumable=True
-    )
-    keep_last: int = flag(2, "output", "number of checkpoints to keep", minimum=1, resumable=True)
-    resume: str | None = flag(
+    save_model: bool = output_flag(True, "write the trained weights at the end")
+    save_every: int = output_flag(0, "save a checkpoint every N steps; 0: only at the end", minimum=0)
+    keep_last: int = output_flag(2, "number of checkpoints to keep", minimum=1)
+    resume: str | None = output_flag(
         None,
-        "output",
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
         metavar="auto|DIR",
         saved=False,
+        resumable=False,
     )
-    overwrite: bool = flag(False, "output", "replace an existing run in --output_dir", saved=False)
-    eval_every: int = flag(
-        0, "output", "evaluate every N steps; 0: only before and after training", minimum=0, resumable=True
-    )
-    # logging
-    log_to: str = flag(
+    overwrite: bool = output_flag(False, "replace an existing run in --output_dir", saved=False, resumable=False)
+    eval_every: int = output_flag(0, "evaluate every N steps; 0: only before and after training", minimum=0)
+    log_to: str = logging_flag(
         "tqdm",
-        "logging",
         "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",
         choices=("tqdm", "stdout", "wandb"),
-        resumable=True,
     )
-    log_every_n_steps: int = flag(1, "logging", "print every N steps", minimum=1, resumable=True)
-    verbose: bool = flag(False, "logging", "print the detected hardware, and memory item by item", resumable=True)
-    project_name: str | None = flag(None, "logging", "Weights & Biases project", resumable=True)
-    name: str | None = flag(None, "logging", "Weights & Biases run name", resumable=True)
-    group: str | None = flag(None, "logging", "Weights & Biases run group", resumable=True)
-    entity: str | None = flag(None, "logging", "Weights & Biases entity (user or team)", resumable=True)
-    # profile
-    profile: bool = flag(False, "profile", "run the torch profiler", resumable=True)
-    profiling_output: str = flag("profiles", "profile", "folder for profiler output", metavar="DIR", resumable=True)
-    with_stack: bool = flag(False, "profile", "record call stacks", resumable=True)
-    with_shapes: bool = flag(False, "profile", "record input shapes", resumable=True)
-    export_trace: bool = flag(True, "profile", "write Chrome traces", resumable=True)
-    export_memory_timeline: bool = flag(False, "profile", "write a memory timeline", resumable=True)
-    profile_memory: bool = flag(False, "profile", "record allocations", resumable=True)
-    wait_steps: int = flag(0, "profile", "idle steps before each cycle", minimum=0, resumable=True)
-    profiler_warmup_steps: int = flag(
-        1, "profile", "warmup steps per cycle, traced and discarded", minimum=0, resumable=True
+    log_every_n_steps: int = logging_flag(1, "print every N steps", minimum=1)
+    verbose: bool = logging_flag(False, "print the detected hardware, and memory item by item")
+    project_name: str | None = logging_flag(None, "Weights & Biases project")
+    name: str | None = logging_flag(None, "Weights & Biases run name")
+    group: str | None = logging_flag(None, "Weights & Biases run group")
+    entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
+    profile: bool = profile_flag(False, "run the torch profiler")
+    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")
+    with_stack: bool = profile_flag(False, "record call stacks")
+    with_shapes: bool = profile_flag(False, "record input shapes")
+    export_trace: bool = profile_flag(True, "write Chrome traces")
+    export_memory_timeline: bool = profile_flag(False, "write a memory timeline")
+    profile_memory: bool = profile_flag(False, "record allocations")
+    wait_steps: int = profile_flag(0, "idle steps before each cycle", minimum=0)
+    profiler_warmup_steps: int = profile_flag(1, "warmup steps per cycle, traced and discarded", minimum=0)
+    active_steps: int = profile_flag(2, "steps recorded per cycle", minimum=1)
+    repeat: int = profile_flag(0, "number of cycles; 0: until training ends", minimum=0)
+    profiling_frequency: int = profile_flag(10, "steps per cycle", minimum=1)
+    config: str | None = ask_flag(
+        None, "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE"
     )
-    active_steps: int = flag(2, "profile", "steps recorded per cycle", minimum=1, resumable=True)
-    repeat: int = flag(0, "profile", "number of cycles; 0: until training ends", minimum=0, resumable=True)
-    profiling_frequency: int = flag(10, "profile", "steps per cycle", minimum=1, resumable=True)
-    # ask
-    config: str | None = flag(
-        None,
-        "ask",
-        "YAML file of flags, or a run_plan.json; command-line flags override it",
-        metavar="FILE",
-        saved=False,
+    dry_run: bool = ask_flag(False, "print the plan with its reasons and a preview of the data; load nothing")
+    data_report: str | None = ask_flag(
+        None, "with --dry_run: write the preview of the data as JSON", metavar="FILE", nonempty=True
     )
-    dry_run: bool = flag(
-        False, "ask", "print the plan with its reasons and a preview of the data; load nothing", saved=False
-    )
-    data_report: str | None = flag(
-        None, "ask", "with --dry_run: write the preview of the data as JSON", metavar="FILE", saved=False, nonempty=True
-    )
-    doctor: str = flag(
+    doctor: str = ask_flag(
         "false",
-        "ask",
         "probe the hardware and every quantizer and print a report; json: as JSON",
         choices=("false", "true", "json"),
-        saved=False,
     )
-    parity: str | None = flag(
+    parity: str | None = ask_flag(
         None,
-        "ask",
         "take the same steps on two backends, such as torch,mlx, and compare losses, gradients and weights",
         metavar="NAME,NAME",
-        saved=False,
     )
-    recommend: bool = flag(False, "ask", "print recommended settings for this machine", saved=False)
-    assume_memory: str | None = flag(None, "ask", "plan for a device with this much memory, such as 24GiB", saved=False)
-    assume_world_size: int | None = flag(None, "ask", "plan for this many ranks", minimum=1, saved=False)
+    recommend: bool = ask_flag(False, "print recommended settings for this machine")
+    assume_memory: str | None = ask_flag(None, "plan for a device with this much memory, such as 24GiB")
+    assume_world_size: int | None = ask_flag(None, "plan for this many ranks", minimum=1)
 
 
 def value_type(field) -> type:

@@ -37,6 +37,11 @@ class Batch:
     mismatched: bool = False
 
     @property
+    def size(self) -> str:
+        """Rows x positions, as messages show it."""
+        return "x".join(map(str, self.input_ids_BS.shape))
+
+    @property
     def num_targets(self) -> int:
         return int((self.labels_BS != IGNORE_INDEX).sum())
 

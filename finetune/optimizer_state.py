@@ -12,6 +12,20 @@ MOMENTS = {
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 
 
+def check_trainable(own: dict[str, tuple], saved: dict) -> None:
+    """Raises PlanError if the checkpoint's weights are not those that train here. `own`: {name: shape}."""
+    if own.keys() != saved.keys():
+        odd = sorted(own.keys() ^ saved.keys())[0]
+        raise PlanError(
+            f"--resume: the checkpoint and this run train different tensors, such as {odd}. Omit what changes them."
+        )
+    for name, shape in own.items():
+        if shape != tuple(saved[name].shape):
+            raise PlanError(
+                f"--resume: {name} is {tuple(saved[name].shape)} on disk, {shape} here. Resume with the saved settings."
+            )
+
+
 def check_known(keys, named) -> None:
     """Raises PlanError if a '<name>.<moment>' key names a parameter that is not in `named`."""
     unknown = sorted({key.rpartition(".")[0] for key in keys} - set(named))
@@ -60,6 +74,15 @@ class LossScaler:
     @property
     def factor(self) -> float:
         return self.scale or 1.0
+
+    def values(self) -> dict:
+        """What a checkpoint keeps of it."""
+        return {"scale": self.scale, "clean_steps": self.clean_steps}
+
+    def load(self, values: dict) -> None:
+        """Continues with the saved scale; one that was saved without scaling, or is loaded into it, stays as it is."""
+        if self.scale is not None and values["scale"] is not None:
+            self.scale, self.clean_steps = values["scale"], values["clean_steps"]
 
     def lower(self) -> bool:
         """Halves the scale after an overflow; False if it cannot be lowered, so the overflow is the model's own."""

@@ -3,7 +3,7 @@
 A recipe is written as for Hydra: `defaults: [{arch: NAME}, _self_]` names a file in config/arch/.
 """
 
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -24,8 +24,7 @@ KEYS = {
 def usage() -> str:
     """The help text: every key with its default."""
     lines = [f"  {key}={_written(value)}" for key, value in defaults().items()]
-    recipes = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    return f"--config-name NAME: a file of config/ ({recipes})\nkeys and their defaults:\n" + "\n".join(lines)
+    return f"--config-name NAME: a file of config/ ({_recipes()})\nkeys and their defaults:\n" + "\n".join(lines)
 
 
 def defaults() -> dict:
@@ -83,21 +82,22 @@ def read_recipe(name: str) -> dict:
         elif entry != "_self_":
             raise PlanError(f"{path}: defaults: {shown(entry)} is not 'arch: NAME' or _self_. Remove it.")
     content.pop("hydra", None)
-    for key, value in _dotted(content).items():
-        values[key_of(key, f"{path}: {key}")] = parse(key_of(key, f"{path}: {key}"), value, f"{path}: {key}")
-    return values
+    return values | _parsed(content, f"{path}: ")
 
 
 def read_arch(name: str, where: str) -> dict:
-    path = _file(
-        CONFIGS / "arch", name, where.rstrip("= "), ", ".join(p.stem for p in (CONFIGS / "arch").glob("*.yaml"))
-    )
+    folder = CONFIGS / "arch"
+    path = _file(folder, name, where.rstrip("= "), ", ".join(p.stem for p in folder.glob("*.yaml")))
+    return _parsed(_mapping(path), f"{path}: ", "arch.")
+
+
+def _parsed(content: dict, where: str, prefix: str = "") -> dict:
+    """{key: value} of nested settings, of the run or with `prefix` of the model. Raises PlanError."""
     values = {}
-    for key, value in _dotted(_mapping(path)).items():
-        if key in IGNORED:
-            continue
-        known = key_of(f"arch.{key}", f"{path}: {key}")
-        values[known] = parse(known, value, f"{path}: {key}")
+    for key, value in _dotted(content).items():
+        if not prefix or key not in IGNORED:
+            known = key_of(prefix + key, where + key)
+            values[known] = parse(known, value, where + key)
     return values
 
 
@@ -197,9 +197,7 @@ def _written(value) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, tuple):
         return "[" + ",".join(value) + "]"
-    return (
-        "null" if value is None or value is MISSING else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def as_yaml(config: PretrainConfig) -> str:
@@ -216,9 +214,4 @@ def arch_of_yaml(file: Path) -> ArchConfig:
     arch = _mapping(file).get("arch")
     if not isinstance(arch, dict):
         raise PlanError(f"{file}: has no arch. Give the all_config.yaml of a run.")
-    values = {}
-    for key, value in _dotted(arch).items():
-        if key not in IGNORED:
-            known = key_of(f"arch.{key}", f"{file}: arch.{key}")
-            values[known] = parse(known, value, f"{file}: arch.{key}")
-    return of_flat(values).arch
+    return of_flat(_parsed(arch, f"{file}: arch.", "arch.")).arch

@@ -54,15 +54,23 @@ def system_memory() -> tuple[int, int]:
     return total, available
 
 
+def process_bytes(name: str) -> int | None:
+    """A size of this process, by its name in /proc/self/status; None if the system does not report it."""
+    try:
+        return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+    except (OSError, TypeError):
+        return None
+
+
 def resident_bytes() -> int:
     """Anonymous resident memory of this process; the peak resident size if the system does not report it."""
-    try:
-        return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
-        import resource
+    size = process_bytes("RssAnon")
+    if size is not None:
+        return size
+    import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def memory_info(backend: Backend) -> dict:

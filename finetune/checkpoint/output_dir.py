@@ -26,6 +26,7 @@ from finetune.checkpoint.store import (
     clean_leftovers,
     clear_run,
     commit_checkpoint,
+    folder_of_step,
     holds_a_run,
     keep_aside,
     newest_checkpoint,
@@ -33,7 +34,6 @@ from finetune.checkpoint.store import (
     replace_tensors,
     replace_text,
     save_checkpoint,
-    steps_folder,
     storage,
     verify_checkpoint,
     write_parts,
@@ -83,28 +83,14 @@ def with_own_folder(plan: RunPlan) -> RunPlan:
     raise AssertionError(f"{first}: every number is taken")
 
 
-def open_output_dir(plan: RunPlan, rank: int) -> "OutputDir":
-    """The plan's output_dir: locked by rank 0, read by the others. Raises PlanError, OutputDirInUseError."""
-    return NonMasterOutputDir(plan) if rank else OutputDir(plan)
-
-
 class OutputDir:
-    """The output_dir while this process holds its lock, as a context.
-
-    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
-    others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
-    files; set by check_shared_filesystem.
-    """
-
-    in_parts = False
+    """Rank 0's files in the output_dir, while this process holds its lock. Raises PlanError, OutputDirInUseError."""
 
     def __init__(self, plan: RunPlan):
         self.root, self.plan = root_of(plan), plan
         self.lock = Lock(self.root)
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
-        self.weights_file = weights_file(plan)
-        self.run_id = plan.digest()[:16]
         saved = plan.resume_from
         self.continues = saved is not None and not saved.is_outside
         if not holds_a_run(self.root) and (self.root / "config.json").exists():
@@ -117,11 +103,91 @@ class OutputDir:
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
             raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
 
+    def begin(self, step: int) -> list[tuple[str, str]]:
+        """Claims the folder for this run, after every check has passed; returns the checkpoints kept aside.
+
+        Removes leftovers of crashes and, with --overwrite, the previous run; keeps checkpoints newer than `step` aside.
+        """
+        clean_leftovers(self.root)
+        if not self.continues and self.plan.settings.overwrite:
+            clear_run(self.root)
+        (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
+        return keep_aside(self.root, step)
+
+    def close(self) -> None:
+        """Releases the lock, and removes the folder if it is new and nothing was written to it."""
+        if not holds_a_run(self.root):
+            (self.root / ".lock").unlink(missing_ok=True)
+            if self.is_own_folder:
+                with contextlib.suppress(OSError):  # it holds someone else's files
+                    self.root.rmdir()
+        self.lock.release()
+
+    def write_json(self, name: str, content: dict) -> None:
+        replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
+
+    def save_plan(self, plan: RunPlan) -> None:
+        content = plan.to_json()
+        self.write_json(PLAN, content | {"sha256": plan_digest(content)})
+
+    def write_probe(self) -> str:
+        """The name of a new file, by which the other ranks tell whether they see this folder."""
+        probe = self.root / f"{WRITING}{os.getpid()}-{time.time_ns()}"
+        replace_text(probe, "seen by all ranks?")
+        return probe.name
+
+    def check_free_space(self, trainable: int) -> list[str]:
+        """A notice if the file system cannot hold the run's checkpoints, before the first is written."""
+        s = self.plan.settings
+        if not s.save_model:
+            return []
+        step_bytes = NUM_SAVED * 4 * trainable  # fp32, each
+        needed = step_bytes * (s.keep_last + 1)  # one more is written before the oldest is deleted
+        free = shutil.disk_usage(self.root).free
+        if free >= needed:
+            return []
+        return [
+            f"{self.root} has {free / GIB:.2f} GiB free; {s.keep_last} checkpoints and one being written take about "
+            f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
+        ]
+
+    def save_tokenizer(self, tokenizer) -> None:
+        """Writes the tokenizer's files, each atomically."""
+        beside = self.root / f".tmp-tokenizer-{os.getpid()}"
+        with storage(self.root), rust_errors():
+            tokenizer.save_pretrained(beside)
+            for file in beside.iterdir():
+                file.replace(self.root / file.name)
+            beside.rmdir()
+
+    def finish(self, state: TrainState) -> None:
+        """Writes the final state, which makes the run complete."""
+        clean_leftovers(self.root)
+        self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))
+
+
+class CheckpointWriter:
+    """Saves, publishes and restores a run, as a context. Every rank calls every method; `files`: on rank 0 alone.
+
+    `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
+    others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
+    files; set by check_shared_filesystem.
+    """
+
+    in_parts = False
+
+    def __init__(self, plan: RunPlan, rank: int):
+        self.root, self.plan = root_of(plan), plan
+        self.files = None if rank else OutputDir(plan)
+        self.weights_file = weights_file(plan)
+        self.run_id = plan.digest()[:16]
+
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self.close()
+        if self.files:
+            self.files.close()
 
     def describe(self, engine, plan: RunPlan, data) -> None:
         """Sets what every checkpoint and the published weights carry beside their tensors."""
@@ -151,12 +217,17 @@ class OutputDir:
             if state.step > total_steps:
                 raise PlanError(f"{plan.asked_length}: {folder} is already at step {state.step}. Use a larger one.")
             state.total_steps, state.status = total_steps, "running"
-        for old, new in self.begin(state.step):
+        for old, new in self.files.begin(state.step) if self.files else []:
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
-        for line in (*self.check_shared_filesystem(engine), *self.check_free_space(engine)):
+        for line in self.check_shared_filesystem(engine):
             say(f"  note: {line}")
-        self.save_plan(plan)
-        self.save_tokenizer(data.tokenizer)
+        trainable, _ = engine.parameter_counts()
+        for line in self.files.check_free_space(trainable) if self.files else []:
+            say(f"  note: {line}")
+        self.plan = plan
+        if self.files:
+            self.files.save_plan(plan)
+            self.files.save_tokenizer(data.tokenizer)
         return state, offset, folder
 
     def _checkpoint_of_all_ranks(self, engine, resume_from: SavedRun, say) -> VerifiedCheckpoint | None:
@@ -171,44 +242,17 @@ class OutputDir:
             )
         return saved
 
-    def begin(self, step: int) -> list[tuple[str, str]]:
-        """Claims the folder for this run, after every check has passed; returns the checkpoints kept aside.
-
-        Removes leftovers of crashes and, with --overwrite, the previous run; keeps checkpoints newer than `step` aside.
-        """
-        clean_leftovers(self.root)
-        if not self.continues and self.plan.settings.overwrite:
-            clear_run(self.root)
-        (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
-        return keep_aside(self.root, step)
-
-    def close(self) -> None:
-        """Releases the lock, and removes the folder if it is new and nothing was written to it."""
-        if not holds_a_run(self.root):
-            (self.root / ".lock").unlink(missing_ok=True)
-            if self.is_own_folder:
-                with contextlib.suppress(OSError):  # it holds someone else's files
-                    self.root.rmdir()
-        self.lock.release()
-
-    def write_json(self, name: str, content: dict) -> None:
-        replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
-
-    def save_plan(self, plan: RunPlan) -> None:
-        self.plan = plan
-        content = plan.to_json()
-        self.write_json(PLAN, content | {"sha256": plan_digest(content)})
-
     def save_step(self, engine, state: TrainState, metrics_offset: int) -> Path:
         """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective."""
-        tensors, beside = {"rng.safetensors": engine.rng_state()}, None
-        written: dict[str, dict] = {}
+        tensors = {"rng.safetensors": engine.rng_state()}
         if self.in_parts:
             beside, written = self._write_parts(engine, state.step)
             values = engine.optimizer_values()
         else:
             moments, values = engine.optimizer_state()
             tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
+        if not self.files:
+            return folder_of_step(self.root, state.step)
         texts = {name: json.dumps(content, indent=1) for name, content in self.configs.items()}
         texts[PLAN] = json.dumps(self.plan.to_json(), indent=1)
         texts[STATE] = json.dumps(
@@ -234,9 +278,10 @@ class OutputDir:
         """
         if not engine.writes_shards:
             return []
-        sign = self._write_probe_file(engine)
-        blind = [rank for rank, sees in enumerate(engine.all_gather_object(sign.is_file())) if not sees]
-        self._remove_probe_file(sign)
+        probe = self.root / engine.broadcast_object(self.files and self.files.write_probe())
+        blind = [rank for rank, sees in enumerate(engine.all_gather_object(probe.is_file())) if not sees]
+        if self.files:
+            probe.unlink(missing_ok=True)
         self.in_parts = not blind
         if not blind:
             return []
@@ -245,43 +290,21 @@ class OutputDir:
             "a time, and held there in full. Use a file system that all hosts share."
         ]
 
-    def check_free_space(self, engine) -> list[str]:
-        """A notice if the file system cannot hold the run's checkpoints, before the first is written."""
-        s = self.plan.settings
-        if not s.save_model:
-            return []
-        trainable, _ = engine.parameter_counts()
-        step_bytes = NUM_SAVED * 4 * trainable  # fp32, each
-        needed = step_bytes * (s.keep_last + 1)  # one more is written before the oldest is deleted
-        free = shutil.disk_usage(self.root).free
-        if free >= needed:
-            return []
-        return [
-            f"{self.root} has {free / GIB:.2f} GiB free; {s.keep_last} checkpoints and one being written take about "
-            f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
-        ]
-
-    def _write_probe_file(self, engine) -> Path:
-        sign = self.root / f"{WRITING}{os.getpid()}-{time.time_ns()}"
-        replace_text(sign, "seen by all ranks?")
-        return self.root / engine.broadcast_object(sign.name)
-
-    def _remove_probe_file(self, sign: Path) -> None:
-        sign.unlink(missing_ok=True)
-
     def _write_parts(self, engine, step: int) -> tuple[Path, dict]:
         """Writes all ranks' shards; (folder of the uncommitted checkpoint, {file: size and digest}). Collective.
         A failure on one rank is raised on all, and the folder is removed.
         """
-        beside, failed = None, None
+        beside: Path | None = None
+        failed = None
         try:
-            beside = self._begin_step(step)
+            if self.files:
+                beside = begin_checkpoint(self.root, step)
         except (StorageError, PlanError) as error:
             failed = [error.exit_code, str(error)]
         name, failed = engine.broadcast_object([beside and beside.name, failed])
         written = {}
         if failed is None:
-            beside = steps_folder(self.root)[0] / name
+            beside = folder_of_step(self.root, step).with_name(name)
             try:
                 weights, moments = engine.state_shards()
                 written = write_parts(beside, engine.rank, {self.weights_file: weights, MOMENTS: moments})
@@ -290,18 +313,12 @@ class OutputDir:
         by_rank = engine.all_gather_object([written, failed])
         for rank, (_, failed) in enumerate(by_rank):
             if failed:
-                self._drop_step(beside)
+                if self.files and beside:
+                    shutil.rmtree(beside, ignore_errors=True)
                 code, text = failed
                 raise ERRORS_BY_CODE[code](text if rank == 0 else f"rank {rank}: {text}")
         assert beside is not None
         return beside, {file: entry for files, _ in by_rank for file, entry in files.items()}
-
-    def _begin_step(self, step: int) -> Path | None:
-        return begin_checkpoint(self.root, step)
-
-    def _drop_step(self, beside: Path | None) -> None:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
 
     def find_checkpoint(self, step_folder: Path | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
         """(checkpoint to resume from or None, notices about skipped ones).
@@ -343,85 +360,22 @@ class OutputDir:
         return state_of(content), content["metrics_bytes"]
 
     def publish(self, engine, folder: Path | None = None) -> None:
-        """Writes the current weights to the output_dir (or `folder`), each file atomically."""
+        """Writes the current weights to the output_dir (or `folder`), each file atomically. Collective."""
         folder = folder or self.root
-        with storage(folder):
-            folder.mkdir(exist_ok=True)
+        if self.files:
+            with storage(folder):
+                folder.mkdir(exist_ok=True)
         if self.plan.has_adapter:
-            replace_tensors(folder / self.weights_file, engine.trainable_state())
+            adapter = engine.trainable_state()
+            if self.files:
+                replace_tensors(folder / self.weights_file, adapter)
         else:
             with storage(folder):
                 engine.write_model(folder)
-        for name, content in self.configs.items():
+        for name, content in self.configs.items() if self.files else ():
             replace_text(folder / name, json.dumps(content, indent=2) + "\n")
-
-    def save_tokenizer(self, tokenizer) -> None:
-        """Writes the tokenizer's files, each atomically."""
-        beside = self.root / f".tmp-tokenizer-{os.getpid()}"
-        with storage(self.root), rust_errors():
-            tokenizer.save_pretrained(beside)
-            for file in beside.iterdir():
-                file.replace(self.root / file.name)
-            beside.rmdir()
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""
-        clean_leftovers(self.root)
-        self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))
-
-
-class NonMasterOutputDir(OutputDir):
-    """The output_dir on ranks other than 0: read to resume from a checkpoint, never written to.
-
-    Gathers are collective, so saving and publishing call the engine on these ranks as on rank 0.
-    """
-
-    def __init__(self, plan: RunPlan):
-        self.root, self.plan = root_of(plan), plan
-        self.weights_file = weights_file(plan)
-
-    def begin(self, step: int) -> list[tuple[str, str]]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-    def finish(self, state: TrainState) -> None:
-        pass
-
-    def write_json(self, name: str, content: dict) -> None:
-        pass
-
-    def check_free_space(self, engine) -> list[str]:
-        return []
-
-    def _write_probe_file(self, engine) -> Path:
-        return self.root / engine.broadcast_object(None)
-
-    def _remove_probe_file(self, sign: Path) -> None:
-        pass
-
-    def _begin_step(self, step: int) -> None:
-        return None
-
-    def _drop_step(self, beside) -> None:
-        pass
-
-    def save_step(self, engine, state, metrics_offset) -> Path:
-        engine.rng_state()
-        if self.in_parts:
-            self._write_parts(engine, state.step)
-            engine.optimizer_values()
-        else:
-            engine.optimizer_state(), engine.trainable_state()
-        folder, prefix = steps_folder(self.root)
-        return folder / f"{prefix}{state.step}"
-
-    def publish(self, engine, folder: Path | None = None) -> None:
-        if self.plan.has_adapter:
-            engine.trainable_state()
-        else:
-            engine.write_model(folder or self.root)
-
-    def save_tokenizer(self, tokenizer) -> None:
-        pass
+        if self.files:
+            self.files.finish(state)

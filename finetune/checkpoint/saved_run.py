@@ -7,6 +7,7 @@ run was stopped before its first save; what the user asked for is taken from the
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -93,14 +94,9 @@ def _of_checkpoint(root: Path, step_folder: Path) -> SavedRun:
 
 def _of_output_dir(root: Path, said: str) -> SavedRun:
     """The run in an output_dir, by the newest of its checkpoints that has a plan under its digest."""
-    damaged = None
-    for folder in steps_of(root):
-        try:
-            return _with_newer_requests(SavedRun(root, _plan_of_checkpoint(folder), None))
-        except CheckpointDamagedError as error:
-            damaged = damaged or error
-    if damaged:
-        raise CheckpointDamagedError(f"{root}: no checkpoint verifies. {damaged}")
+    plan = newest_plan(root, steps_of(root), _plan_of_checkpoint)
+    if plan is not None:
+        return _with_newer_requests(SavedRun(root, plan, None))
     try:
         content = read_json(root / PLAN, PLAN_SCHEMA)
     except FileNotFoundError:
@@ -108,6 +104,19 @@ def _of_output_dir(root: Path, said: str) -> SavedRun:
     except JsonFileError as error:
         raise PlanError(f"{error}. {AGAIN}") from None
     return SavedRun(root, _checked_plan(content, root / PLAN), None)
+
+
+def newest_plan(root: Path, step_folders: list[Path], read: Callable[[Path], dict]) -> dict | None:
+    """read(folder) of the first of these that verifies; None if there are none. Raises CheckpointDamagedError."""
+    damaged = None
+    for folder in step_folders:
+        try:
+            return read(folder)
+        except CheckpointDamagedError as error:
+            damaged = damaged or error
+    if damaged:
+        raise CheckpointDamagedError(f"{root}: no checkpoint verifies. {damaged}")
+    return None
 
 
 def _plan_of_checkpoint(folder: Path) -> dict:

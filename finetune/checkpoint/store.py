@@ -106,7 +106,7 @@ def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, kee
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonFiniteError(f"{file}: tensor {name} at step {step} is not finite; nothing was saved")
     beside = begin_checkpoint(output_dir, step)
-    with storage(_target(output_dir, step)):
+    with storage(folder_of_step(output_dir, step)):
         written = {
             file: safetensors_io.write_file(beside / file, safetensors_io.shards_of_arrays(arrays))
             for file, arrays in tensors.items()
@@ -124,14 +124,15 @@ def steps_folder(output_dir: Path) -> tuple[Path, str]:
     return output_dir / "checkpoints", "step-"
 
 
-def _target(output_dir: Path, step: int) -> Path:
+def folder_of_step(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or will be."""
     folder, prefix = steps_folder(output_dir)
     return folder / f"{prefix}{step}"
 
 
 def begin_checkpoint(output_dir: Path, step: int) -> Path:
     """Creates the temporary folder that `commit` turns into checkpoints/step-N. The caller holds the Lock."""
-    target = _target(output_dir, step)
+    target = folder_of_step(output_dir, step)
     beside = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     with storage(target):
         shutil.rmtree(beside, ignore_errors=True)
@@ -157,7 +158,7 @@ def commit_checkpoint(
     """Renames `beside` to checkpoints/step-N after writing `texts` and the manifest.
     `written`: {file: size and digest} of the files already in it.
     """
-    target = _target(output_dir, step)
+    target = folder_of_step(output_dir, step)
     with storage(target):
         entries = dict(written)
         for file, text in texts.items():

@@ -1,10 +1,11 @@
 """Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
-from finetune.data.sampler import GROUPS_SEARCHED, Cursor, step_rows
+from finetune.data.sampler import GROUPS_SEARCHED
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
 
@@ -20,10 +21,8 @@ def microbatches(
     A row longer than microbatch_tokens gets a microbatch of its own. A pair's documents stay together; a batch's `rows`
     are then numbers of documents.
     """
-    cut, make = {
-        "padding_free": (_pack, _flat),
-        "padded": (_group_by_length, functools.partial(_padded, pad_id=pad_id)),
-    }[layout]
+    cut = CUTS[layout]
+    make = _flat if layout == "padding_free" else functools.partial(_padded, pad_id=pad_id)
     each, lengths = dataset.documents_per_row, _row_sizes(dataset, layout)
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -40,20 +39,15 @@ def _row_sizes(dataset: TokenizedDataset, layout: str) -> np.ndarray:
 
 
 def largest_microbatch(
-    dataset: TokenizedDataset,
-    rows_per_step: int,
-    seed: int,
-    layout: str,
-    batch_size: int,
-    microbatch_tokens: int,
-    pad_id: int,
-    num_steps: int,
+    dataset: TokenizedDataset, steps: Iterable, layout: str, batch_size: int, microbatch_tokens: int, pad_id: int
 ) -> Batch:
-    """The microbatch with the most positions, padding included, within the first GROUPS_SEARCHED groups of the run."""
-    cut, lengths = {"padding_free": _pack, "padded": _group_by_length}[layout], _row_sizes(dataset, layout)
-    cursor, most, found, searched = Cursor(), 0, [], 0
-    for _ in range(num_steps):
-        rows, cursor = step_rows(dataset.order, rows_per_step, seed, cursor)
+    """The microbatch with the most positions, padding included, within the first GROUPS_SEARCHED groups of the run.
+
+    `steps`: the rows of each step.
+    """
+    cut, lengths = CUTS[layout], _row_sizes(dataset, layout)
+    most, found, searched = 0, [], 0
+    for rows in steps:
         for start in range(0, len(rows), batch_size):
             group = [int(row) for row in rows[start : start + batch_size]]
             searched += 1
@@ -91,6 +85,9 @@ def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[l
         else:
             parts.append([row])
     return parts
+
+
+CUTS = {"padding_free": _pack, "padded": _group_by_length}  # how a group of rows is cut into microbatches
 
 
 def _labels(ids, is_target) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row
-from finetune.data.sampler import Cursor, rows_so_far, step_rows, total_steps
+from finetune.data.sampler import Cursor, first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
 
@@ -75,6 +75,6 @@ class Data:
 
     def largest_microbatch(self, plan, pad_id: int) -> Batch:
         """The largest microbatch of the run's first epochs, as the loop will make it."""
-        rows, num_steps = (plan.rows_per_step, plan.data.seed, plan.data.layout), self.total_steps(plan)
+        steps = first_steps(self.train.order, plan.rows_per_step, plan.data.seed, self.total_steps(plan))
         limits = plan.steps.batch_size, plan.steps.microbatch_tokens
-        return largest_microbatch(self.train, *rows, *limits, pad_id, num_steps)
+        return largest_microbatch(self.train, steps, plan.data.layout, *limits, pad_id)

@@ -100,6 +100,14 @@ def step_rows(rows: int | Mix, rows_per_step: int, seed: int, cursor: Cursor) ->
     return found, Cursor(cursor.epoch + 1, 0) if end == num_rows else Cursor(cursor.epoch, end)
 
 
+def first_steps(rows: int | Mix, rows_per_step: int, seed: int, number: int):
+    """Yields the rows of each of the first `number` steps."""
+    cursor = Cursor()
+    for _ in range(number):
+        found, cursor = step_rows(rows, rows_per_step, seed, cursor)
+        yield found
+
+
 def rows_so_far(rows: int | Mix, seed: int, cursor: Cursor):
     """Yields the rows drawn before `cursor`, an epoch at a time."""
     for epoch in range(cursor.epoch):

@@ -7,7 +7,7 @@ import numpy as np
 
 from finetune.data.columns import RowReader
 from finetune.data.reading.mixture import Source
-from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
+from finetune.data.reading.rows import BadRow, RawDataset, collected, skip_or_raise
 from finetune.data.reading.sources import find_files
 from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data
@@ -97,15 +97,9 @@ class StreamedData(Data):
 
 def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:
     """The first block of a streamed dataset: what is checked, shown and planned by before the run."""
-    rows, sources, skipped, columns = [], [], [], {}
-    files = streamed_files(source, plan, split)
-    for name, row in islice(chain.from_iterable(file.rows(0) for file in files), plan.shuffle_buffer):
-        if isinstance(row, BadRow):
-            skipped.append(skip_or_raise(row, len(skipped), plan.skip_bad_rows))
-            continue
-        rows.append(row)
-        sources.append(name)
-        columns.update(dict.fromkeys(row))
+    every_row = chain.from_iterable(file.rows(0) for file in streamed_files(source, plan, split))
+    first_block = islice(every_row, plan.shuffle_buffer)
+    rows, sources, columns, skipped = collected(first_block, plan.skip_bad_rows)
     if not rows:
         raise PlanError(f"--dataset {source}: has no rows. Give a file with at least one row.")
     description = f"{source}: its first {len(rows):,} rows, the rest is streamed"

@@ -78,9 +78,8 @@ class ModelShape:
     tied: bool = False
     num_weights: int | None = None
     linears: tuple[tuple[str, int, int], ...] = ()  # (name, rows, columns)
-    others: tuple[
-        tuple[int, int], ...
-    ] = ()  # (rows, columns) of all tensors that are not weights of linears or experts
+    # (rows, columns) of all tensors that are not weights of linears or experts
+    others: tuple[tuple[int, int], ...] = ()
     expert_weights: int = 0
     expert_size: int | None = None  # an expert's intermediate size
     experts_per_token: int = 0
@@ -273,9 +272,7 @@ def shape_of_files(files) -> ModelShape:
     plain = not files.stored and not any(part.get("quantization_config") for part in parts)
     exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
     tensors = read_headers(files.weight_files) if exact else None
-    if tensors and isinstance(
-        files.config.get("text_config"), dict
-    ):  # towers are not loaded: see torch_engine/modalities
+    if tensors and isinstance(text, dict):  # towers are not loaded: see torch_engine/modalities
         text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
         size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))
         tensors = text

@@ -13,11 +13,12 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, first_line, is_out_of_memory
+from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampling
+from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_sum_exp
-from finetune.mlx_engine.memory import Memory
+from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, parameter_count
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.ranks import Ranks
@@ -255,20 +256,10 @@ class MLXEngine:
     def _put(self, params: dict) -> None:
         self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
 
-    @contextlib.contextmanager
     def _memory_advice(self, batch: Batch | None):
-        """Turns a failed allocation into one line that says what to lower, with the present values."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not (is_out_of_memory(error) or "malloc" in str(error)):
-                raise
-            s, size = self.plan.settings, "x".join(map(str, batch.input_ids_BS.shape)) if batch else "0"
-            raise OutOfMemoryError(
-                f"MLX ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
-                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn "
-                f"on --use_gradient_checkpointing (now {s.use_gradient_checkpointing})."
-            ) from error
+        size = batch.size if batch else "0"
+        message = on_microbatch("MLX", size, self.plan.settings, "use_gradient_checkpointing")
+        return memory_advice(message, MEMORY_REFUSED)
 
     # ---- randomness and collectives
 

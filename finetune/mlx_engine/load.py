@@ -7,11 +7,13 @@ import mlx.core as mx
 import numpy as np
 
 from finetune.config import TrainConfig
-from finetune.errors import OutOfMemoryError, PlanError, is_out_of_memory
+from finetune.errors import PlanError
+from finetune.memory_advice import memory_advice, on_loading
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.engine import MLXEngine
 from finetune.mlx_engine.layers import AffineLinear
 from finetune.mlx_engine.lora import DropoutKeys
+from finetune.mlx_engine.memory import MEMORY_REFUSED
 from finetune.mlx_engine.names import adapted_names
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_engine.targets import add_adapters, set_recomputation
@@ -27,7 +29,7 @@ def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, Drop
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
     quantization, dtype = plan.quantization, models.DTYPES[plan.precision.compute]
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
-    try:
+    with memory_advice(on_loading(folder, plan.settings), MEMORY_REFUSED):
         loaded, keys = models.load(folder, config, dtype, dequantizes), None
         if quantization:
             how = quantization.bits, quantization.group_size, quantization.quant_type or "affine"
@@ -41,14 +43,6 @@ def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, Drop
                 if isinstance(module, AffineLinear):
                     module.cache(dtype)
         mx.eval(loaded.model.parameters())
-    except (MemoryError, RuntimeError) as error:
-        if not (is_out_of_memory(error) or "malloc" in str(error)):
-            raise
-        raise OutOfMemoryError(
-            f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora (now "
-            f"{plan.settings.train_type}), --cache_dequantized false (now {plan.settings.cache_dequantized}) or a "
-            "smaller model."
-        ) from error
     if plan.memory.recompute:
         set_recomputation(loaded)
     return loaded, keys

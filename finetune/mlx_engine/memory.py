@@ -5,6 +5,8 @@ from mlx.utils import tree_flatten
 
 from finetune.engine import MemoryStats
 
+MEMORY_REFUSED = ("malloc",)  # in what MLX says then
+
 
 class Memory:
     """Items are named as in finetune/estimate/memory.py; what was not counted is workspace: activations, logits."""

@@ -11,15 +11,14 @@ from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
-from finetune.optimizer_state import check_known, check_moments
+from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
 from finetune.system.files import replace
 
 RNG = "mlx"
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
@@ -34,13 +33,8 @@ def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
 
 def values(engine) -> dict:
     """The JSON values of the optimizer's state."""
-    scaler = engine.scaler
-    return {
-        "counts": dict(engine.optimizer.counts),
-        "scale": scaler.scale,
-        "clean_steps": scaler.clean_steps,
-        "degrees": list(ParallelDims(dp_replicate=engine.ranks.size).mesh_shape),
-    }
+    degrees = list(ParallelDims(dp_replicate=engine.ranks.size).mesh_shape)
+    return {"counts": dict(engine.optimizer.counts), **engine.scaler.values(), "degrees": degrees}
 
 
 def rng(engine) -> dict[str, np.ndarray]:
@@ -98,8 +92,7 @@ def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dic
     check_known((*optimizer, *counts), shapes)
     check_moments(optimizer, counts, shapes, engine.plan.steps.optimizer, may_be_empty=numbers["scale"] is not None)
     engine.optimizer.load({key: mx.array(np.array(v[...], np.float32)) for key, v in optimizer.items()}, counts)
-    if engine.scaler.scale is not None and numbers["scale"] is not None:
-        engine.scaler.scale, engine.scaler.clean_steps = numbers["scale"], numbers["clean_steps"]
+    engine.scaler.load(numbers)
     _load_rng(engine, {name: np.asarray(a) for name, a in saved_rng.items()})
 
 
@@ -123,16 +116,6 @@ def _load_rng(engine, saved: dict) -> None:
 
 def load_trainable(engine, trainable: dict) -> None:
     """Puts these weights into the model. Raises PlanError for other names or shapes than it trains."""
-    if set(engine.params) != set(trainable):
-        odd = sorted(set(engine.params) ^ set(trainable))[0]
-        raise PlanError(
-            f"--resume: the checkpoint and this run train different tensors, such as {odd}. Omit what changes them."
-        )
-    for name, own in engine.params.items():
-        if tuple(own.shape) != tuple(trainable[name].shape):
-            raise PlanError(
-                f"--resume: {name} is {tuple(trainable[name].shape)} on disk, {tuple(own.shape)} here. Resume with the "
-                "saved settings."
-            )
+    check_trainable({name: tuple(own.shape) for name, own in engine.params.items()}, trainable)
     engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}
     engine._put(engine.params)

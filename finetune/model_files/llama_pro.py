@@ -15,7 +15,7 @@ from finetune.errors import PlanError
 from finetune.system.untrusted import untrusted
 
 RECORD = "llama_pro.json"  # in an expanded folder: lists the added layers
-TRAINED, TRAINED_JSON = "trained_blocks.safetensors", "trained_blocks.json"  # written by a run
+TRAINED = "trained_blocks.safetensors"  # written by a run
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 16 * 2**20
 

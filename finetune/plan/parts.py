@@ -421,9 +421,6 @@ class Parts:
         return replace(self, settings=replace(self.settings, **changes))
 
 
-PARTS = tuple(name for name, f in Parts.__dataclass_fields__.items() if not f.init)
-
-
 def loads_full_model(plan: Parts) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     parallel, quantization, trains = plan.parallel, plan.quantization, plan.trains

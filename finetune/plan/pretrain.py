@@ -1,16 +1,16 @@
 """The plan of pretrain.py: a recipe against this machine, then against the data; a reason for every difference."""
 
-import json
 import os
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager
+from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, finished_state, newest_plan
 from finetune.checkpoint.store import holds_a_run, newest_run, numbered, read_manifest, steps_of, storage, verified_json
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.errors import PlanError
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.parts import AllWeights
 from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
@@ -19,8 +19,6 @@ from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule
 
-PLAN, STATE = "run_plan.json", "train_state.json"
-PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
 NO_MPS_RANKS = "Distributed training is not supported on MPS"
 COMPILE_COSTS = "compiling takes longer than it saves here"
 # What a resumed run may change.
@@ -334,14 +332,11 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
         if resume == "auto":
             return None
         raise PlanError(f"resume={resume}: has no checkpoint to resume from. Omit resume to start.")
-    damaged = None
-    for folder in folders:
-        try:
-            plan = verified_json(folder, read_manifest(folder, (PLAN, STATE)), PLAN, PLAN_SCHEMA)
-            return SavedRun(root, plan, step)
-        except CheckpointDamagedError as error:
-            damaged = damaged or error
-    raise CheckpointDamagedError(f"{root}: no checkpoint verifies. {damaged}")
+
+    def read(folder: Path) -> dict:
+        return verified_json(folder, read_manifest(folder, (PLAN, STATE)), PLAN, PLAN_SCHEMA)
+
+    return SavedRun(root, newest_plan(root, folders, read), step)
 
 
 def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:
@@ -372,8 +367,5 @@ def finished(plan: PretrainPlan, total_steps: int) -> bool:
     saved = plan.resume_from
     if not saved or saved.step_folder:
         return False
-    try:
-        state = json.loads((saved.output_dir / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(state, dict) and state.get("status") == "finished" and state.get("step") == total_steps
+    done = finished_state(saved.output_dir)
+    return done is not None and done.step == total_steps

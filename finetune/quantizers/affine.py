@@ -25,13 +25,20 @@ def codes(xp, groups, most: int):
     return xp.clip(xp.round((groups - bias[..., None]) / scale[..., None]), 0, most), scale, bias
 
 
+def check_groups(columns: int, group_size: int, method: str) -> None:
+    """Raises ValueError if groups do not fill a row."""
+    if columns % group_size:
+        raise ValueError(
+            f"group_size {group_size}: does not divide a row of {columns} columns, which {method} requires"
+        )
+
+
 def quantize(weight_OI: np.ndarray, bits: int, group_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(uint32 words [O, I*bits/32], fp32 scales [O, K], fp32 biases [O, K]) of an fp32 weight, as mx.quantize packs.
     ValueError if groups do not fill a row.
     """
     rows, columns = weight_OI.shape
-    if columns % group_size:
-        raise ValueError(f"group_size {group_size}: does not divide a row of {columns} columns, which mlx requires")
+    check_groups(columns, group_size, "mlx")
     words = np.empty((rows, columns * bits // 32), np.uint32)
     scales, biases = (np.empty((rows, columns // group_size), np.float32) for _ in range(2))
     step = max(1, CHUNK // columns)

@@ -7,14 +7,13 @@ afterwards. Its steps work within groups and run on some rows at a time; only th
 
 import torch
 
-from finetune.quantizers import packing
+from finetune.quantizers import affine, packing
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError if groups cross rows."""
     rows, columns = weight_OI.shape
-    if columns % fmt.group_size:
-        raise ValueError(f"group_size {fmt.group_size}: does not divide a row of {columns} columns, which hqq requires")
+    affine.check_groups(columns, fmt.group_size, "hqq")
     scale, zero = _solve(weight_OI, fmt)
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     for part in packing.blocks(weight_OI):

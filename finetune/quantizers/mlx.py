@@ -13,8 +13,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError if groups do not fill a row."""
     rows, columns = weight_OI.shape
     size, most = fmt.group_size, 2**fmt.bits - 1
-    if columns % size:
-        raise ValueError(f"group_size {size}: does not divide a row of {columns} columns, which mlx requires")
+    affine.check_groups(columns, size, "mlx")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
     step = max(1, affine.CHUNK // columns)

@@ -5,7 +5,7 @@ Scales and codes come from its own optimizers and ops; they are packed here row-
 
 import torch
 
-from finetune.quantizers import packing
+from finetune.quantizers import affine, packing
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -21,10 +21,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         for part in packing.blocks(weight_OI):
             packed[part], scales[part] = _int8(weight_OI[part].float())
         return {"packed": packed, "scale": packing.as_bits(scales)}
-    if columns % fmt.group_size:
-        raise ValueError(
-            f"group_size {fmt.group_size}: does not divide a row of {columns} columns, which quanto requires"
-        )
+    affine.check_groups(columns, fmt.group_size, "quanto")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=device)
     scales, shifts = (torch.empty(rows, columns // fmt.group_size, device=device) for _ in range(2))
     for part in packing.blocks(weight_OI):

@@ -5,13 +5,30 @@ Everything it uses is an argument; no object holds all.
 
 import time
 
+from finetune.checkpoint.store import storage
 from finetune.errors import NonFiniteError
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
 
 
-def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
+def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) -> TrainState:
+    """The state of a new run, or of the checkpoint it resumes from; opens the log at it. Collective.
+
+    `predicted`: bytes, see report.memory_table.
+    """
+    with storage(writer.root):
+        state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
+    if resumed_from and plan.quantizes_again:
+        state.eval_pending = True  # what the other base does to the loss is measured at once
+    log.open(writer.root, state, offset)
+    if resumed_from:
+        log.saved(resumed_from)
+    log.start(data, predicted)
+    return state
+
+
+def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before."""
     summary = log.summary
 
@@ -22,29 +39,29 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outp
 
     stop.sync(engine.all_reduce_max)
     if state.step == 0 and not stop.requested():
-        evaluate(engine, data, plan, state, log, output_dir, stop)
+        evaluate(engine, data, plan, state, log, writer, stop)
         stop.sync(engine.all_reduce_max)
         if not stop.requested():
             summary.sample_before = sample(summary.scored_answer)
             summary.scored_answer = None
-    train(engine, data, plan, state, log, output_dir, stop)
+    train(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         if plan.settings.save_model:
-            output_dir.publish(engine)
-        evaluate(engine, data, plan, state, log, output_dir, stop)
+            writer.publish(engine)
+        evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
     state.scores = {"before": summary.before, "after": summary.after}
     if state.status == "finished":
-        output_dir.finish(state)
+        writer.finish(state)
 
 
-def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
+def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule, traces = plan.schedule(state.total_steps), []
     if state.eval_pending:
-        evaluate(engine, data, plan, state, log, output_dir, stop)
+        evaluate(engine, data, plan, state, log, writer, stop)
     with engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
@@ -54,7 +71,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
                 result = engine.train_step(microbatches, lr)
             except NonFiniteError as error:
                 sources = data.sources_of(rows)
-                line = report.not_finite(error, state.step + 1, sources, output_dir.root, plan.lr_flag)
+                line = report.not_finite(error, state.step + 1, sources, writer.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
             data.count(state)
@@ -62,15 +79,15 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_d
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             if plan.eval_due(state):
-                evaluate(engine, data, plan, state, log, output_dir, stop)
+                evaluate(engine, data, plan, state, log, writer, stop)
             if plan.save_due(state, stop.requested()):
-                log.saved(output_dir.save_step(engine, state, log.offset()))
+                log.saved(writer.save_step(engine, state, log.offset()))
     log.end_live()
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
 
 
-def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, output_dir, stop) -> None:
+def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
     if data.validation is None:
         return
@@ -85,5 +102,5 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, outpu
         if state.step and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step
             if s.save_model and (s.validation_dataset or s.validation_split):
-                output_dir.publish(engine, output_dir.root / "best")
+                writer.publish(engine, writer.root / "best")
     summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())

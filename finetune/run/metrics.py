@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from backend_manager import BackendManager, versions
+from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
@@ -315,7 +316,5 @@ def _duration(seconds: float) -> str:
 
 def table(rows: list[tuple]) -> str:
     """Rows of text in aligned columns; the first row is the header."""
-    cells = [[str(c) for c in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = aligned(rows)
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -34,10 +34,15 @@ def plan_lines(plan) -> list[str]:
         f"{plan.data.unit} per step: {plan.rows_per_step} "
         f"(batch_size {s.batch_size} x accumulation {s.gradient_accumulation_steps} "
         f"x data ranks {plan.data_ranks}), at most {s.microbatch_tokens} tokens per forward",
-        *(f"  {adjustment}" for adjustment in plan.adjustments),
-        *(f"  note: {notice}" for notice in plan.notices),
+        *reasons(plan),
         f"output: {s.output_dir}",
     ]
+
+
+def reasons(plan) -> list[str]:
+    """Every adjustment and notice of a plan."""
+    adjustments = [f"  {adjustment}" for adjustment in plan.adjustments]
+    return [*adjustments, *(f"  note: {notice}" for notice in plan.notices)]
 
 
 def ranks_line(plan) -> list[str]:
@@ -188,8 +193,7 @@ def pretrain_plan_lines(plan, data) -> list[str]:
         f"test rows: {tests}",
         f"rows per step: {plan.rows_per_step} (global_batch_size {s.global_batch_size} x accumulation "
         f"{s.gradient_accumulation_steps}); {data.total_steps(plan)} steps",
-        *(f"  {adjustment}" for adjustment in plan.adjustments),
-        *(f"  note: {notice}" for notice in plan.notices),
+        *reasons(plan),
         f"output: {s.checkpoint_path}",
     ]
 

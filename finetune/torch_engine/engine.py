@@ -13,8 +13,9 @@ import torch
 
 from finetune import objectives
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError, is_out_of_memory
+from finetune.errors import NonFiniteError
 from finetune.generation import Sampling
+from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
@@ -277,21 +278,9 @@ class TorchEngine(EngineBase):
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
     def _memory_advice(self, batch: Batch):
-        """Turns a failed allocation into one line that says what to lower, with the present values."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            s, size = self.plan.settings, "x".join(map(str, batch.input_ids_BS.shape))
-            raise OutOfMemoryError(
-                f"{self.device.type} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
-                f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or "
-                f"turn on --use_gradient_checkpointing (now {s.use_gradient_checkpointing}) or --low_memory "
-                f"(now {s.low_memory})."
-            ) from error
+        switches = "use_gradient_checkpointing", "low_memory"
+        return memory_advice(on_microbatch(self.device.type, batch.size, self.plan.settings, *switches))
 
     # ---- state: see torch_engine/state.py
 

@@ -51,30 +51,21 @@ class Head:
 
         `copy`: applied to each weight if several ranks compute the logits of some positions each.
         """
-        copy = copy or (lambda weight: weight)
-        learning = torch.is_grad_enabled()  # always False inside a Function
-        lora = (None, None, 0.0)
-        if self.adapter is not None:
-            lora = (copy(self.adapter.lora_A), copy(self.adapter.lora_B), self.adapter.scaling)
-        return _ChunkedNLL.apply(
-            hidden_TH,
-            copy(self.linear.weight),
-            copy(self.linear.bias),
-            labels_T,
-            self.scale,
-            self.softcap,
-            learning,
-            *lora,
-        )
+        return _ChunkedNLL.apply(hidden_TH, *self._arguments(labels_T, self.adapter, copy or (lambda weight: weight)))
 
     def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
-        adapter, lora = self.adapter, (None, None, 0.0)
-        if adapter is not None and not adapter.off:
-            lora = (adapter.lora_A, adapter.lora_B, adapter.scaling)
+        adapter = None if self.adapter is not None and self.adapter.off else self.adapter
+        return _ChunkedLogProbs.apply(hidden_TH, *self._arguments(labels_T, adapter, lambda weight: weight))
+
+    def _arguments(self, labels_T, adapter: LoRALinear | None, copy) -> tuple:
+        """What both functions below take after the hidden states."""
+        lora = (None, None, 0.0)
+        if adapter is not None:
+            lora = (copy(adapter.lora_A), copy(adapter.lora_B), adapter.scaling)
         learning = torch.is_grad_enabled()  # always False inside a Function
-        weights = self.linear.weight, self.linear.bias
-        return _ChunkedLogProbs.apply(hidden_TH, *weights, labels_T, self.scale, self.softcap, learning, *lora)
+        weights = copy(self.linear.weight), copy(self.linear.bias)
+        return *weights, labels_T, self.scale, self.softcap, learning, *lora
 
 
 class _ChunkedNLL(torch.autograd.Function):

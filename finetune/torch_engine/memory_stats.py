@@ -9,12 +9,12 @@ import contextlib
 import ctypes
 import functools
 import platform
-import re
 from pathlib import Path
 
 import torch
 
 from backend_manager import resident_bytes
+from finetune.backend.machine import process_bytes
 from finetune.engine import MemoryStats
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.parallel.placement import local_shard
@@ -123,19 +123,12 @@ def storage_bytes(tensors) -> int:
 
 def current_resident_bytes() -> int:
     """Current resident memory of this process; 0 if the system does not report it."""
-    return _status("VmRSS") or 0
+    return process_bytes("VmRSS") or 0
 
 
 def peak_resident_bytes() -> int:
     """VmHWM of this process; without /proc, the peak since its start."""
-    return _status("VmHWM") or resident_bytes()
-
-
-def _status(name: str) -> int | None:
-    try:
-        return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
-        return None
+    return process_bytes("VmHWM") or resident_bytes()
 
 
 @functools.cache

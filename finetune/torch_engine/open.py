@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from finetune.distributed.env import RankEnv
+from finetune.memory_advice import memory_advice, on_loading
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
 from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
@@ -20,7 +21,7 @@ def load_model(folder, plan, groups, local_shards=None, batches=None, initial_ad
     a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     device = groups.device
-    with load.memory_advice(folder, plan):
+    with memory_advice(on_loading(folder, plan.settings)):
         model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing)
         layers = load.layers_of(model, folder, plan.trains)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards):

@@ -1,6 +1,5 @@
 """Forwards around a step that keep nothing for backward, as an objective asks for them before its first loss."""
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -60,11 +59,6 @@ class Passes:
     def sum(self, numbers: list[float]) -> list[float]:
         """Over ranks."""
         return self.parallel.forward.groups.all_gather_scalars(numbers).sum(0).tolist()
-
-
-def no_advice(batch: Batch):
-    """In place of advice on memory."""
-    return contextlib.nullcontext()
 
 
 def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:

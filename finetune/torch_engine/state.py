@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune.errors import CheckpointDamagedError, PlanError, first_line
-from finetune.optimizer_state import LossScaler, check_known, check_moments
+from finetune.errors import CheckpointDamagedError, first_line
+from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Parts
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
@@ -76,13 +76,7 @@ class EngineState:
             for key, count in of_rank.items():
                 name, _, moment = key.rpartition(".")
                 counts.setdefault(f"{self.checkpoint_key(name)}.{moment}", count)
-        degrees = list(self.groups.dims.mesh_shape)
-        return {
-            "counts": counts,
-            "scale": self.scaler.scale,
-            "clean_steps": self.scaler.clean_steps,
-            "degrees": degrees,
-        }
+        return {"counts": counts, **self.scaler.values(), "degrees": list(self.groups.dims.mesh_shape)}
 
     def writes_shards(self) -> bool:
         """True if each rank can save its own shards: base weights train, and each shard is one slice of the full
@@ -165,8 +159,7 @@ class EngineState:
         fp16 = values["scale"] is not None
         check_moments(optimizer, values["counts"], shapes, self.plan.steps.optimizer, may_be_empty=fp16)
         self.parallel.load_moments(names, optimizer, values["counts"])
-        if self.scaler.scale is not None and values["scale"] is not None:
-            self.scaler.scale, self.scaler.clean_steps = values["scale"], values["clean_steps"]
+        self.scaler.load(values)
         self._load_rng(values, rng)
 
     def _load_rng(self, values: dict, rng: dict) -> None:
@@ -192,18 +185,9 @@ class EngineState:
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         if not self.trains_base_weights:
             trainable = from_disk(self.model, self.place.trainable, trainable, self.plan.trains)
-        if set(names) != set(trainable):
-            odd = sorted(set(names) ^ set(trainable))[0]
-            raise PlanError(
-                f"--resume: the checkpoint and this run train different tensors, such as {odd}. Omit what changes them."
-            )
+        check_trainable({key: self.place.full_shape(name) for key, name in names.items()}, trainable)
         for key, name in names.items():
-            full, shape = trainable[key], self.place.full_shape(name)
-            if shape != tuple(full.shape):
-                raise PlanError(
-                    f"--resume: {key} is {tuple(full.shape)} on disk, {shape} here. Resume with the saved settings."
-                )
-            self.parallel.copy_weight(name, full)
+            self.parallel.copy_weight(name, trainable[key])
 
     def set_rng_state(self, rng) -> None:
         try:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.data.collate import largest_microbatch, microbatches
-from finetune.data.sampler import Cursor, epoch_order, step_rows
+from finetune.data.sampler import epoch_order, first_steps
 from finetune.data.tokens.tokenize import tokenize
 from finetune.engine import IGNORE_INDEX
 from tests.support import tiny
@@ -21,11 +21,10 @@ def test_labels_are_the_next_token_and_never_cross_a_document():
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 def test_the_largest_microbatch_is_the_largest_that_the_loop_will_make(layout):
-    rows, cursor, sizes = tiny.dataset(tuple(range(3, 60))), Cursor(), []
-    for _ in range(12):
-        chosen, cursor = step_rows(len(rows), 10, 7, cursor)
-        sizes += [b.input_ids_BS.size for b in microbatches(rows, chosen, layout, 5, 120, 0)]
-    found = largest_microbatch(rows, 10, 7, layout, 5, 120, 0, 12)
+    rows = tiny.dataset(tuple(range(3, 60)))
+    steps = list(first_steps(len(rows), 10, 7, 12))
+    sizes = [b.input_ids_BS.size for chosen in steps for b in microbatches(rows, chosen, layout, 5, 120, 0)]
+    found = largest_microbatch(rows, steps, layout, 5, 120, 0)
     assert found.input_ids_BS.size == max(sizes)
 
 

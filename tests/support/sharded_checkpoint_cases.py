@@ -35,13 +35,13 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
     return cases.build(cases.CASES["full"], groups_of(rank, size, layout), architecture)
 
 
-def directory(engine, folder: Path, configs: dict) -> output_dir.OutputDir:
-    """The output folder of a run that resumes from itself; `configs` are the files next to its weights."""
+def directory(engine, folder: Path, configs: dict) -> output_dir.CheckpointWriter:
+    """The checkpoints of a run that resumes from itself; `configs` are the files next to its weights."""
     settings = dataclasses.replace(engine.plan.settings, output_dir=str(folder), keep_last=3)
     dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
     facts = dict(requested={}, adjustments=(), notices=(), backend="cpu", engine="torch")
     plan = RunPlan(settings=settings, dims=dims, resume_from=resumed, **facts)
-    run = output_dir.open_output_dir(plan, engine.rank)
+    run = output_dir.CheckpointWriter(plan, engine.rank)
     run.identity, run.configs = {"base model": "a", "dataset": "b"}, configs
     return run
 
@@ -68,8 +68,8 @@ def save(engine, folder: Path, step: int = 2) -> list[str]:
         notes = run.check_shared_filesystem(engine)
         run.save_step(engine, TrainState(step=step, total_steps=9), 0)
     finally:
-        if engine.rank == 0:
-            run.lock.release()
+        if run.files:
+            run.files.lock.release()
     return notes
 
 
@@ -78,8 +78,8 @@ def restore(engine, folder: Path) -> None:
     saved, _ = run.find_checkpoint(None)
     state, _ = run.restore(engine, saved)
     assert state.step == 2
-    if engine.rank == 0:
-        run.lock.release()
+    if run.files:
+        run.files.lock.release()
 
 
 def saved_as(rank: int, size: int, layouts: list, folder: str, architecture: str = "llama") -> list[dict]:

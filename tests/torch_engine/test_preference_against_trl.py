@@ -5,6 +5,7 @@ the same base, for qlora the one that our nf4 weights dequantize to, as TRL's qu
 """
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from finetune.plan.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import preference
 from finetune.torch_engine.lora.peft_format import disk_name
-from finetune.torch_engine.passes import Passes, no_advice
+from finetune.torch_engine.passes import Passes
 from tests.support import tiny
 from tests.support.engine_access import trainable_params
 from tests.support.engines import assert_same, engine
@@ -182,7 +183,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     objective, kind = built.objective, DataWithMismatches if method == "kto" else Data
     data = kind(None, set(), dataset, None, [], None)
     made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
-    (one,), statistic = objective.prepare(Passes(built.parallel, no_advice), made)
+    (one,), statistic = objective.prepare(Passes(built.parallel, nullcontext), made)
     totals = Totals(objective.count(one), statistic)
     mine, sums = objective.loss(built.forward, one, totals)
     mine = mine / totals.count

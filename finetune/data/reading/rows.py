@@ -1,5 +1,6 @@
 """Rows as they are read: a dataset of them, and one that is malformed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
             f"{bad.where}: {bad.reason}. It is bad row {num_skipped + 1}, and --skip_bad_rows allows {skip_bad_rows}."
         )
     raise PlanError(f"{bad.where}: {bad.reason}. Fix or remove the row, or skip it with --skip_bad_rows 1.")
+
+
+def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[list, list, dict, list]:
+    """(rows, their sources, columns in order, notices of those skipped) of (source, row or BadRow), up to `samples`."""
+    found, sources, columns, skipped = [], [], {}, []
+    for source, row in rows:
+        if isinstance(row, BadRow):
+            skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
+            continue
+        found.append(row)
+        sources.append(source)
+        columns.update(dict.fromkeys(row))
+        if len(found) == samples:
+            break
+    return found, sources, columns, skipped
 
 
 def first_repeated(names) -> str | None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
-from finetune.data.reading.rows import BadRow, RawDataset, skip_or_raise
+from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
 from finetune.model_files.hub import endpoint, hub_cache, offline
@@ -66,19 +66,8 @@ def read_rows(
     files, description, word_samples = find_files(dataset, split, flag, text_unit)
     samples = word_samples if samples < 0 else samples
     hasher = hashlib.sha256()
-    rows, sources, skipped, columns = [], [], [], {}
-    for read, path, label in files:
-        if len(rows) == samples:
-            break
-        for source, row in read(path, label, hasher):
-            if isinstance(row, BadRow):
-                skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
-                continue
-            rows.append(row)
-            sources.append(source)
-            columns.update(dict.fromkeys(row))
-            if len(rows) == samples:
-                break
+    every_row = (row for read, path, label in files for row in read(path, label, hasher))
+    rows, sources, columns, skipped = collected(every_row, skip_bad_rows, samples)
     if not rows:
         name = files[0][2] if len(files) == 1 else dataset
         bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""

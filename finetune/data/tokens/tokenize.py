@@ -209,25 +209,19 @@ class EncodedBatch:
 
 def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> EncodedBatch:
     """What becomes of each row."""
-    return EncodedBatch.of(
-        [
-            EncodedRow([], [], [], bad=str(documents))
-            if isinstance(documents, PlanError)
-            else _limited(encoder, documents, source, limits)
-            for source, documents in zip(sources, encoder.encode(rows, sources), strict=True)
-        ]
-    )
+    found = zip(sources, encoder.encode(rows, sources), strict=True)
+    return EncodedBatch.of([_limited(encoder, documents, source, limits) for source, documents in found])
 
 
 def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> EncodedRow:
     """What becomes of one row."""
     (documents,) = encoder.encode([row], [source])
-    if isinstance(documents, PlanError):
-        return EncodedRow([], [], [], bad=str(documents))
     return _limited(encoder, documents, source, limits)
 
 
-def _limited(encoder: RowEncoder, documents: list[Encoded], source: str, limits: Limits) -> EncodedRow:
+def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: str, limits: Limits) -> EncodedRow:
+    if isinstance(documents, PlanError):
+        return EncodedRow([], [], [], bad=str(documents))
     found, options = EncodedRow([], [], []), encoder.reader.options
     for document in documents:
         ids, is_target, desirable = document.ids, document.is_target, document.desirable

@@ -19,7 +19,6 @@ from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.system.child import Child, ChildEnded
 
-LEAST_ROWS = 2048  # fewer are tokenized before the processes have started
 BATCH_ROWS = 256
 SAY_EVERY_S = 5.0
 MODULE = "finetune.data.tokens.tokenize_process"

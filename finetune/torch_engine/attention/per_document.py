@@ -7,6 +7,7 @@ T tokens of the flat row, N documents of a group, L its padded length, H heads, 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -126,21 +127,22 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     return out.view(n, heads, length, size).transpose(1, 2)
 
 
-def document_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    documents=None,
-    position_ids=None,
-    **kwargs,
-):
+class Scoring(NamedTuple):
+    """How a layer weighs keys: the scale of scores, dropout, sliding window, cap of scores, and sinks per head."""
+
+    scaling: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks_H: torch.Tensor | None
+
+
+def scoring_of(query, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **unread) -> Scoring:
+    """What transformers passes to its attention interface, under its names; `unread`: is_causal and the like."""
+    return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap, s_aux)
+
+
+def document_attention(module, query, key, value, attention_mask, documents=None, position_ids=None, **scoring):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
     if attention_mask is not None:  # transformers makes none for NAME: Doge's gate, for example, is one
         raise ValueError("the model adds a mask of its own to attention")
@@ -148,17 +150,16 @@ def document_attention(
         raise ValueError("the model passes neither documents nor positions on to attention")
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    device = query.device.type
+    how, device = scoring_of(query, **scoring), query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    plain = softcap is None and s_aux is None and not dropout
+    plain = how.softcap is None and how.sinks_H is None and not how.dropout
     limit = dense_up_to(query) if plain else 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
-        index = _index(documents, dense, query, key, sliding_window)
+        index = _index(documents, dense, query, key, how.window)
         with torch.autocast(device, enabled=False):
-            out = DenseAttention.apply(query, key, value, index, scaling)
+            out = DenseAttention.apply(query, key, value, index, how.scaling)
         if len(dense) == len(documents.groups):
             return out, None
     outputs, long = [], [group for group in documents.groups if group.length > limit]
@@ -169,7 +170,7 @@ def document_attention(
             if group.gather_NL is not None:
                 x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
-        outputs.append(_group_attention(*parts, scaling, dropout, sliding_window, softcap, s_aux).flatten(0, 1))
+        outputs.append(_group_attention(*parts, *how).flatten(0, 1))
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0), None
     if not dense:

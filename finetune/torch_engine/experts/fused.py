@@ -24,9 +24,8 @@ class QuantizedExperts(nn.Module):
     def __init__(self, weight_EOI, config):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
-        whole = (
-            config.bits not in quantization_wrapper.METHODS[config.backend].needs_full_matrix
-        )  # rows are quantized independently
+        # Rows are quantized independently.
+        whole = config.bits not in quantization_wrapper.METHODS[config.backend].needs_full_matrix
         weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
 

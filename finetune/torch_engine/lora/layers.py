@@ -144,23 +144,21 @@ class LoRALinear(nn.Module):
             return F.linear(x, self.merged, bias)
         keep = self.dropout_mask(x) if self.dropout and self.training else None
         if self.lora_magnitude_vector is None:
-            return LoRAProduct.apply(
-                x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, *self.stored()
-            )
+            return self._with_adapter(x, bias, keep)
         gain_O = self.lora_magnitude_vector / self.weight_norm()
         if keep is None:
-            both = LoRAProduct.apply(
-                x, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
-            )
+            both = self._with_adapter(x)
             out = both * gain_O.to(both.dtype)
         else:  # PEFT applies dropout only to the adapter's input: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
             x_kept = x * keep.view(x.shape)
-            both = LoRAProduct.apply(
-                x_kept, self.lora_A, self.lora_B, None, None, self.scaling, self.weight_of, *self.stored()
-            )
+            both = self._with_adapter(x_kept)
             plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
             out = plain - kept + both * gain_O.to(both.dtype)
         return out if bias is None else out + bias.to(out.dtype)
+
+    def _with_adapter(self, x, bias=None, keep=None):
+        """Base and adapter, without magnitudes."""
+        return LoRAProduct.apply(x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, *self.stored())
 
     def dropout_mask(self, x):
         """Dropout mask [rows of x, I], 0 or 1 / (1 - p); an input shard gets its slice of the full mask."""

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
-from finetune.torch_engine.attention.per_document import dense_up_to
+from finetune.torch_engine.attention.per_document import dense_up_to, scoring_of
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"
@@ -111,26 +111,13 @@ class _AllGatherSequence(torch.autograd.Function):
         return out, None
 
 
-def context_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    documents=None,
-    **kwargs,
-):
+def context_attention(module, query, key, value, attention_mask, documents=None, **scoring):
     """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""
     if not isinstance(documents, Context):
         raise PlanError(
             "--cp_degree: this model does not pass its keyword arguments to attention. Use --dp_shards instead."
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = scoring_of(query, **scoring)
     if key.shape[-1] == value.shape[-1]:
         both = torch.stack([key[0].transpose(0, 1), value[0].transpose(0, 1)], 1)
         key_T, value_T = _AllGatherSequence.apply(both, documents).unbind(1)
@@ -140,7 +127,7 @@ def context_attention(
     for piece in documents.pieces:
         q = query[:, :, piece.queries]
         k, v = (t[piece.keys].transpose(0, 1).unsqueeze(0) for t in (key_T, value_T))
-        out.append(_attention(q, k, v, scaling, dropout, sliding_window, softcap, s_aux))
+        out.append(_attention(q, k, v, *how))
     return torch.cat(out, 2).transpose(1, 2), None
 
 

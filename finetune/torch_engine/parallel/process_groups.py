@@ -229,9 +229,7 @@ class ProcessGroups:
         """Every rank's tensor of this shape, by rank."""
         if self.single_process:
             return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.dims.world_size)]
-        dist.all_gather(gathered, tensor)
-        return gathered
+        return _all_gather(tensor, self.dims.world_size)
 
     # ---- within a group
 
@@ -280,9 +278,7 @@ class ProcessGroups:
         """The tensors of this shape of a group's ranks, in order."""
         if group not in self.process_groups:
             return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.place(group)[1])]
-        dist.all_gather(gathered, tensor.contiguous(), group=self.process_groups[group])
-        return gathered
+        return _all_gather(tensor, self.place(group)[1], self.process_groups[group])
 
     def send_to_rank0(self, tensor: torch.Tensor | None, stage: int) -> torch.Tensor | None:
         """On rank 0, the CPU tensor of a pipeline stage's first rank; the other ranks get their own back."""
@@ -300,6 +296,12 @@ class ProcessGroups:
         received = torch.empty([n for n in shape if n >= 0], dtype=DTYPES[dtype])
         dist.recv(received, source)
         return received
+
+
+def _all_gather(tensor: torch.Tensor, size: int, group=None) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 def _group(dims: ParallelDims, rank: int, axes: tuple, ends_only: bool = False):

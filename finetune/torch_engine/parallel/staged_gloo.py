@@ -391,19 +391,19 @@ def _code(reduction) -> int:
 
 def _reduce_options(kind, opts):
     """Options of a reduction, given as such, as a ReduceOp, or not at all (SUM)."""
-    if isinstance(opts, kind):
-        return opts
-    options = kind()
-    options.reduceOp = dist.ReduceOp.SUM if opts is None else opts
-    return options
+    return _options(kind, opts, "reduceOp", dist.ReduceOp.SUM)
 
 
 def _rooted(kind, opts):
     """Options of an operation with a root, given as such, as the root, or not at all (rank 0)."""
+    return _options(kind, opts, "rootRank", 0)
+
+
+def _options(kind, opts, name: str, default):
     if isinstance(opts, kind):
         return opts
     options = kind()
-    options.rootRank = opts or 0
+    setattr(options, name, default if opts is None else opts)
     return options
 
 

@@ -13,8 +13,9 @@ import torch
 from finetune.checkpoint.store import replace_tensors, replace_text
 from finetune.data.pretraining.carry import Carry, SlotBatch
 from finetune.engine import IGNORE_INDEX, MemoryStats, StepResult
-from finetune.errors import NonFiniteError, OutOfMemoryError, PlanError, is_out_of_memory
+from finetune.errors import NonFiniteError, PlanError
 from finetune.generation import Sampling
+from finetune.memory_advice import memory_advice
 from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine import memory_stats, optim
 from finetune.torch_engine.device import fp64_device
@@ -224,19 +225,13 @@ class RecursiveEngine(EngineBase):
     def full_weights(self):
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
     def _memory_advice(self, batch: SlotBatch):
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            size, s = "x".join(map(str, batch.input_ids_BS.shape)), self.settings
-            said = "MPS backend out of memory" if self.device.type == "mps" else f"{self.device.type} ran out of memory"
-            raise OutOfMemoryError(
-                f"{said} on a microbatch of {size} tokens. Lower global_batch_size={s.global_batch_size}, "
-                f"arch.hidden_size={self.arch.hidden_size} or arch.seq_len={self.model.seq_len}."
-            ) from error
+        said = "MPS backend out of memory" if self.device.type == "mps" else f"{self.device.type} ran out of memory"
+        return memory_advice(
+            f"{said} on a microbatch of {batch.size} tokens. Lower "
+            f"global_batch_size={self.settings.global_batch_size}, "
+            f"arch.hidden_size={self.arch.hidden_size} or arch.seq_len={self.model.seq_len}."
+        )
 
     # ---- state
 

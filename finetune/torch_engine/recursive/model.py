@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.engine import IGNORE_INDEX
 from finetune.pretrain_config import ArchConfig, swiglu_width
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -323,11 +322,6 @@ def token_losses(logits_NV, labels_N, loss_type: str) -> torch.Tensor:
 def halting_loss(q_B, right_B) -> torch.Tensor:
     """0.5 * BCE(q, [all targets of the row are right]), summed over rows."""
     return 0.5 * F.binary_cross_entropy_with_logits(q_B, right_B.to(q_B.dtype), reduction="sum")
-
-
-def rows_right(predicted_BS, labels_BS) -> torch.Tensor:
-    """True for rows whose targets are all predicted."""
-    return ((predicted_BS == labels_BS) | (labels_BS == IGNORE_INDEX)).all(1)
 
 
 # ---- parts

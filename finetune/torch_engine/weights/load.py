@@ -3,14 +3,12 @@
 No list of model classes: layers are found by type and name, and torch_engine/checks.py tests the loaded model.
 """
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import quantization_wrapper
-from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, ParallelPlan, Parts, Precision, Trains
 from finetune.quantizers.linear import QuantizedLinear
@@ -41,21 +39,6 @@ class Layers:
     experts: list
     adapted: list
     quantize_last: bool
-
-
-@contextlib.contextmanager
-def memory_advice(folder, plan: Parts):
-    """Turns a failed allocation into an OutOfMemoryError that says what to change."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora "
-            f"(now {plan.settings.train_type}), --cache_dequantized false (now {plan.settings.cache_dequantized}) or a "
-            "smaller model."
-        ) from error
 
 
 def build_on_meta(folder, precision: Precision, parallel: ParallelPlan, load_balancing_loss: float = 0.0):

@@ -368,10 +368,8 @@ class WeightLoader:
                 if buffer:
                     module._buffers[leaf] = tensor
                 else:
-                    owner = self.model.get_submodule(
-                        parent
-                    )  # the linear may have been replaced by a quantized one meanwhile
-                    setattr(owner, leaf, parameter)
+                    # The linear may have been replaced by a quantized one meanwhile.
+                    setattr(self.model.get_submodule(parent), leaf, parameter)
 
     def quantize(self, name, tensor, config, conv1d):
         weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)

@@ -1,0 +1,34 @@
+"""A refused allocation as one line that says what to lower, with the present values; the words are the engines'."""
+
+import contextlib
+
+from finetune.errors import OutOfMemoryError, is_out_of_memory
+
+
+@contextlib.contextmanager
+def memory_advice(message: str, refusals: tuple[str, ...] = ()):
+    """Raises OutOfMemoryError(message) if memory is refused inside. `refusals`: what a framework says besides."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not (is_out_of_memory(error) or any(text in str(error) for text in refusals)):
+            raise
+        raise OutOfMemoryError(message) from error
+
+
+def on_loading(folder, settings) -> str:
+    return (
+        f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora (now "
+        f"{settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller model."
+    )
+
+
+def on_microbatch(framework: str, size: str, settings, *switches: str) -> str:
+    """`size`: of the microbatch, as 4x512; `switches`: flags that save memory."""
+    s = settings
+    offered = " or ".join(f"--{name} (now {getattr(s, name)})" for name in switches)
+    return (
+        f"{framework} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
+        f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
+        f"{offered}."
+    )
