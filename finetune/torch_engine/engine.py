@@ -155,8 +155,8 @@ class TorchEngine(EngineBase):
         return Passes(self.parallel, self._memory_advice, everywhere, stop)
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
-        """Targets, tokens, and what the objective counts."""
-        counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches]
+        """Targets, tokens, and what the objective counts; the tokens of empty microbatches are nobody's."""
+        counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches if b.rows]
         width = 2 + len(self.objective.count(self.forward.empty_batch()))
         return [sum(column) for column in zip(*counts or [[0] * width], strict=True)]
 

@@ -236,4 +236,5 @@ def pair_indices(batch: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the chosen and the rejected documents of the batch's pairs are: one after the other, see collate."""
     rows = np.array(batch.rows, np.int64)
     assert np.array_equal(rows[1::2], rows[::2] + 1) and not (rows[::2] % 2).any(), f"not pairs: {rows}"
-    return torch.arange(0, len(rows), 2, device=device), torch.arange(1, len(rows), 2, device=device)
+    chosen = torch.arange(0, len(rows), 2, device=device)
+    return chosen, chosen + 1

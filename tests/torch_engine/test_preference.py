@@ -15,6 +15,7 @@ from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
 from finetune.estimate import engine_limits
+from finetune.objectives import Totals
 from finetune.plan.parts import Parts, Precision
 from finetune.torch_engine import loss, preference
 from finetune.torch_engine.device import DTYPES
@@ -216,6 +217,18 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
     kind = DataWithMismatches if plan.data.mismatches else Data
     data = kind(None, set(), dataset, None, [], None)
     return data.microbatches(dataset, rows, mine, plan, 0, batch_size)
+
+
+@EVERY_METHOD
+def test_an_empty_microbatch_adds_nothing(method):
+    """What a rank with fewer microbatches than another takes part with."""
+    built = trainer_of(method)
+    found, statistic = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
+    totals = Totals((1, 1), statistic)
+    for batch in found:
+        loss_of_batch, sums = built.objective.loss(built.forward, batch, totals)
+        assert loss_of_batch.item() == 0 and set(sums.values()) <= {0.0}
+    assert [built.objective.count(batch)[0] for batch in found] == [0]
 
 
 def trained(built, batches, steps=2):
