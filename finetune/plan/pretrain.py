@@ -276,9 +276,11 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
         with storage(first):
             first.parent.mkdir(parents=True, exist_ok=True)
             taken = s.run_name and holds_a_run(first)
-            free = first if taken else next(p for p in numbered(first) if not p.exists())
-        s = replace(s, checkpoint_path=str(free))
-    if holds_a_run(Path(s.checkpoint_path)) and not s.overwrite:
+            folder = first if taken else next(p for p in numbered(first) if not p.exists())
+        s = replace(s, checkpoint_path=str(folder))
+    else:
+        folder = Path(s.checkpoint_path)
+    if holds_a_run(folder) and not s.overwrite:
         raise PlanError(
             f"checkpoint_path={s.checkpoint_path}: holds another run. Use resume=auto to continue it, or "
             "overwrite=true."
