@@ -42,8 +42,8 @@ def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
 
 def first_repeated(names) -> str | None:
     """The first name that was there before."""
-    seen = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+    first: dict[str, int] = {}
+    return next((name for i, name in enumerate(names) if first.setdefault(name, i) != i), None)
 
 
 def hash_file(path: Path, hasher) -> None:
