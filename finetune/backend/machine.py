@@ -23,11 +23,13 @@ def package_version(name: str) -> str | None:
 
 def cpu_facts() -> dict:
     """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
-    model, flags = platform.processor() or platform.machine(), set()
+    model = platform.processor() or platform.machine()
+    flags: set[str] = set()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model = (re.search(r"^model name\s*:\s*(.+)$", text, re.M) or [None, model])[1]
-        flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M) or [None, ""])[1].split())
+        named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+        listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+        model, flags = named[1] if named else model, set(listed[1].split()) if listed else flags
     except OSError:
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -57,12 +59,15 @@ def system_memory() -> tuple[int, int]:
 def resident_bytes() -> int:
     """Anonymous resident memory of this process; the peak resident size if the system does not report it."""
     try:
-        return int(re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
-        import resource
+        found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    except OSError:
+        found = None
+    if found:
+        return int(found[1]) * 1024
+    import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def memory_info(backend: Backend) -> dict:
