@@ -11,7 +11,7 @@ from finetune.objectives import OBJECTIVES
 
 TRAIN_TYPES = ("full", "lora", "qlora")
 # Deprecated --train_type values of the older scripts, and the settings each is an alias for.
-DEPRECATED_TRAIN_TYPES = {
+DEPRECATED_TRAIN_TYPES: dict[str, dict[str, str | bool]] = {
     "custom_lora": {"train_type": "lora"},
     "custom_qlora": {"train_type": "qlora", "quantization_backend": "bnb"},
     "bnb_lora": {"train_type": "qlora", "quantization_backend": "bnb"},
@@ -52,7 +52,7 @@ GROUPS = {
 
 
 # Facts of a flag beside its default, group and help, each with the value it has unless the field says otherwise.
-FACTS = {
+FACTS: dict[str, object] = {
     "choices": None,  # the words it accepts
     "value_aliases": {},  # {older word: the choice it means}
     "aliases": (),  # other spellings of the flag

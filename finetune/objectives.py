@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # the flags are made from OBJECTIVES, and --help imports no numpy
     from collections.abc import Callable
@@ -78,7 +78,8 @@ OBJECTIVES = {
 }
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True)
+class Totals:
     """What the full step counts. `counts`: of Objective.count, summed; the first divides the loss.
 
     `statistic`: a number that `prepare` found over all ranks' microbatches.

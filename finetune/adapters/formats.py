@@ -76,7 +76,8 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
             )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    out, num_experts = {}, model_config.get("num_local_experts") or model_config.get("num_experts")
+    out: dict[str, np.ndarray] = {}
+    num_experts = model_config.get("num_local_experts") or model_config.get("num_experts")
     for key, array in tensors.items():
         name = key.removeprefix(PREFIX)
         leaf = next((leaf for leaf in LEAVES if name.endswith("." + leaf)), None)
@@ -88,7 +89,7 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
         else:
             out[f"{module}.{LEAVES[leaf]}"] = np.ascontiguousarray(array.T)
     dora, paths = bool(config.get("use_dora")), sorted({name.rpartition(".")[0] for name in out})
-    layers = len({LAYER.match(path)[2] for path in paths if LAYER.match(path)})
+    layers = len({at[2] for path in paths if (at := LAYER.match(path))})
     text = model_config.get("text_config") or model_config
     # mlx-lm counts layers from the end: of other layers it needs the full paths.
     keys = _keys(paths) if layers == text.get("num_hidden_layers") else paths
@@ -101,9 +102,9 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
     }
 
 
-def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int, model_type: str) -> dict:
+def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int | None, model_type: str) -> dict:
     """mlx-lm's tensors of one pair of expert matrices: gate_up_proj is the nested one, down_proj the outer."""
-    if model_type not in EXPERTS:
+    if model_type not in EXPERTS or num_experts is None:
         raise PlanError(f"--to mlx-lm: where mlx-lm has the experts of {model_type} is not known. Use --to hf.")
     block, fused = re.sub(r"mlp\.experts(\.base_layer)?$", EXPERTS[model_type], module), module.endswith("base_layer")
     names = ("gate_proj", "up_proj") if fused else ("down_proj",)
@@ -116,8 +117,8 @@ def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int, model_
 
 def _keys(paths: list[str]) -> list[str]:
     """The layers' paths inside a block if every block has the same, else their full paths: mlx-lm matches both."""
-    found = [LAYER.match(path) for path in paths]
-    if all(found):
+    found = [at for path in paths if (at := LAYER.match(path))]
+    if len(found) == len(paths):
         inside = {m[3] for m in found}
         if len(inside) * len({m[2] for m in found}) == len(paths):
             return sorted(inside)

@@ -41,7 +41,7 @@ HEAD = ("method", "bits", "passes", "bits/weight", "weight error", "product erro
 
 def rows(pairs: dict) -> list[tuple[str, ...]]:
     """One table row per probed pair, in HEAD's columns."""
-    out = []
+    out: list[tuple[str, ...]] = []
     for pair, p in pairs.items():
         name, bits = pair.split("/")
         if p["error"]:

@@ -23,11 +23,13 @@ def package_version(name: str) -> str | None:
 
 def cpu_facts() -> dict:
     """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
-    model, flags = platform.processor() or platform.machine(), set()
+    model = platform.processor() or platform.machine()
+    flags: set[str] = set()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model = (re.search(r"^model name\s*:\s*(.+)$", text, re.M) or [None, model])[1]
-        flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M) or [None, ""])[1].split())
+        named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+        listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+        model, flags = named[1] if named else model, set(listed[1].split()) if listed else flags
     except OSError:
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -57,9 +59,10 @@ def system_memory() -> tuple[int, int]:
 def process_bytes(name: str) -> int | None:
     """A size of this process, by its name in /proc/self/status; None if the system does not report it."""
     try:
-        return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
-    except (OSError, TypeError):
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    except OSError:
         return None
+    return int(found[1]) * 1024 if found else None
 
 
 def resident_bytes() -> int:

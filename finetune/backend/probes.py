@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from finetune.backend.machine import cpu_facts, environment, versions
 from finetune.errors import first_line
@@ -90,8 +91,8 @@ def probe_torch(device: str) -> dict:
     facts = dict.fromkeys(FACTS) | {"device_name": device, "flash": False, "capability": []}
     if device == "cuda":
         facts["device_name"] = torch.cuda.get_device_name()
-        facts["capability"] = torch.cuda.get_device_capability()
-        facts["flash"] = torch.backends.cuda.is_flash_attention_available() and facts["capability"] >= (8, 0)
+        facts["capability"] = capability = torch.cuda.get_device_capability()
+        facts["flash"] = torch.backends.cuda.is_flash_attention_available() and capability >= (8, 0)
     if device in ("cuda", "xpu"):
         facts["memory"] = torch.get_device_module(device).mem_get_info()[1]
     return facts | _matmul_speeds(device)
@@ -111,12 +112,16 @@ def _matmul_speeds(device: str) -> dict:
 
     x, w = (torch.randn(n, 1024, device=device) for n in (256, 1024))
     ways = {"fp32": (torch.float32, "none"), "bf16": (torch.bfloat16, "none")}
-    facts = {"bfloat16_speed": None, "bfloat16_error": None, "onednn_speed": None, "onednn_error": None}
+    facts: dict[str, float | str | None] = dict.fromkeys(
+        ("bfloat16_speed", "bfloat16_error", "onednn_speed", "onednn_error")
+    )
     if device == "cpu" and torch.backends.mkldnn.is_available():
         ways["onednn"] = (torch.float32, "bf16")
     elif device == "cpu":
         facts["onednn_error"] = "this torch was built without oneDNN"
-    times, failed, threads = {}, {}, torch.get_num_threads()
+    times: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    threads = torch.get_num_threads()
     try:
         if device == "cpu":
             torch.set_num_threads(1)
@@ -149,7 +154,7 @@ def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:
     """(seconds of one product, its error relative to the largest element; 0.0 without `check`)."""
     import torch
 
-    matmul = torch.backends.mkldnn.matmul
+    matmul = cast(Any, torch.backends.mkldnn).matmul  # an attribute that torch's types do not name
     before, matmul.fp32_precision = matmul.fp32_precision, allowed
     clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
     try:

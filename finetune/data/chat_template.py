@@ -130,8 +130,8 @@ def templates_of(tokenizer, said: str) -> dict[str, str]:
     """{"default": template, "tools": that for rows with tools, if the tokenizer has one}. Raises PlanError."""
     given = tokenizer.chat_template
     named = given if isinstance(given, dict) else {"default": given}
-    found = {"default": named.get("default"), "tools": named.get("tool_use")}
-    found = {use: template for use, template in found.items() if template is not None}
+    uses = {"default": "default", "tools": "tool_use"}
+    found = {use: named[name] for use, name in uses.items() if named.get(name) is not None}
     if "default" not in found:
         names = ", ".join(map(str, named))[:80]
         raise PlanError(f"{said}: none of its templates ({names}) is the default. Use a tokenizer with one template.")

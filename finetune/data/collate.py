@@ -1,7 +1,7 @@
 """Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,8 +21,8 @@ def microbatches(
     A row longer than microbatch_tokens gets a microbatch of its own. A pair's documents stay together; a batch's `rows`
     are then numbers of documents.
     """
-    cut = CUTS[layout]
-    make = _flat if layout == "padding_free" else functools.partial(_padded, pad_id=pad_id)
+    cut, flat = CUTS[layout], layout == "padding_free"
+    make: Callable[[TokenizedDataset, list[int]], Batch] = _flat if flat else functools.partial(_padded, pad_id=pad_id)
     each, lengths = dataset.documents_per_row, _row_sizes(dataset, layout)
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -64,7 +64,8 @@ def largest_microbatch(
 
 def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
     """Packs documents by first-fit decreasing, into fewer and fuller microbatches than in the given order."""
-    parts, room = [], []
+    parts: list[list[int]] = []
+    room: list[int] = []
     for row in sorted(rows, key=lambda r: -lengths[r]):
         k = next((k for k, left in enumerate(room) if lengths[row] <= left), None)
         if k is None:
@@ -77,7 +78,7 @@ def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
 
 
 def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
-    parts = []
+    parts: list[list[int]] = []
     for row in sorted(rows, key=lambda r: -lengths[r]):
         # Longest first, so the first row of a microbatch is its width.
         if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= microbatch_tokens:

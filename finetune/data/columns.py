@@ -217,8 +217,10 @@ class RowReader:
     """
 
     def __init__(self, options: RowOptions = RowOptions(), columns=(), dataset: str = "--dataset"):  # noqa: B008
-        self.options, self.dataset, self.formats, self.notices = options, dataset, Counter(), Notices()
-        self.schemas, self.main = {}, None
+        self.options, self.dataset, self.notices = options, dataset, Notices()
+        self.formats: Counter[str] = Counter()
+        self.schemas: dict[tuple, Schema] = {}
+        self.main: Schema | None = None
         self.renamed = {column.casefold(): name for name, column in options.columns.items()}
         if columns:
             self.main = self._schema(tuple(columns), dataset)
@@ -261,7 +263,7 @@ class RowReader:
     def _resolved(self, names: tuple, where: str) -> Schema:
         known, left_out = self._known(names)
         fmt = self.options.format if self.options.format != "auto" else self._detected(known)
-        fmt = fmt or (self.main and self.main.format)
+        fmt = fmt or (self.main.format if self.main else None)
         if fmt is None:
             raise PlanError(no_format(self.dataset, names, self.options))
         if fmt not in self.options.formats:
@@ -274,7 +276,8 @@ class RowReader:
 
     def _known(self, names: tuple) -> tuple[dict[str, str], set[str]]:
         """({name without case, renamed: column}, the columns left out as asked)."""
-        known, left_out = {}, set()
+        known: dict[str, str] = {}
+        left_out: set[str] = set()
         for column in sorted(names, key=lambda c: str(c) != str(c).casefold()):  # of text and Text, text
             name = str(column).strip().casefold()
             if name in self.options.ignored:
@@ -346,4 +349,6 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
 
 def detect_format(columns, dataset: str = "--dataset") -> str:
     """The format of rows with these columns. Raises PlanError."""
-    return RowReader(columns=tuple(columns), dataset=dataset).main.format
+    main = RowReader(columns=tuple(columns), dataset=dataset).main
+    assert main is not None, columns
+    return main.format

@@ -202,7 +202,7 @@ def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Ro
     source = row.source
     if tools:
         template.check("tools", source, "tools", row.columns.get("tools", "tools"))
-    unread = Counter()
+    unread: Counter[str] = Counter()
     for i, message in enumerate(messages):
         where = f"{source}: message {i}"
         if "tool_calls" in message:
@@ -229,7 +229,8 @@ def with_nine_character_ids(messages: list[dict]) -> list[dict]:
     """The messages with ids of tool calls that have nine characters, as Mistral's templates demand, results included.
     A result without an id takes that of the next call in order.
     """
-    found, calls = [], []
+    found: list[dict] = []
+    calls: list[str] = []
     for message in messages:
         message = dict(message)
         if "tool_calls" in message:

@@ -49,7 +49,7 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     asked = "prompt" if prompt is not None else "question" if row.get("question") is not None else None
     if isinstance(chosen, str) and asked and (asked == "question" or (row.get("system") and isinstance(prompt, str))):
         _count_unused(row, {asked, "context"})
-        return tuple(_question(row, asked, name) for name in ("chosen", "rejected"))
+        return _question(row, asked, "chosen"), _question(row, asked, "rejected")
     if asked == "question":
         half = _question(row, asked, "chosen")
         prompt = question_text(replace(half, values=half.values | {"answer": "", "output": ""}))
@@ -61,9 +61,10 @@ def pair_of(row: Row) -> tuple[Row, Row]:
         if prompt is not None:
             row.note(f"column {row.columns[asked]!r} is not used: the answers contain it")
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    return tuple(
-        _half(row, "prompt_completion", {"prompt": prompt, "completion": answer}, asked or "chosen", name)
-        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    one, other = ({"prompt": prompt, "completion": answer} for answer in (chosen, rejected))
+    return (
+        _half(row, "prompt_completion", one, asked or "chosen", "chosen"),
+        _half(row, "prompt_completion", other, asked or "chosen", "rejected"),
     )
 
 

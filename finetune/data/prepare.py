@@ -177,7 +177,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     facts = tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example
     if plan.streaming:
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)
-        return streamed_data(facts, plan, raw_datasets["train"], limits)
+        return streamed_data(Data(*facts), plan, raw_datasets["train"], limits)
     return DataWithMismatches(*facts) if plan.mismatches else Data(*facts)
 
 
@@ -198,7 +198,7 @@ def tokenized_once(
             return dataset
         dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say)
         first = dataset.sources[0]
-        read.cache.put(entry, dataset, [first, read.raw.rows[read.raw.sources.index(first)]])
+        read.cache.put(entry, dataset, (first, read.raw.rows[read.raw.sources.index(first)]))
     return dataset
 
 

@@ -41,6 +41,7 @@ class Data:
 
     def evaluation_batches(self, plan, pad_id: int) -> dict[str, list[Batch]]:
         """{name: microbatches} of each part of the validation rows that has a loss of its own: here all of them."""
+        assert self.validation is not None, "there are no validation rows to evaluate"
         rows = self.validation.num_rows
         return {"": self.microbatches(self.validation, range(rows), slice(None), plan, pad_id, rows)}
 

@@ -34,7 +34,8 @@ class StreamedData(Data):
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
-        cursor, parts, began = state.cursor, [], state.cursor
+        cursor = began = state.cursor
+        parts: list[tuple] = []
         while not parts:
             rows, cursor = self._rows(cursor, plan.rows_per_step)
             parts, sources, numbers = self._encoded(rows, plan.data.skip_bad_rows)
@@ -111,16 +112,16 @@ def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedF
     return [StreamedFile(*file) for file in files]
 
 
-def streamed_data(facts: tuple, plan: DataPlan, reads: list, limits: Limits) -> "StreamedData":
-    """Data whose training rows are read while the run trains. `facts`: the fields of Data."""
+def streamed_data(data: Data, plan: DataPlan, reads: list, limits: Limits) -> StreamedData:
+    """`data`, its training rows read while the run trains."""
     sources = [
         SourceStream(streamed_files(read.source, plan, "train"), plan.seed, i, plan.shuffle_buffer)
         for i, read in enumerate(reads)
     ]
     weights = None if reads[0].source.weight is None else [read.source.weight for read in reads]
     sizes = [f"{file.label} {file.num_bytes()}" for source in sources for file in source.files]
-    tokenizer, stop_ids, train, *others = facts
-    facts = tokenizer, stop_ids, replace(train, rest="\n".join(sizes)), *others
+    first = replace(data, train=replace(data.train, rest="\n".join(sizes)))
     readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]
-    encoders = tuple(RowEncoder(facts[0], reader) for reader in readers)
-    return StreamedData(*facts, Stream(sources, weights, plan.seed), encoders, limits)
+    encoders = tuple(RowEncoder(data.tokenizer, reader) for reader in readers)
+    stream = Stream(sources, weights, plan.seed)
+    return StreamedData(**vars(first), stream=stream, encoders=encoders, limits=limits)

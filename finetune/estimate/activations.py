@@ -2,7 +2,7 @@
 
 from finetune.estimate.engine_limits import dense_attention_up_to
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import KnownShape
 
 # Linears that share one input, which autograd saves once.
 READS = {
@@ -74,7 +74,7 @@ def input_activation_bytes(m: ModelCost) -> float:
 def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
     shape, b = m.shape, m.compute
-    f, extra = shape.intermediate_size or 0, 0
+    f, extra = shape.intermediate_size, 0
     if shape.kind == "gpt2":
         extra = 2 * shape.hidden_size * b if shape.dropout else 0
     act = 4 if shape.activation == "gelu_new" else 1
@@ -82,9 +82,9 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     k = shape.experts_per_token
     trains = m.full or bool(adapted_experts(m))
     clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
-    inner = (3 + trains + clamped) * (shape.expert_size or 0) + (1 + trains) * shape.hidden_size
+    inner = (3 + trains + clamped) * shape.expert_size + (1 + trains) * shape.hidden_size
     inner += 2 * m.adapter.rank if trains and not m.full else 0
-    routed = k * (inner * b + 36) + 4 * (shape.num_experts or 0)
+    routed = k * (inner * b + 36) + 4 * shape.num_experts
     return plain, routed
 
 
@@ -98,7 +98,7 @@ def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     return tokens * each + attention_activation_bytes(m, microbatch)
 
 
-def num_layers_without_adapters(shape: ModelShape) -> int:
+def num_layers_without_adapters(shape: KnownShape) -> int:
     """Number of layers with a dense MLP (no experts)."""
     if not shape.num_experts:
         return shape.num_layers
@@ -115,7 +115,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
         return 0
     norm = norm_activation_bytes(m)
     final = 4 * h + 4 + (h * m.weight if m.full else 0)
-    total = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
+    total: float = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if memory.recompute:
         total += layers * tokens * h * m.weight
     else:

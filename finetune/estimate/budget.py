@@ -7,7 +7,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
-from finetune.estimate.model_shape import ModelShape, planned_shape
+from finetune.estimate.model_shape import KnownShape, planned_shape
 from finetune.plan.parts import AddedLayers, Parts
 
 GIB = 2**30
@@ -87,13 +87,13 @@ def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
 
 
 def predicted_bytes(
-    plan: Parts, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None
+    plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None
 ) -> int:
     """Predicted bytes per rank."""
     return predicted(plan, shape, budget, microbatch or full_microbatch(plan))["total"]
 
 
-def predicted(plan: Parts, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape) -> dict:
+def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape) -> dict:
     """memory.estimate for one rank's part of the model and microbatch."""
     part, microbatch = memory.per_rank(shape, microbatch, budget.dims)
     stages = budget.dims.pp
@@ -104,27 +104,27 @@ def predicted(plan: Parts, shape: ModelShape, budget: MemoryBudget, microbatch: 
 def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:
     """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
 
-    `loads_own_shards`: each rank reads only its rows of the weights.
+    Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its rows of the weights.
     """
     batch = data.largest_microbatch(plan, pad_id)
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
     several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
-    shape = planned_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None)
+    shape = planned_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
+    if shape is None:
+        return {"total": 0, "items": {}}
     found = predicted(plan, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
-    if plan.engine == "mlx" and found["total"]:  # MLX's allocator does not tell them apart
+    if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
-    if found["total"]:
-        ranks = plan.dims.shards if loads_own_shards else 1
-        found["items"]["loading"] = memory.loading_bytes(plan, shape, ranks)
+    found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards if loads_own_shards else 1)
     return found
 
 
-def fits(plan: Parts, shape: ModelShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None) -> bool:
+def fits(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None) -> bool:
     return predicted_bytes(plan, shape, budget, microbatch) <= budget.usable
 
 
-def largest_rows(plan: Parts, shape: ModelShape, budget: MemoryBudget, most: int = 4096) -> int:
+def largest_rows(plan: Parts, shape: KnownShape, budget: MemoryBudget, most: int = 4096) -> int:
     """Maximum rows of context_length tokens that fit in one forward; 0 if none does."""
 
     def fit(rows: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
-from finetune.estimate.model_shape import WITHOUT_TP_PLAN, ModelShape
+from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts
 
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
@@ -104,7 +104,7 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
     return {name: n for name, n in found.items() if n}
 
 
-def traffic_of(plan: Parts, shape: ModelShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
+def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)

@@ -19,8 +19,8 @@ from finetune.estimate.activations import (
 )
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
-from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, ModelShape
-from finetune.plan.parts import Parts, loads_full_model
+from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
+from finetune.plan.parts import Parts, Quantization, loads_full_model
 from quantization_wrapper import METHODS, rows_independent
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
@@ -51,8 +51,8 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
     if quantization is None:
         return frozen * m.weight
-    sizes = {}
-    for rows, columns in [item[1:] for item in m.shape.linears] + _quantized_experts(m):
+    sizes: dict[tuple[int, int], int] = {}
+    for rows, columns in [item[1:] for item in m.shape.linears] + _quantized_experts(m, quantization):
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
         quantized += count * quantization.weight_bytes(rows, columns, m.weight, ranks)
@@ -63,7 +63,7 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     return int(quantized * part) + int(frozen - counted * part) * m.weight
 
 
-def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int]]:
+def dense_tensors(shape: KnownShape, others: bool = True) -> list[tuple[int, int]]:
     """(rows, columns) of every unquantized tensor as it is sharded row-wise: fused experts are sharded by expert."""
     linears = [item[1:] for item in shape.linears]
     if shape.kind in STORED_TRANSPOSED:
@@ -72,10 +72,10 @@ def dense_tensors(shape: ModelShape, others: bool = True) -> list[tuple[int, int
     return linears + experts + (list(shape.others) if others else [])
 
 
-def _quantized_experts(m: ModelCost) -> list[tuple[int, int]]:
+def _quantized_experts(m: ModelCost, quantization: Quantization) -> list[tuple[int, int]]:
     """(rows, columns) of experts as they are quantized: one by one if the method needs the full matrix."""
     matrices = m.shape.expert_matrices()
-    if not m.plan.quantization.needs_full_matrix:
+    if not quantization.needs_full_matrix:
         return matrices
     return [(r // m.shape.num_experts, c) for r, c in matrices for _ in range(m.shape.num_experts)]
 
@@ -157,7 +157,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     """
     shape, b, tokens = m.shape, m.compute, microbatch.num_tokens
     h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(m))
-    f = max(shape.intermediate_size or 0, (shape.expert_size or 0) * shape.experts_per_token)
+    f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
     largest = shape.largest_linear()
     standing = gradients if microbatch.several or not m.full else 0
@@ -208,7 +208,7 @@ def cached_bytes(m: ModelCost) -> int:
     return int(cached * (1 - shape.new_layers / shape.num_layers))
 
 
-def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims) -> tuple[ModelShape, MicrobatchShape]:
+def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims) -> tuple[KnownShape, MicrobatchShape]:
     """One rank's part of the model and of a microbatch under tensor, pipeline and context parallelism.
 
     For a pipeline, the largest stage. Embedding and head are not split.
@@ -219,7 +219,7 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
             lengths=tuple(-(-n // dims.cp) for n in microbatch.lengths),
             num_targets=-(-microbatch.num_targets // dims.cp),
         )
-    if dims.tp * dims.pp == 1 or not shape.known:
+    if dims.tp * dims.pp == 1:
         return shape, microbatch
     layers, linears = shape.num_layers // dims.pp, []
     for name, rows, columns in shape.linears:
@@ -250,16 +250,14 @@ def per_rank(shape: ModelShape, microbatch: MicrobatchShape, dims: ParallelDims)
 
 
 def estimate(
-    plan: Parts, shape: ModelShape, microbatch: MicrobatchShape, device: str = "cpu", ranks: int = 1, in_flight: int = 1
+    plan: Parts, shape: KnownShape, microbatch: MicrobatchShape, device: str = "cpu", ranks: int = 1, in_flight: int = 1
 ) -> dict:
     """{'total': bytes, 'items': {name: bytes}}: peak memory per rank in training, above the process after its imports.
 
     `ranks`: FSDP2 shards of weights, gradients and optimizer state. `in_flight`: microbatches whose activations a
     pipeline stage keeps. Item `overlap` is negative: the amount counted twice. With --use_cpu_offload also
-    {'host': bytes}, the memory moved to the host. Zeros if the config lacks dimensions.
+    {'host': bytes}, the memory moved to the host.
     """
-    if not shape.known or not shape.linears:
-        return {"total": 0, "items": {}}
     m = ModelCost(shape, plan, device)
     tensors, own, kept = trainable_tensors(m), trainable_tensors(m, ranks), activation_bytes(m, microbatch)
     gradients = 4 * sum(tensors)
@@ -348,10 +346,10 @@ def expert_bytes(m: ModelCost) -> tuple[int, int]:
     return base_bytes(m) - base_bytes(dense) + trained, trained
 
 
-def _width_in_flight(m: ModelCost) -> float:
+def _width_in_flight(m: ModelCost, quantization: Quantization) -> float:
     """Bytes per weight that is read and quantized: as stored, in the run's dtype if that differs, and the solver's."""
     stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
-    solver = METHODS[m.plan.quantization.method].solver_bytes
+    solver = METHODS[quantization.method].solver_bytes
     return stored + (m.weight if m.weight != round(stored) else 0) + solver
 
 
@@ -364,13 +362,13 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
     if quantization:
         by_rows = all(rows_independent(quantization.config, columns) for _, _, columns in m.shape.linears)
         read = -(-largest // ranks) if by_rows else largest
-        return int(LOADING_WORKERS * read * _width_in_flight(m)) + QUANTIZING_BYTES
+        return int(LOADING_WORKERS * read * _width_in_flight(m, quantization)) + QUANTIZING_BYTES
     size = 4 if m.full else m.weight
     stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
     return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
 
 
-def loading_bytes(plan: Parts, shape: ModelShape, ranks: int = 1) -> int:
+def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1) -> int:
     """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
     Adapter initializations from unquantized weights hold all of those first. Sharded ranks read only their own rows if
@@ -386,7 +384,7 @@ def loading_bytes(plan: Parts, shape: ModelShape, ranks: int = 1) -> int:
         return whole + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
     if plan.quantization is None:
         return base_bytes(m) + LOADING_BYTES + trainable
-    width = _width_in_flight(m)
+    width = _width_in_flight(m, plan.quantization)
     # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
     # first, when little memory is in use.
     experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)

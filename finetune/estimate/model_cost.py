@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import KnownShape
 from finetune.plan.parts import Adapter, AllWeights, Parts
 
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
@@ -53,7 +53,7 @@ class MicrobatchShape:
 class ModelCost:
     """Model dimensions and the plan's parts as the formulas use them."""
 
-    shape: ModelShape
+    shape: KnownShape
     plan: Parts
     device: str = "cpu"
     adapted: tuple = field(init=False)
@@ -103,7 +103,7 @@ def named(targets: str, name: str) -> bool:
         return False
 
 
-def adapted_linears(shape: ModelShape, targets: str | None) -> list[tuple[str, int, int]]:
+def adapted_linears(shape: KnownShape, targets: str | None) -> list[tuple[str, int, int]]:
     """Linears that get an adapter, including embeddings and head if named; `targets` None: all, of full training."""
     if targets is None or targets == "all":
         return list(shape.linears)

@@ -63,25 +63,28 @@ FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Model dimensions and limits; None, and no linears, if config.json does not give them."""
+    """Model dimensions and limits; None, and no linears, if config.json does not give them.
+
+    0 in `num_experts`, `expert_size` and `intermediate_size`: without experts, without a dense MLP, or not given.
+    """
 
     model_type: str | None
     vocab_size: int | None
     context_limit: int | None
     num_layers: int | None
     hidden_size: int | None
-    num_experts: int | None
+    num_experts: int
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    intermediate_size: int | None = None
+    intermediate_size: int = 0
     tied: bool = False
     num_weights: int | None = None
     linears: tuple[tuple[str, int, int], ...] = ()  # (name, rows, columns)
     # (rows, columns) of all tensors that are not weights of linears or experts
     others: tuple[tuple[int, int], ...] = ()
     expert_weights: int = 0
-    expert_size: int | None = None  # an expert's intermediate size
+    expert_size: int = 0  # an expert's intermediate size
     experts_per_token: int = 0
     activation: str = "silu"
     window: int | None = None
@@ -111,7 +114,7 @@ class ModelShape:
         inner = first("intermediate_size", "n_inner", "ffn_hidden_size") or (
             4 * hidden if hidden and kind in BLOCKS else None
         )
-        experts = first("num_local_experts", "num_experts", "n_routed_experts")
+        experts = first("num_local_experts", "num_experts", "n_routed_experts") or 0
         known = dict(
             model_type=config.get("model_type"),
             vocab_size=first("vocab_size"),
@@ -122,9 +125,9 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=first("num_key_value_heads", "num_kv_heads") or heads,
             head_dim=head_dim,
-            intermediate_size=inner,
+            intermediate_size=inner or 0,
             tied=bool(text.get("tie_word_embeddings", kind in ("gpt2", "gemma", "gemma2", "gemma3"))),
-            expert_size=(first("moe_intermediate_size") or inner) if experts else None,
+            expert_size=(first("moe_intermediate_size") or inner or 0) if experts else 0,
             experts_per_token=(first("num_experts_per_tok") or 2) if experts else 0,
             activation=str(
                 text.get("hidden_activation")
@@ -147,12 +150,12 @@ class ModelShape:
         return str(self.model_type or "").removesuffix("_text")
 
     @property
-    def known(self) -> bool:
-        """True if memory can be predicted: enough dimensions, and layers that the formulas describe."""
-        if self.outside:
-            return False
+    def known(self) -> "KnownShape | None":
+        """What memory is predicted from; None if a dimension is missing or the formulas do not describe the layers."""
+        if self.outside or not self.linears:
+            return None
         counted = self.num_weights and self.num_layers and self.hidden_size and self.vocab_size
-        return bool(counted and self.num_heads and self.num_kv_heads and self.head_dim)
+        return KnownShape(**vars(self)) if counted and self.num_heads and self.num_kv_heads and self.head_dim else None
 
     @property
     def linear_weights(self) -> int:
@@ -160,7 +163,7 @@ class ModelShape:
 
     def expert_matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of each fused expert parameter: gate_up and down, over all experts of a layer."""
-        if not (self.num_experts and self.expert_size and self.expert_weights):
+        if not (self.num_experts and self.expert_size and self.expert_weights and self.hidden_size):
             return []
         one = FUSED_EXPERTS * self.hidden_size * self.expert_size
         layers = self.expert_weights // (self.num_experts * one)
@@ -170,9 +173,22 @@ class ModelShape:
     def largest_linear(self) -> int:
         """Number of weights in the largest matrix that is dequantized at once; experts are dequantized one by one."""
         sizes = [rows * columns for _, rows, columns in self.linears]
-        if self.num_experts and self.expert_size:
+        if self.num_experts and self.expert_size and self.hidden_size:
             sizes.append(2 * self.hidden_size * self.expert_size)
         return max(sizes, default=0)
+
+
+@dataclass(frozen=True)
+class KnownShape(ModelShape):
+    """A shape with every dimension that the formulas of memory and communication need. Made by ModelShape.known."""
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_weights: int = 0
 
 
 def _outside(text: dict, kind: str) -> str | None:

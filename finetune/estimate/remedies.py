@@ -18,7 +18,7 @@ from finetune.estimate.budget import (
     predicted_bytes,
 )
 from finetune.estimate.memory import OPTIMIZER_BYTES
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.plan.parts import Adapter, Parts
 from quantization_wrapper import METHODS
 
@@ -36,7 +36,7 @@ class Option:
     fits: bool = False
 
 
-def options(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
+def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
     """Every change that saves memory, cheapest first, each on its own."""
     now, found = predicted_bytes(plan, shape, budget), []
     data, steps, memory_plan = plan.data, plan.steps, plan.memory
@@ -121,9 +121,10 @@ def _offer_less_precision(plan: Parts, offer, found: list) -> None:
         )
 
 
-def cheapest_combination(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[Option]:
+def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
     """The cheapest changes, accumulated until it fits; `fits` of the last one says whether they suffice."""
-    taken, now = [], plan
+    taken: list[Option] = []
+    now = plan
     for _ in range(12):
         offered = [
             c for c in options(now, shape, budget) if c.text.split()[0] not in {t.text.split()[0] for t in taken}
@@ -137,7 +138,7 @@ def cheapest_combination(plan: Parts, shape: ModelShape, budget: MemoryBudget) -
     return taken
 
 
-def fewest_devices(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> int | None:
+def fewest_devices(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int | None:
     """Minimum number of such devices for these settings with more FSDP shards, otherwise unchanged."""
     ranks = budget.ranks
     while ranks <= MOST_RANKS:
@@ -148,7 +149,7 @@ def fewest_devices(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> int 
     return None
 
 
-def remedy_lines(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[str]:
+def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[str]:
     """Lines listing the changes that would make it fit, cheapest first, each with its saving and its price."""
     single, lines = options(plan, shape, budget), []
     enough = [c for c in single if c.fits]
@@ -179,11 +180,12 @@ def remedy_lines(plan: Parts, shape: ModelShape, budget: MemoryBudget) -> list[s
 
 
 def report_lines(
-    plan: Parts, shape: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
+    plan: Parts, model: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
 ) -> tuple[list[str], bool]:
     """(lines of the dry run's memory table and communication volume, whether it fits)."""
-    if shape is None or budget is None or not (shape.known and shape.linears):
-        why = "the model is not on this disk" if shape is None else "config.json lacks some of its dimensions"
+    shape = model.known if model else None
+    if shape is None or budget is None:
+        why = "the model is not on this disk" if model is None else "config.json lacks some of its dimensions"
         why = "this device's memory is unknown" if budget is None else why
         return [f"memory: not predicted, {why}"], True
     microbatch = full_microbatch(plan)

@@ -1,6 +1,6 @@
 """The half of backend_manager that only programs written for the older scripts use."""
 
-from finetune.backend.capabilities import CAPABILITIES, Backend, auto_precision
+from finetune.backend.capabilities import CAPABILITIES, Backend, BackendCapabilities, auto_precision
 from finetune.backend.machine import GIB, memory_info
 
 # The documented tables: precisions and quantizers documented for each backend.
@@ -39,6 +39,9 @@ class OlderManager:
     """Methods of BackendManager that nothing here calls. It has `backend`, `available`, `device` and `capabilities`."""
 
     CAPABILITIES = CAPABILITIES
+    backend: Backend
+    available: list[Backend]
+    capabilities: BackendCapabilities
 
     @property
     def _available_backends(self) -> list[Backend]:

@@ -47,10 +47,10 @@ def complete(folder: Path, config: dict, tensors: list[TensorSource], tokenizer_
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
             written.append(file.name)
-        files = {tensor.path.name for tensor in tensors}
+        files = {t.path.name for t in tensors if t.path}
         if files != {"model.safetensors"} and not (folder / INDEX).exists():
             total = sum(tensor.num_bytes for tensor in tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.path.name for t in tensors}}
+            index = {"metadata": {"total_size": total}, "weight_map": {t.name: t.path.name for t in tensors if t.path}}
             _write(folder / INDEX, index)
             written.append(INDEX)
         _write(folder / "config.json", config)

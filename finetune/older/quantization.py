@@ -56,7 +56,7 @@ def get_recommended_config(
             f"get_recommended_config({backend}, {model_size_b or available_memory_gb}): is that a size or bits? Give "
             "model_size_b and available_memory_gb, or bits=."
         )
-    if model_size_b is not None:
+    if model_size_b is not None and available_memory_gb is not None:
         if bits is not None:
             raise ValueError("bits: contradicts model_size_b and available_memory_gb. Give one of them.")
         needed = GB_PER_BILLION * BESIDE_WEIGHTS * model_size_b

@@ -6,6 +6,7 @@ these tables by docs/make_conflicts.py. What needs more than a comparison of val
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
@@ -21,7 +22,7 @@ class Values:
     """Values of a flag, in words and as a predicate on (value, default). `if_given`: only if the user set it."""
 
     text: str
-    match: Callable[[object, object], bool]
+    match: Callable[[Any, Any], bool]
     if_given: bool = False
 
     def hold(self, draft: Draft, flag: str) -> bool:
@@ -56,7 +57,7 @@ def check(draft: Draft, conflicts: tuple[Conflict, ...]) -> None:
             raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
 
 
-def shown(draft: Draft) -> dict[str, str]:
+def shown(draft: Draft) -> dict[str, object]:
     """What a row's text may name: every setting, and facts under names in capitals."""
     blank = {name for name, value in draft.values.items() if isinstance(value, str) and not value.strip(" ,")}
     values = {name: repr(v) if name in blank else format_value(v) for name, v in draft.values.items()}
@@ -65,7 +66,7 @@ def shown(draft: Draft) -> dict[str, str]:
         "STORED": _stored_by(draft),
         "EXPERTS": draft.shape and draft.shape.num_experts,
     }
-    return values | facts | {"backend": str(draft.backend)}
+    return {**values, **facts, "backend": str(draft.backend)}
 
 
 def _stored_by(draft: Draft) -> str | None:
@@ -460,7 +461,7 @@ MODEL = (
     Conflict(
         "router_aux_loss_coef",
         SET,
-        Condition("a model without experts", lambda draft: not draft.shape.num_experts),
+        Condition("a model without experts", lambda draft: not (draft.shape and draft.shape.num_experts)),
         "weighs the load-balancing loss of routers, and this model has none",
         "Omit it",
     ),

@@ -31,7 +31,7 @@ def data_flags(draft: Draft) -> None:
 
 def context_length(draft: Draft) -> None:
     """auto: the least of what the rows need, the model can and the memory allows. A number: within the model's."""
-    values, limit = draft.values, draft.shape and draft.shape.context_limit
+    values, limit = draft.values, draft.shape.context_limit if draft.shape else None
     is_open = not draft.given("context_length") and "context_length" not in (draft.facts.inherited or {})
     if is_open and draft.facts.lengths:
         values["context_length"] = "auto"
@@ -70,8 +70,9 @@ def _auto_length(draft: Draft, limit: int | None) -> None:
 
 def _allowed_by_memory(draft: Draft, length: int) -> int:
     """The length, halved until one row of it fits with recomputation; as it is if the memory is not known."""
-    memory_budget, shape, least = draft.memory_budget(), draft.shape, min(length, MULTIPLE)
-    if not (memory_budget and shape and shape.known and shape.linears):
+    memory_budget, least = draft.memory_budget(), min(length, MULTIPLE)
+    shape = draft.shape.known if draft.shape else None
+    if memory_budget is None or shape is None:
         return length
     values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
     if values["cache_dequantized"] == "auto":

@@ -60,7 +60,8 @@ class Draft:
         # An explicit "auto" inherits like a setting left open.
         explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) == "auto"}
         self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto}
-        self.adjustments, self.notices = [], []
+        self.adjustments: list[Adjustment] = []
+        self.notices: list[str] = []
         self.dims, self.local_world_size, self.distribution = ParallelDims(), 1, "ptd"
 
     def given(self, setting: str) -> bool:

@@ -31,10 +31,11 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     """{setting: (value, reason)} that the number and the lengths of the rows decide.
     Raises PlanError if they are too few.
     """
-    s, changes = plan.settings, {}
+    s = plan.settings
+    changes: dict[str, tuple] = {}
     batches = s.gradient_accumulation_steps * plan.data_ranks
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from:
-        rows, why = rows_for_data(s.batch_size, len(lengths) // batches)
+        rows, why = rows_for_data(plan.steps.batch_size, len(lengths) // batches)
         changes |= smaller_batch(plan, rows, why) if why else {}
     changes |= pipeline_microbatches(plan.changed(changes), lengths)
     rows_per_step = plan.changed(changes).rows_per_step
@@ -82,7 +83,7 @@ def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
     if stages == 1 or "microbatch_tokens" in plan.requested:
         return {}
     per_batch = max(1, 2 * stages // s.gradient_accumulation_steps)
-    tokens = math.ceil(s.batch_size * lengths.mean() / per_batch)
+    tokens = math.ceil(plan.steps.batch_size * lengths.mean() / per_batch)
     if tokens >= s.microbatch_tokens:
         return {}
     return {"microbatch_tokens": (tokens, f"about {2 * stages} microbatches per step keep {stages} stages busy")}
@@ -91,15 +92,15 @@ def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
 def probe_batch_size(plan: RunPlan, data, engine, say) -> RunPlan:
     """One step on the run's largest microbatch, undone afterwards; half the rows each time memory runs out."""
     while True:
-        s = plan.settings
+        steps = plan.steps
         try:
             batch = data.largest_microbatch(plan, engine.pad_id)
-            engine.try_step(batch, several=s.gradient_accumulation_steps > 1)
+            engine.try_step(batch, several=steps.accumulation > 1)
             return plan
         except OutOfMemoryError:
-            if s.batch_size == 1:
+            if steps.batch_size == 1:
                 raise
-            why = f"memory ran out on a step of --batch_size {s.batch_size}"
-            changes = smaller_batch(plan, s.batch_size // 2, why)
+            why = f"memory ran out on a step of --batch_size {steps.batch_size}"
+            changes = smaller_batch(plan, steps.batch_size // 2, why)
             plan = plan.changed(changes)
             say(f"batch_size: {plan.settings.batch_size} ({why})")

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.lengths import sampled_lengths
@@ -61,7 +60,7 @@ def with_files_checked(plan: RunPlan) -> RunPlan:
     if files is None:
         notice = f"{name} is not on this disk yet: limits that depend on it are not checked"
         return replace(plan, notices=(*plan.notices, notice))
-    if Path(plan.output.output_dir).resolve() == files.folder.resolve():
+    if plan.output.folder.resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {plan.output.output_dir}: is the model's own folder. Give another.")
     if plan.engine != "mlx" and any(path.suffix == ".npz" for path in files.weight_files):
         raise PlanError(

@@ -7,7 +7,7 @@ from finetune.config import DEFAULTS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import KnownShape
 from finetune.plan.draft import Draft
 from finetune.plan.parts import Parts
 
@@ -71,24 +71,24 @@ def resolve_flash_attention(draft: Draft) -> None:
 
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     """Checkpointing and batch_size if they are auto, microbatch_tokens if it is unset: whatever fits."""
-    values, shape, memory_budget = draft.values, draft.shape, draft.memory_budget()
+    values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
+    shape = model.known if model else None
     default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
-    predicted = bool(memory_budget and shape and shape.known and shape.linears)
-    if predicted:
+    if memory_budget and shape:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         if auto_cache and values["cache_dequantized"] == "true":
-            drop_dequant_cache(draft, memory_budget, default_tokens)
+            drop_dequant_cache(draft, shape, memory_budget, default_tokens)
         chosen = settle_memory(Parts(TrainConfig(**values)), shape, memory_budget, given)
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
-        warn_over_budget(draft, memory_budget)
-    if shape and shape.outside:
+        warn_over_budget(draft, shape, memory_budget)
+    elif values["batch_size"] == "auto":
+        draft.adjust("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
+    if model and model.outside:
         draft.notices.append(
-            f"memory is not predicted: the formulas do not describe this model's layers ({shape.outside} in its "
+            f"memory is not predicted: the formulas do not describe this model's layers ({model.outside} in its "
             "config.json). If it runs out, lower --batch_size, or set --use_gradient_checkpointing true"
         )
-    if not predicted and values["batch_size"] == "auto":
-        draft.adjust("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
     if values["use_gradient_checkpointing"] == "auto":
         if values["reentrant_checkpointing"]:
             draft.adjust("use_gradient_checkpointing", "true", "--reentrant_checkpointing asks for it")
@@ -99,7 +99,7 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
         values["microbatch_tokens"] = default_tokens
 
 
-def drop_dequant_cache(draft: Draft, memory_budget, default_tokens: int) -> None:
+def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
     values = draft.values
     without_recomputation = dict(
@@ -107,7 +107,7 @@ def drop_dequant_cache(draft: Draft, memory_budget, default_tokens: int) -> None
         batch_size=DEFAULTS["batch_size"] if values["batch_size"] == "auto" else values["batch_size"],
         microbatch_tokens=values["microbatch_tokens"] or default_tokens,
     )
-    needed = budget.predicted_bytes(Parts(TrainConfig(**values | without_recomputation)), draft.shape, memory_budget)
+    needed = budget.predicted_bytes(Parts(TrainConfig(**values | without_recomputation)), shape, memory_budget)
     if needed > memory_budget.usable:
         draft.adjustments = [a for a in draft.adjustments if a.setting != "cache_dequantized"]
         values["cache_dequantized"] = "auto"
@@ -115,9 +115,9 @@ def drop_dequant_cache(draft: Draft, memory_budget, default_tokens: int) -> None
         draft.adjust("cache_dequantized", "false", fact)
 
 
-def warn_over_budget(draft: Draft, memory_budget) -> None:
+def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget) -> None:
     """A notice if the run is predicted not to fit; with full rows the prediction is an upper bound."""
-    needed = budget.predicted_bytes(Parts(TrainConfig(**draft.values)), draft.shape, memory_budget)
+    needed = budget.predicted_bytes(Parts(TrainConfig(**draft.values)), shape, memory_budget)
     if needed > memory_budget.usable and not draft.values["dry_run"]:
         draft.notices.append(
             f"memory: {gib(needed)} predicted for full rows, {gib(memory_budget.usable)} usable; "
@@ -128,7 +128,7 @@ def warn_over_budget(draft: Draft, memory_budget) -> None:
 # ---- what fits
 
 
-def settle_memory(plan: Parts, shape: ModelShape, memory_budget: MemoryBudget, given: set) -> dict:
+def settle_memory(plan: Parts, shape: KnownShape, memory_budget: MemoryBudget, given: set) -> dict:
     """{setting: (value, reason)} for use_gradient_checkpointing auto, batch_size auto and unset microbatch_tokens.
 
     Smaller microbatches cost less speed than activation checkpointing, so they are tried first, down to one row.

@@ -49,14 +49,14 @@ def mlx_limits(draft: Draft) -> None:
     if on_cpu() and values["microbatch_tokens"] is None and not values["assume_memory"]:
         values["microbatch_tokens"] = CPU_MICROBATCH_TOKENS
     if world_size > 1:
-        _replicas(draft)
+        _replicas(draft, world_size)
     else:
         for name in ("dp_degree", "dp_shards"):
             if values[name] > 1:
                 raise PlanError(f"--{name} {values[name]}: is more than this run's one process. Omit it.")
 
 
-def _replicas(draft: Draft) -> None:
+def _replicas(draft: Draft, world_size: int) -> None:
     """Ranks of mlx.launch are replicas."""
     values = draft.values
     if values["dp_shards"] > 1 or values["sharding_strategy"] not in (None, "ddp"):
@@ -65,7 +65,7 @@ def _replicas(draft: Draft) -> None:
             f"--{name} {values[name]}: MLX's ring has no sum_scatter, which sharded weights need. Omit it: each rank "
             "holds a replica."
         )
-    values["dp_shards"], values["dp_degree"] = 1, draft.facts.env.size
+    values["dp_shards"], values["dp_degree"] = 1, world_size
 
 
 def on_cpu() -> bool:

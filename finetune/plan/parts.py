@@ -357,6 +357,7 @@ class OutputPlan:
 
     @property
     def folder(self) -> Path:
+        assert self.output_dir is not None, "the plan names it"
         return Path(self.output_dir)
 
 

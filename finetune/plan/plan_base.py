@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -55,6 +55,7 @@ class PlanBase:
     dims: ParallelDims
     resume_from: SavedRun | None
 
+    __dataclass_fields__: ClassVar[dict[str, Field]]
     OUTPUT: ClassVar[str]  # the setting that names the output folder
     LOCAL: ClassVar[tuple[str, ...]] = ()  # fields that stay in this process, None in others
 

@@ -274,9 +274,11 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
         with storage(first):
             first.parent.mkdir(parents=True, exist_ok=True)
             taken = s.run_name and holds_a_run(first)
-            free = first if taken else next(p for p in numbered(first) if not p.exists())
-        s = replace(s, checkpoint_path=str(free))
-    if holds_a_run(Path(s.checkpoint_path)) and not s.overwrite:
+            folder = first if taken else next(p for p in numbered(first) if not p.exists())
+        s = replace(s, checkpoint_path=str(folder))
+    else:
+        folder = Path(s.checkpoint_path)
+    if holds_a_run(folder) and not s.overwrite:
         raise PlanError(
             f"checkpoint_path={s.checkpoint_path}: holds another run. Use resume=auto to continue it, or "
             "overwrite=true."
@@ -336,7 +338,9 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
     def read(folder: Path) -> dict:
         return verified_json(folder, read_manifest(folder, (PLAN, STATE)), PLAN, PLAN_SCHEMA)
 
-    return SavedRun(root, newest_plan(root, folders, read), step)
+    saved_plan = newest_plan(root, folders, read)
+    assert saved_plan is not None, folders
+    return SavedRun(root, saved_plan, step)
 
 
 def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:

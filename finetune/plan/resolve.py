@@ -243,7 +243,8 @@ def check_group_size(draft: Draft, name: str) -> None:
 
 def auto_quantizer(draft: Draft) -> None:
     """auto: the first of AUTO_ORDER that has what is asked for and passes its probe here."""
-    values, failed, bits = draft.values, [], draft.values["n_bits"]
+    values, bits = draft.values, draft.values["n_bits"]
+    failed: list[str] = []
     order = quantization_wrapper.AUTO_ORDER
     able = [name for name in order if not quantization_wrapper.unsupported(name, *_asked(values))]
     if not able:
@@ -271,7 +272,9 @@ def _no_quantizer(values: dict) -> str:
     if quant_type is not None and quant_type not in known:
         return f"--quant_type {quant_type}: no method has it. Use one of {', '.join(sorted(known))}."
     with_bits = [name for name in quantization_wrapper.AUTO_ORDER if values["n_bits"] in methods[name].bits]
-    return quantization_wrapper.unsupported((with_bits or ["nf4"])[0], *_asked(values))
+    why = quantization_wrapper.unsupported((with_bits or ["nf4"])[0], *_asked(values))
+    assert why is not None, _asked(values)
+    return why
 
 
 def passing_quantizers(draft: Draft) -> str:

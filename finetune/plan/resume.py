@@ -51,7 +51,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     same backend, INHERITED.
     `given`: settings given now; rows per step are not inherited if these set them.
     """
-    rows = {"rows_per_step": saved_rows_per_step(saved["settled"])}
+    rows: dict = {"rows_per_step": saved_rows_per_step(saved["settled"])}
     accumulation_set = saved["requested"].get("batch_size") != "auto" and "gradient_accumulation_steps" in given
     if "batch_size" in given or accumulation_set:
         rows = {}

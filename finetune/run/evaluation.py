@@ -32,7 +32,8 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
-    mine, matched, answers = engine.shard_list(data.score_examples), 0.0, [None]
+    mine, matched = engine.shard_list(data.score_examples), 0.0
+    answers: list[str] | list[None] = [None]
     with engine.full_weights():
         if mine:
             most = plan.data.score_max_new_tokens

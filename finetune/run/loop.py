@@ -59,7 +59,8 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
-    schedule, traces = plan.schedule(state.total_steps), []
+    schedule = plan.schedule(state.total_steps)
+    traces: list = []
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
     with engine.profiler(traces) as profile_step:

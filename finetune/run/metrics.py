@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
@@ -19,6 +20,7 @@ from finetune.checkpoint.store import replace_bytes, storage
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.plan.run_plan import TrainState
 from finetune.system.files import open_file
 from finetune.system.terminal import encodable, say
 
@@ -64,13 +66,23 @@ class Metrics:
     does. `watchdog`: ends this process if another rank is lost, and writes the `end` event first.
     """
 
+    file: Path  # from `open` on
+
     def __init__(self, plan, quiet: bool = False, watchdog=None):
         s = plan.settings
         self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
         self.live = s.log_to != "stdout" and sys.stdout.isatty() and not quiet
         self.summary, self.live_text, self.began = Summary(), "", time.perf_counter()
-        self.step_times = deque(maxlen=STEPS_AVERAGED)
-        self.file, self.handle, self.tracker, self.state = None, None, None, None
+        self.step_times: deque[float] = deque(maxlen=STEPS_AVERAGED)
+        self.tracker = None
+        self.handle: IO[str] | None = None
+        self.state: TrainState | None = None
+
+    @property
+    def progress(self) -> TrainState:
+        """`state`, which is there from `open` on."""
+        assert self.state is not None, "open comes before the first event"
+        return self.state
 
     def __enter__(self):
         return self
@@ -131,6 +143,7 @@ class Metrics:
             return
         with storage(self.file):
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            assert self.handle is not None, kind
             line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=False)
             self.handle.write(line + "\n")
             self.handle.flush()
@@ -142,6 +155,7 @@ class Metrics:
         """Bytes of metrics.jsonl on disk so far."""
         if self.quiet:
             return 0
+        assert self.handle is not None, "open comes before the first event"
         with storage(self.file):
             self.handle.flush()
             os.fsync(self.handle.fileno())
@@ -156,11 +170,11 @@ class Metrics:
 
     def start(self, data, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
-        self.summary.predicted, self.summary.tokens_before = predicted, self.state.num_tokens
+        self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
         self.event(
             "start",
             plan=self.plan.digest(),
-            step=self.state.step,
+            step=self.progress.step,
             versions=versions(),
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
@@ -169,14 +183,14 @@ class Metrics:
 
     def step(self, result, lr: float, seconds: float, memory) -> None:
         """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
-        state, used = self.state, asdict(memory)
-        self.summary.peak = peak_of(self.summary.peak, used)
+        state, used = self.progress, asdict(memory)
+        peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
         self.step_times.append(seconds)
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
-            tracked=_older_keys(state.loss, lr, self.summary, used),
+            tracked=_older_keys(state.loss, lr, self.summary.seconds["training"], peak, used),
             step=state.step,
             loss=state.loss,
             lr=lr,
@@ -205,7 +219,7 @@ class Metrics:
 
     def evaluation(self, values: dict) -> None:
         """The `eval` event and line."""
-        state, summary = self.state, self.summary
+        state, summary = self.progress, self.summary
         self.event("eval", step=state.step, **values)
         shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
@@ -214,7 +228,7 @@ class Metrics:
         summary.before, summary.after = state.before or values, values
 
     def saved(self, path: Path) -> None:
-        self.event("save", step=self.state.step, path=str(path))
+        self.event("save", step=self.progress.step, path=str(path))
 
     def say(self, text: str, styled: bool = False) -> None:
         """Prints a line of text, above the live line if there is one. `styled`: see terminal.say."""
@@ -244,7 +258,7 @@ class Metrics:
             "end",
             status=status,
             exit_code=code,
-            step=self.state.step,
+            step=self.progress.step,
             wall_s=wall_s,
             peak_memory_bytes=self.summary.measured(),
         )
@@ -271,7 +285,7 @@ def wandb_run(plan):
     )
 
 
-def _older_keys(loss: float, lr: float, summary: Summary, memory: dict) -> dict:
+def _older_keys(loss: float | None, lr: float, training_s: float, peak: dict, memory: dict) -> dict:
     """A step under the older scripts' keys: seconds spent on steps so far, memory in bytes.
 
     allocated is what torch counts of the tensors, reserved this step's peak of the device or process, peak the run's.
@@ -280,10 +294,10 @@ def _older_keys(loss: float, lr: float, summary: Summary, memory: dict) -> dict:
     return {
         "loss": loss,
         "lr": lr,
-        "time_taken": summary.seconds["training"],
+        "time_taken": training_s,
         "memory/allocated": min(counted, memory["total"]),
         "memory/reserved": memory["total"],
-        "memory/peak": summary.peak["total"],
+        "memory/peak": peak["total"],
     }
 
 

@@ -45,7 +45,8 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
 
     `make_plan(overrides)`; `open_engine(plan, env)`: the plan's engine, as train.py opens it.
     """
-    both, tracks = backends(overrides.pop("parity")), []
+    both = backends(overrides.pop("parity"))
+    tracks: list[Track] = []
     for name, alone in (("resume", None), ("world_size", 1)):
         if overrides.get(name) not in (None, alone):
             raise PlanError(f"--{name} {overrides[name]}: --parity starts two runs in one process. Omit it.")
@@ -62,7 +63,8 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
         del engine
     if overrides.get("dry_run"):
         return TrainState(status="planned", output_dir=plan.output.output_dir)
-    verdict, folder = compare(*tracks, plan.precision.word), plan.output.folder
+    one, other = tracks
+    verdict, folder = compare(one, other, plan.precision.word), plan.output.folder
     write(verdict, folder)
     say("\n".join([*report(verdict), f"written: {folder}/parity.json, {folder}/parity.svg"]))
     exit_code = 0 if verdict["same"] else PlanError.exit_code
@@ -76,7 +78,8 @@ def backends(text: str) -> tuple[str, str]:
         raise PlanError(f"--parity {text}: must name two different backends, such as torch,mlx.")
     manager = BackendManager("cpu", verbose=False)
     torch = next(str(b) for b in manager.available if CAPABILITIES[b].engine == "torch")
-    found = tuple(torch if word == "torch" else word for word in words)
+    one, other = (torch if word == "torch" else word for word in words)
+    found = one, other
     for word, name in zip(words, found, strict=True):
         if name not in [str(b) for b in Backend]:
             known = ", ".join(["torch", *map(str, manager.available)])

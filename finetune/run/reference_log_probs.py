@@ -43,7 +43,8 @@ def with_reference(engine, data, plan, root: Path, say, stop):
 
 def _computed(engine, dataset, plan, stop, say) -> list[float]:
     """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
-    rows, found = dataset.num_rows, {}
+    rows = dataset.num_rows
+    found: dict[int, float] = {}
     batches = microbatches(dataset, range(rows), plan.data.layout, rows, plan.steps.microbatch_tokens, engine.pad_id)
     began = said = time.monotonic()
     for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):

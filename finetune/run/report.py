@@ -142,7 +142,7 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})" if predicted else ""
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
     line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
-    if predicted and (verbose or abs(off) > 0.1):
+    if summary.predicted and summary.peak and predicted and (verbose or abs(off) > 0.1):
         return [line, "", memory_table(summary.predicted, summary.peak), ""]
     return [line]
 
@@ -151,7 +151,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
     s, r = plan.settings, summary
     lines = [""]
-    if r.after and code == 0:
+    if r.before and r.after and code == 0:
         names = ["loss", *(n for n in r.after if n.startswith("rewards/") and n in r.before)]
         rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
         if "exact_match" in r.after:
@@ -208,7 +208,7 @@ def memory_line(predicted: dict) -> str:
 def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
     """The closing report of pretrain.py."""
     s, r, lines = plan.settings, summary, [""]
-    if r.after and not state.exit_code:
+    if r.before and r.after and not state.exit_code:
         names = ("loss", "perplexity", "targets_right", "rows_right")
         lines += [
             table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),

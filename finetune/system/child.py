@@ -35,17 +35,19 @@ class Child:
         self.process = subprocess.Popen(
             python_command(module), cwd="/", env=environment, start_new_session=True, **pipes
         )
+        assert self.process.stdin is not None and self.process.stdout is not None, pipes
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.send(*start)
 
     def send(self, *parts: bytes) -> None:
         """Sends a message. A child that has ended says so where its answer is received."""
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.writelines(_message(parts))
-            self.process.stdin.flush()
+            self.stdin.writelines(_message(parts))
+            self.stdin.flush()
 
     def receive(self) -> list[bytes]:
         """The parts of the next answer. Raises ChildEnded."""
-        parts = _read(self.process.stdout)
+        parts = _read(self.stdout)
         if parts is None:
             raise ChildEnded(self.process.wait())
         return parts
@@ -58,8 +60,8 @@ class Child:
     def close(self) -> None:
         self.process.kill()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
+            self.stdin.close()
+        self.stdout.close()
         self.process.wait()
 
 

@@ -45,13 +45,16 @@ class StopSignal:
     """
 
     def __init__(self, single_process: bool = True):
-        self.single_process, self.received, self.signal = single_process, None, None
+        self.single_process = single_process
+        self.received: int | None = None
+        self.signal: int | None = None
 
     def requested(self) -> bool:
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
+        assert self.signal is not None, "no signal was received"
         return 128 + self.signal
 
     def _handle(self, number, frame):

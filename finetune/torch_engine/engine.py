@@ -255,7 +255,7 @@ class TorchEngine(EngineBase):
             int(num_tokens),
             0.0,
             num_rows=counts[0] if self.objective.counts_rows else None,
-            metrics=self._means(sums, totals._replace(counts=(max(1, counts[0]), *counts[1:]))),
+            metrics=self._means(sums, replace(totals, counts=(max(1, counts[0]), *counts[1:]))),
         )
 
     @torch.no_grad()

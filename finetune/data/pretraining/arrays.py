@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, overload
 
 import numpy as np
 
@@ -143,6 +144,10 @@ def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **fac
     (folder / "dataset.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+@overload
+def read_split(path: str, split: Literal["train"]) -> Rows: ...
+@overload
+def read_split(path: str, split: Literal["test"]) -> Rows | None: ...
 def read_split(path: str, split: str) -> Rows | None:
     """A split of a data set; None for a split that the data set does not have. Raises PlanError."""
     folder = Path(path).expanduser() / split

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -22,11 +23,24 @@ MARKERS = (PAD, END, BEGIN, SEPARATOR, *(marker for pair in ROLES.values() for m
 TRAIN_ON = ("assistant", "all")
 
 
+class Inner(Protocol):
+    """What is called of a tokenizers.Tokenizer; its library is imported where one is made."""
+
+    encode_special_tokens: bool
+
+    def add_special_tokens(self, tokens: list, /) -> int: ...
+    def get_vocab_size(self) -> int: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
+    def encode(self, text: str, /, *, add_special_tokens: bool): ...
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+    def save(self, path: str, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class ChatTokenizer:
     """A tokenizers.Tokenizer that has the markers. `folder`: where its tokenizer.json is."""
 
-    inner: object
+    inner: Inner
     folder: Path | None = None
 
     @classmethod
@@ -146,6 +160,8 @@ def rows_of(conversations: list, tokenizer: ChatTokenizer, max_length: int, trai
 
 # ---- formats: a JSON list of conversations -> turns
 
+ROLE_WORDS: dict[str | None, str] = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant"}
+
 
 def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
     """The (role, content) turns of a row. Raises PlanError naming what is wrong with it."""
@@ -165,7 +181,7 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
     turns = []
     for message in messages:
         said = message.get(role_key) if isinstance(message, dict) else None
-        role = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant"}.get(said, said)
+        role = ROLE_WORDS.get(said, said)
         if role not in ROLES:
             raise PlanError(f"{where}: {role_key} is {said!r}, must be user, assistant or system. Correct the row.")
         turns.append((role, _text(message, text_key, where)))

@@ -105,7 +105,8 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
 
     Clues are removed in random order while the solution stays unique, down to `clues`: with 0, to a minimal puzzle.
     """
-    rng, seen, puzzles, answers = np.random.default_rng([seed, sudoku.size]), set(), [], []
+    rng, seen, answers = np.random.default_rng([seed, sudoku.size]), set(), []
+    puzzles: list[list[int]] = []
     repeats = 0
     while len(puzzles) < count:
         if repeats > REPEATS:
@@ -157,7 +158,8 @@ def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray,
     From a csv with columns puzzle (or question, quizzes) and solution (or answer). Values are digits, blanks '.' or
     '0'. Raises PlanError naming the line.
     """
-    puzzles, answers, seen, repeated = [], [], set(), 0
+    puzzles: list[np.ndarray] = []
+    answers, seen, repeated = [], set(), 0
     with open(path, newline="", encoding="utf-8-sig") as file, _decoded(path):
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -211,7 +213,8 @@ def generate_mazes(side: int, count: int, seed: int) -> tuple[np.ndarray, np.nda
     """(mazes, mazes with the shortest path drawn) as tokens: side x side cells, walls around, no two equal."""
     if side < 5 or side % 2 == 0:
         raise PlanError(f"--size {side}: a maze needs an odd number of cells per side, 5 or more.")
-    rng, seen, mazes, solved = np.random.default_rng([seed, side]), set(), [], []
+    rng, seen, solved = np.random.default_rng([seed, side]), set(), []
+    mazes: list[np.ndarray] = []
     repeats = 0
     while len(mazes) < count:
         if repeats > REPEATS:
@@ -255,7 +258,8 @@ def _random_maze(side: int, rng) -> np.ndarray:
 def shortest_path(maze: np.ndarray) -> list[tuple[int, int]]:
     """Cells from start to goal, by breadth-first search."""
     start = tuple(np.argwhere(maze == START)[0])
-    came, queue = {start: None}, deque([start])
+    came: dict[tuple, tuple | None] = {start: None}
+    queue = deque([start])
     while queue:
         cell = queue.popleft()
         if maze[cell] == GOAL:
@@ -266,8 +270,8 @@ def shortest_path(maze: np.ndarray) -> list[tuple[int, int]]:
                 came[beside] = cell
                 queue.append(beside)
     path = [cell]
-    while came[path[-1]] is not None:
-        path.append(came[path[-1]])
+    while (before := came[path[-1]]) is not None:
+        path.append(before)
     return path[::-1]
 
 

@@ -1,6 +1,6 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -86,10 +86,10 @@ def _validated_rows(batches, path: Path, label: str, number: int, limited: bool)
             if limited and size > limit:
                 taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
                 raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
-            rows = _python_rows(batch, is_valid)
+            rows: Sequence[dict | str] | str = _python_rows(batch, is_valid)
             if isinstance(rows, str):  # only some of its rows are to blame
-                rows = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
-                rows = [row if isinstance(row, str) else row[0] for row in rows]
+                alone = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
+                rows = [row if isinstance(row, str) else row[0] for row in alone]
             for row in rows:
                 number += 1
                 source = f"{label}:row {number}"
@@ -113,6 +113,7 @@ def _fault_of(batch) -> str | None:
         batch.validate(full=True)
     except pyarrow.ArrowException as error:
         return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({first_line(error)})"
+    return None
 
 
 def _python_rows(batch, is_valid: bool) -> list[dict] | str:

@@ -22,6 +22,7 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
 SAVE_AGAIN = "Save the dataset again with save_to_disk."
+NOT_SPACE = re.compile(r"[^ \t\r\n]")
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
 
 
@@ -88,8 +89,7 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         yield from _rows_of_object(text, label, split)
         return
     # Decodes one object at a time: json.loads of the full array would lose the line numbers.
-    spaces = re.compile(r"[ \t\r\n]*")
-    at = spaces.match(text, text.index("[") + 1).end()
+    at = _after_spaces(text, text.index("[") + 1)
     line, counted = 1, 0
     while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
@@ -101,9 +101,9 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
             source,
             value if isinstance(value, (dict, BadRow)) else BadRow(source, f"is {_kind(value)}, must be an object"),
         )
-        at = spaces.match(text, end).end()
+        at = _after_spaces(text, end)
         if text[at : at + 1] == ",":
-            at = spaces.match(text, at + 1).end()
+            at = _after_spaces(text, at + 1)
             if text[at : at + 1] != "]":
                 continue
         elif text[at : at + 1] == "]":
@@ -195,7 +195,7 @@ def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
 
 
 # In order of precedence, for folders with several kinds of files.
-READERS = {
+READERS: dict[str, Callable[..., Iterator[tuple[str, dict | BadRow]]]] = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
     ".jsonl": read_jsonl,
@@ -210,6 +210,11 @@ PROSE = (".txt", ".md")
 
 
 # ------ parts of readers
+
+
+def _after_spaces(text: str, at: int) -> int:
+    found = NOT_SPACE.search(text, at)
+    return found.start() if found else len(text)
 
 
 def _delimiter(path: Path) -> str:

@@ -43,7 +43,10 @@ def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
 
 def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[list, list, dict, list]:
     """(rows, their sources, columns in order, notices of those skipped) of (source, row or BadRow), up to `samples`."""
-    found, sources, columns, skipped = [], [], {}, []
+    found: list[dict] = []
+    sources: list[str] = []
+    columns: dict[str, None] = {}
+    skipped: list[str] = []
     for source, row in rows:
         if isinstance(row, BadRow):
             skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
@@ -58,8 +61,8 @@ def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[li
 
 def first_repeated(names) -> str | None:
     """The first name that was there before."""
-    seen = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+    first: dict[str, int] = {}
+    return next((name for i, name in enumerate(names) if first.setdefault(name, i) != i), None)
 
 
 def hash_file(path: Path, hasher) -> None:

@@ -17,8 +17,7 @@ from finetune.system.untrusted import untrusted
 
 def check_local(dataset: str | None, flag: str) -> None:
     """Raises PlanError unless `dataset` is a path, a dataset alias or a Hub name. Makes no network request."""
-    known = (None, "dummy", *DATASET_ALIASES)
-    if dataset in known or local_path(dataset, f"{flag} {dataset}").exists():
+    if dataset is None or dataset in ("dummy", *DATASET_ALIASES) or local_path(dataset, f"{flag} {dataset}").exists():
         return
     if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
         find_files(dataset, "train", flag)
@@ -173,20 +172,22 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
 
     name, _, config = dataset.partition(":")
     what = f"{flag} {dataset}"
-    where = dict(repo_type="dataset", cache_dir=hub_cache())
-    get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), **where)
+    kind, cache = "dataset", hub_cache()
+    get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), repo_type=kind, cache_dir=cache)
     try:
         if offline():
-            folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **where))
+            found = huggingface_hub.snapshot_download(name, local_files_only=True, repo_type=kind, cache_dir=cache)
+            folder = Path(found)
             names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
             chosen, commit = _hub_choice(names, {}, config, split, what), folder.name
             paths = [folder / n for n in chosen]
         else:
             info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
-            names = sorted(f.rfilename for f in info.siblings if ".." not in PurePosixPath("/", f.rfilename).parts)
+            listed = [f.rfilename for f in info.siblings or ()]
+            names = sorted(n for n in listed if ".." not in PurePosixPath("/", n).parts)
             with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
                 card = info.card_data.to_dict() if info.card_data else {}
-                chosen, commit = _hub_choice(names, card, config, split, what), info.sha
+                chosen, commit = _hub_choice(names, card, config, split, what), info.sha or "main"
             paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
         raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error

@@ -7,6 +7,7 @@ and drawn by weight in a seeded pattern. A position is a number of rows, so a ch
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class StreamedFile:
     """A file whose rows can be read from the middle. `reader`: of its type, as in readers.READERS."""
 
     reader: Callable
-    path: object
+    path: Path | None
     label: str
 
     def num_bytes(self) -> int:
@@ -38,23 +39,23 @@ class StreamedFile:
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""
-        if self.reader is read_jsonl:
-            return self._lines(skip)
+        if self.path is not None and self.reader is read_jsonl:
+            return self._lines(self.path, skip)
         if self.path is not None and str(self.path).lower().endswith(".parquet"):
             return stream_parquet(self.path, self.label, skip)
         return itertools.islice(self.reader(self.path, self.label, NoHash()), skip, None)
 
-    def _lines(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
+    def _lines(self, path: Path, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         if not skip:
-            return read_jsonl(self.path, self.label, NoHash())
+            return read_jsonl(path, self.label, NoHash())
         offset, number, left = 0, 0, skip
-        with open(self.path, "rb") as file:
+        with open(path, "rb") as file:
             for line in file:
                 offset, number = offset + len(line), number + 1
                 left -= bool(line.strip())
                 if not left:
                     break
-        return read_jsonl(self.path, self.label, NoHash(), offset, number)
+        return read_jsonl(path, self.label, NoHash(), offset, number)
 
 
 class SourceStream:
@@ -62,7 +63,10 @@ class SourceStream:
 
     def __init__(self, files: list[StreamedFile], seed: int, number: int, buffer: int):
         self.files, self.seed, self.number, self.buffer = files, seed, number, buffer
-        self.size, self.key, self.rows, self.block = None, None, None, []
+        self.size: int | None = None
+        self.key: tuple[int, int] | None = None
+        self.rows: Iterator[tuple[str, dict | BadRow]] | None = None
+        self.block: list[tuple[str, dict | BadRow]] = []
 
     def row(self, passes: int, index: int) -> tuple[str, dict | BadRow] | None:
         """Row `index` of a pass over the dataset; None past its end. Rows in order are read once."""
@@ -81,10 +85,11 @@ class SourceStream:
         return np.random.Generator(np.random.PCG64(entropy)).permutation(size)
 
     def _read(self, passes: int, block: int) -> None:
-        follows = self.rows is not None and self.key == (passes, block - 1)
-        if not follows:
-            self.rows = self._rows_from(block * self.buffer)
-        self.block = list(itertools.islice(self.rows, self.buffer))
+        rows = self.rows if self.key == (passes, block - 1) else None
+        follows = rows is not None
+        if rows is None:
+            rows = self.rows = self._rows_from(block * self.buffer)
+        self.block = list(itertools.islice(rows, self.buffer))
         self.key = passes, block
         if self.block or follows or not block:  # else it began past the end, which says nothing about the size
             if len(self.block) < self.buffer:
@@ -115,39 +120,40 @@ class Stream:
     def row(self, epoch: int, index: int) -> tuple[int, str, dict | BadRow] | None:
         """(dataset, source, row) at a position; None past the end of an epoch. Weighted datasets never end."""
         if self.counts is not None:
-            return self._drawn(index)
+            return self._drawn(index, self.counts)
         for number, source in enumerate(self.sources):
             found = source.row(epoch, index) if source.size is None or index < source.size else None
             if found is not None:
                 return number, *found
-            self._check_size(source)
-            index -= source.size
+            index -= self._size(source)
         return None
 
-    def _drawn(self, index: int) -> tuple[int, str, dict | BadRow]:
+    def _drawn(self, index: int, counts: list[int]) -> tuple[int, str, dict | BadRow]:
         pattern, within = divmod(index, PATTERN)
-        order = self._pattern(pattern)
+        order = self._pattern(pattern, counts)
         number = int(order[within])
-        drawn = pattern * self.counts[number] + int((order[:within] == number).sum())
+        drawn = pattern * counts[number] + int((order[:within] == number).sum())
         source = self.sources[number]
         passes, at = divmod(drawn, source.size) if source.size else (0, drawn)
         found = source.row(passes, at)
         if found is None:  # its end, seen for the first time
-            self._check_size(source)
-            found = source.row(*divmod(drawn, source.size))
+            found = source.row(*divmod(drawn, self._size(source)))
+        assert found is not None, (number, drawn)
         return number, *found
 
-    def _pattern(self, pattern: int) -> np.ndarray:
+    def _pattern(self, pattern: int, counts: list[int]) -> np.ndarray:
         entropy = np.random.SeedSequence([self.seed, pattern, 4])
-        draws = np.repeat(np.arange(len(self.counts)), self.counts)
+        draws = np.repeat(np.arange(len(counts)), counts)
         return np.random.Generator(np.random.PCG64(entropy)).permutation(draws)
 
     @staticmethod
-    def _check_size(source: SourceStream) -> None:
+    def _size(source: SourceStream) -> int:
+        """The dataset's number of rows. Raises PlanError if it has none."""
         if source.size is None:  # a position far past the end was asked for: count
             source.size = source.count()
         if not source.size:
             raise PlanError(f"{source.files[0].label}: has no rows. Give a file with at least one row.")
+        return source.size
 
 
 def pattern_counts(weights: list[float]) -> list[int]:

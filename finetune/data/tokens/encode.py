@@ -1,7 +1,7 @@
 """Rows to token ids with their targets marked, a batch at a time: read by columns, rendered, tokenized."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ from finetune.data.chat_template import TemplateRenderer, special_texts
 from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords
-from finetune.data.preference_rows import labelled_of, pair_of
+from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
 from finetune.system.untrusted import untrusted
@@ -51,23 +51,24 @@ class RowEncoder:
 
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
         """The documents of each row, or what is wrong with it. Of a pair: the chosen and the rejected one."""
-        read = [self._read(row, source) for row, source in zip(rows, sources, strict=True)]
         if not (self.reader.options.pairs or self.reader.options.labels):
-            return self._encoded(read)
-        answers = [[(row, True)] if isinstance(row, PlanError) else row for row in read]
+            return self._encoded([self._read(row, source) for row, source in zip(rows, sources, strict=True)])
+        answers = [self._answers(row, source) for row, source in zip(rows, sources, strict=True)]
         encoded = iter(self._encoded([answer for row in answers for answer, _ in row]))
         return [_last_of_each([(next(encoded), desirable) for _, desirable in row]) for row in answers]
 
-    def _read(self, row: dict, source: str) -> "Row | PlanError | list[tuple[Row, bool]]":
-        """The row; of preference rows, its answers and whether each is desirable."""
-        options = self.reader.options
+    def _read(self, row: dict, source: str) -> Row | PlanError:
         try:
-            read = self.reader.read(row, source)
-            if options.labels:
-                return labelled_of(read)
-            return list(zip(pair_of(read), (True, False), strict=True)) if options.pairs else read
+            return self.reader.read(row, source)
         except PlanError as error:
             return error
+
+    def _answers(self, row: dict, source: str) -> Sequence[tuple[Row | PlanError, bool]]:
+        """The answers of a preference row and whether each is desirable, or what is wrong with the row."""
+        try:
+            return labelled_of(self.reader.read(row, source))
+        except PlanError as error:
+            return [(error, True)]
 
     def _encoded(self, read: list[Row | PlanError]) -> list[list[Encoded] | PlanError]:
         found = self._rendered(read)
@@ -92,19 +93,19 @@ class RowEncoder:
         """
         bos_id, name = self.tokenizer.bos_token_id, None
         if document.conversation and cut.overlong == "auto" and _end(document) > cut.context_length:
-            shorter = self._shortened(document, cut.context_length)
+            shorter = self._shortened(document, document.conversation, cut.context_length)
             name = "messages_cut" if shorter is not document else None
             document = shorter
         parts, how = cut_document(document.ids, document.is_target, cut, bos_id, source)
         return parts, how or name
 
-    def _shortened(self, document: Encoded, context_length: int) -> Encoded:
+    def _shortened(self, document: Encoded, conversation: Conversation, context_length: int) -> Encoded:
         """The document from the earliest user message on from which it fits, or from the last one before its answer."""
-        starts, found = document.conversation.starts(), document
+        starts, found = conversation.starts(), document
         low, high = 0, len(starts)
         while low < high:  # the shortest is kept if none fits
             middle = (low + high) // 2
-            tried = self._one(document.conversation.from_message(starts[middle]))
+            tried = self._one(conversation.from_message(starts[middle]))
             if tried is None:
                 return document
             if _end(tried) <= context_length:
@@ -130,7 +131,8 @@ class RowEncoder:
 
     def _rendered(self, rows: list[Row | PlanError]) -> list:
         """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
-        found, asked, requests = [], [], []
+        found: list = []
+        asked, requests = [], []
         for read in rows:
             if isinstance(read, PlanError):
                 found.append(read)
@@ -138,7 +140,7 @@ class RowEncoder:
             try:
                 if read.format == "tokens":
                     ids, is_target = token_document(read)
-                    found.append([Encoded(ids, is_target, lambda token, ids=ids: self._decoded(ids[token:]))])
+                    found.append([Encoded(ids, is_target, self._text_from(ids))])
                 elif uses_template(read, bool(self.tokenizer.chat_template)):
                     conversation = Conversation.of(read, self.template)
                     requests.append(conversation.request())
@@ -150,17 +152,16 @@ class RowEncoder:
                 found.append(error)
         if not asked:
             return found
-        rendered = self._running().render(requests, [rows[i].source for i, _ in asked])
+        rendered = self._running().render(requests, [conversation.row.source for _, conversation in asked])
         for (i, conversation), texts in zip(asked, rendered, strict=True):
             try:
-                failed = isinstance(texts, PlanError)
-                found[i] = texts if failed else conversation.with_documents(texts, self.specials)
+                found[i] = texts if isinstance(texts, PlanError) else conversation.with_documents(texts, self.specials)
             except PlanError as error:
                 found[i] = error
         return found
 
-    def _decoded(self, ids) -> str:
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    def _text_from(self, ids: np.ndarray) -> Callable[[int], str]:
+        return lambda token: self.tokenizer.decode(ids[token:].tolist(), skip_special_tokens=True)
 
     def _tokenized(self, documents: list[tuple], from_template: bool, first: str) -> list[Encoded]:
         if not documents:
@@ -187,7 +188,9 @@ def _end(document: Encoded) -> int:
     return int(targets[-1]) + 1 if len(targets) else 0
 
 
-def _with_targets(document: Document, text: str, encoding, eos_id: int | None):
+def _with_targets(
+    document: Document, text: str, encoding, eos_id: int | None
+) -> tuple[np.ndarray, np.ndarray, Callable[[int], str]]:
     ids = np.array(encoding.ids, np.int32)
     if not len(ids):
         return np.zeros(1, np.int32), np.zeros(1, bool), str

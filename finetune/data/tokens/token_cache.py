@@ -54,8 +54,8 @@ class TokenCache:
         """A context in which no other process makes this entry; the one that comes second finds it made."""
         return locked_in_cache(entry.with_suffix(".lock"))
 
-    def get(self, entry: Path) -> tuple[TokenizedDataset, dict | None] | None:
-        """(the dataset, one of its rows with its source), None if there is no entry or it is damaged."""
+    def get(self, entry: Path) -> tuple[TokenizedDataset, tuple[str, dict] | None] | None:
+        """(the dataset, (the source of one of its rows, the row)), None if there is no entry or it is damaged."""
         try:
             meta = read_json(entry / META, META_SCHEMA)
             arrays = {}
@@ -70,9 +70,10 @@ class TokenCache:
             return None
         for name in ("sources", "skipped", "notices"):
             facts[name] = tuple(facts[name])
-        return TokenizedDataset(**arrays, **facts), meta["example"]
+        example = meta["example"]
+        return TokenizedDataset(**arrays, **facts), example and (example[0], example[1])
 
-    def put(self, entry: Path, dataset: TokenizedDataset, example: dict | None) -> None:
+    def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
         """Writes an entry, complete or not at all. A disk that is full or read-only costs time, not the run."""
         with contextlib.suppress(OSError):
             with new_folder(entry) as beside:

@@ -49,7 +49,7 @@ class TokenizedDataset:
     description: str = ""
     skipped: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
-    full_lengths: np.ndarray | None = None
+    full_lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     first: dict = field(default_factory=dict)
     noted: dict = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
@@ -70,7 +70,7 @@ class TokenizedDataset:
         """What the sampler draws from: the number of rows, or a mixture by weights."""
         if not self.parts or self.parts[0].weight is None:
             return self.num_rows
-        return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts))
+        return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts if p.weight is not None))
 
     def part_numbers(self) -> np.ndarray:
         """For each row the number of its part."""
@@ -95,7 +95,8 @@ class TokenizedDataset:
 
     def select(self, indices) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
-        each, numbers = self.documents_per_row, ()
+        each = self.documents_per_row
+        numbers: np.ndarray = np.zeros(0, np.int64)
         if self.parts:
             numbers = np.bincount(self.part_numbers()[indices], minlength=len(self.parts))
         indices = [row * each + k for row in indices for k in range(each)]
@@ -161,7 +162,8 @@ def tokenize(
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     with RowEncoder(tokenizer, reader, renderer) as encoder:
         for start in range(0, len(raw.rows), TOKENIZER_BATCH):
-            rows, sources = (part[start : start + TOKENIZER_BATCH] for part in (raw.rows, raw.sources))
+            part = slice(start, start + TOKENIZER_BATCH)
+            rows, sources = raw.rows[part], raw.sources[part]
             builder.add(encode_batch(encoder, rows, sources, limits), sources)
     return builder.finished(reader, tokenizer, len(raw.rows))
 
@@ -259,9 +261,12 @@ class Builder:
 
     def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
         self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
-        self.batches, self.sources, self.full, self.desirable = [], [], [], []
+        self.batches: list[EncodedBatch] = []
+        self.sources: list[str] = []
+        self.full: list[int] = []
+        self.desirable: list[bool] = []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
-        self.first = {}  # where each of them was seen first
+        self.first: dict[str, str] = {}  # where each of them was seen first
 
     def add(self, batch: EncodedBatch, sources: list[str]) -> None:
         """Raises PlanError for more bad rows than may be skipped."""
@@ -356,11 +361,11 @@ def describe_formats(formats, tokenizer) -> str:
 
 def notice_lines(notices: Notices) -> tuple[str, ...]:
     """A line per notice with its count; columns that are not used in one."""
-    notices = notices.counts
-    unused = {key: n for key, n in notices.items() if key.endswith("is not used") and key.startswith("column ")}
+    counts = notices.counts
+    unused = {key: n for key, n in counts.items() if key.endswith("is not used") and key.startswith("column ")}
     named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
     lines = [f"columns not used, with their number of rows: {named}"] if named else []
-    return (*lines, *(f"{key}: {n:,} x" for key, n in notices.items() if key not in unused))
+    return (*lines, *(f"{key}: {n:,} x" for key, n in counts.items() if key not in unused))
 
 
 def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
@@ -421,7 +426,8 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer, color: bool) -> s
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
     if dataset.documents_per_row == 1 and dataset.desirable is None:
         return render_sample(dataset, row, tokenizer, color)
-    each, names = dataset.documents_per_row, ("chosen", "rejected")
+    each = dataset.documents_per_row
+    names: tuple[str, ...] = ("chosen", "rejected")
     if dataset.desirable is not None:
         names = ("desirable" if dataset.desirable[row] else "undesirable",)
     shown = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]

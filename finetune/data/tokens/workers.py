@@ -55,7 +55,7 @@ def tokenize_on_cores(
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     start = start_message(raw, RowOptions.of(options), tokenizer, limits)
     workers = [Child(MODULE, start, environment=ENVIRONMENT) for _ in range(cores or num_cores())]
-    idle = queue.SimpleQueue()
+    idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
