@@ -131,8 +131,8 @@ class TrainConfig:
     dataset_samples: int = data_flag(-1, "train on the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int | str = data_flag(
         512,  # where nothing is planned, such as tests of an engine
-        "maximum sequence length in tokens; longer rows are treated as --overlong says. auto: what 99 % of the rows "
-        "fit in, if the model and the memory allow it",
+        "maximum sequence length in tokens; --overlong decides what happens to longer rows. auto: long enough for 99 % "
+        "of the rows, if the model and memory allow it",
         minimum=2,
         auto=True,
         metavar="N|auto",
@@ -146,8 +146,9 @@ class TrainConfig:
     shuffle_buffer: int = data_flag(1000, "rows per block in which --streaming shuffles", minimum=1)
     overlong: str = data_flag(
         "auto",
-        "rows over --context_length. auto: text is split, a chat loses its oldest messages, other rows the start of "
-        "their prompt; keep_end, keep_start: truncated; split: windows; drop: left out; error: refused",
+        "rows over --context_length. auto: text is split, a chat loses its oldest messages, other rows lose the "
+        "start of their prompt; keep_end, keep_start: truncate; split: split into windows; drop: leave out; error: "
+        "reject",
         choices=OVERLONG,
     )
     window_overlap: int = data_flag(
@@ -161,8 +162,8 @@ class TrainConfig:
     )
     preference_beta: float = data_flag(
         0.1,
-        "with --preference: how strongly dpo and kto hold to the model before training; weight of orpo's odds ratio; "
-        "scale of simpo's log-probabilities (there 2.0 by default)",
+        "with --preference: how strongly dpo and kto keep the model close to its state before training; weight "
+        "of orpo's odds ratio; scale of simpo's log-probabilities (there 2.0 by default)",
         above=0.0,
     )
     simpo_gamma: float = data_flag(
@@ -243,7 +244,9 @@ class TrainConfig:
     apply_gradient_clipping: bool = steps_flag(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = steps_flag(1.0, "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
     router_aux_loss_coef: float = steps_flag(
-        0.0, "weight of a mixture's load-balancing loss over the tokens of a step; 0: off", minimum=0.0
+        0.0,
+        "mixture-of-experts models: weight of the routers' load-balancing loss over the tokens of a step; 0: off",
+        minimum=0.0,
     )
     seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
     lora_rank: int = adapter_flag(16, "LoRA rank", minimum=1, aliases=("lora_r",))
@@ -265,13 +268,13 @@ class TrainConfig:
     )
     precision: str = memory_flag(
         "auto",
-        "auto: bf16 if matmuls are faster in it on this machine, else fp32",
+        "auto: bf16 if it makes matmuls faster on this machine, else fp32",
         choices=("auto",) + PRECISIONS,
         value_aliases={f"mp_{word}": word for word in PRECISIONS if word.endswith("autocast")},
     )
     cpu_matmul: str = memory_flag(
         "auto",
-        "library of fp32 matrix products on a CPU: torch's BLAS, or oneDNN where it is faster and as exact",
+        "library for fp32 matrix products on a CPU; auto: torch's BLAS, or oneDNN where it is faster and equally exact",
         choices=("auto", "blas", "onednn"),
         resumable=True,
     )

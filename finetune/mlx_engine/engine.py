@@ -26,7 +26,9 @@ from finetune.mlx_options import MLXOptions
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, Parts
 
-WHY_PADDED = "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models take no document boundaries"
+WHY_PADDED = (
+    "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models do not support document boundaries"
+)
 
 
 class MLXEngine:
@@ -67,7 +69,7 @@ class MLXEngine:
         """
         if batch_layout == "padding_free":
             raise PlanError(
-                "--batch_layout padding_free: mlx-lm's models take no document boundaries. Use auto or padded."
+                "--batch_layout padding_free: mlx-lm's models do not support document boundaries. Use auto or padded."
             )
         self.layout = "padded"
         self._check_runs()

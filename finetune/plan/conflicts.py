@@ -230,15 +230,15 @@ PREFERENCE = (
     *(
         Conflict(name, is_one_of(value), PREFERRING, f"with --preference {{preference}}, {why}", "Omit it")
         for name, value, why in (
-            ("train_on_prompt", True, "a preference is of answers, so prompts are no targets"),
-            ("streaming", True, "the steps of preferences are made of all rows"),
+            ("train_on_prompt", True, "preferences apply to answers, so prompts are not targets"),
+            ("streaming", True, "preference steps are planned over all rows"),
             ("overlong", "split", "an answer is preferred as a whole, not a window of it"),
         )
     ),
     Conflict(
         "desirable_weight",
-        UNSET,
-        both(WITH_LABELS, beside("undesirable_weight", UNSET)),
+        is_one_of(0),
+        both(WITH_LABELS, beside("undesirable_weight", is_one_of(0))),
         "nothing is learned, as --undesirable_weight is 0 too",
         "Raise one of them",
     ),
@@ -320,7 +320,7 @@ MLX = (
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
         for name, why in (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
-            ("tp_degree", f"mlx-lm's sharded layers take no adapter, and {DATA_PARALLEL_ONLY}"),
+            ("tp_degree", f"mlx-lm's sharded layers do not support adapters, and {DATA_PARALLEL_ONLY}"),
             ("cp_degree", DATA_PARALLEL_ONLY),
             ("pp_degree", DATA_PARALLEL_ONLY),
             ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
@@ -341,7 +341,7 @@ MLX = (
         "batch_layout",
         is_one_of("padding_free"),
         ON_MLX,
-        "mlx-lm's models take no document boundaries",
+        "mlx-lm's models do not support document boundaries",
         "Use auto or padded",
     ),
     Conflict(
@@ -470,7 +470,7 @@ MODEL = (
         for other, values, why in (
             ("pp_degree", over(1), "the routers of other stages are not in the last one's loss"),
             ("reentrant_checkpointing", is_one_of(True), "router logits of its forward have no gradient"),
-            ("preference", is_none_of("none"), "its forwards are of pairs and of a reference"),
+            ("preference", is_none_of("none"), "it runs forward passes on pairs and on a reference"),
             ("parallel_backend", is_none_of("ptd"), "it is computed by the built-in distribution only"),
         )
     ),

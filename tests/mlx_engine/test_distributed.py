@@ -103,7 +103,12 @@ def test_the_environment_of_mlx_launch_is_read(tmp_path):
         (Backend.MLX, "torchrun", {}, "distributed training under torchrun"),
         (Backend.CPU, "mlx.launch", {}, "--backend cpu: mlx.launch starts ranks of MLX"),
         (Backend.MLX, "mlx.launch", dict(dp_shards=2), "--dp_shards 2: MLX's ring has no sum_scatter"),
-        (Backend.MLX, "mlx.launch", dict(tp_degree=2), "--tp_degree 2: mlx-lm's sharded layers take no adapter"),
+        (
+            Backend.MLX,
+            "mlx.launch",
+            dict(tp_degree=2),
+            "--tp_degree 2: mlx-lm's sharded layers do not support adapters",
+        ),
     ],
 )
 def test_what_mlx_does_not_distribute_is_refused(backend, launcher, flags, message):

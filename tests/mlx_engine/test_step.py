@@ -118,7 +118,9 @@ def test_a_batch_of_prompts_is_answered_as_each_alone(folder):
 
 
 def test_a_packed_layout_is_refused(folder):
-    with pytest.raises(PlanError, match="--batch_layout padding_free: mlx-lm's models take no document boundaries"):
+    with pytest.raises(
+        PlanError, match="--batch_layout padding_free: mlx-lm's models do not support document boundaries"
+    ):
         mlx_engine(folder, verify=False).verify("padding_free")
 
 

@@ -58,7 +58,7 @@ def test_formats_of_mlx_have_their_own_groups(kind, bits, group):
         (dict(double_quant=True), "--double_quant true: MLX's formats do not"),
         (dict(init_lora_weights="pissa"), "--init_lora_weights pissa: the MLX engine has default and gaussian"),
         (dict(optimizer="adamw_8bit"), "--optimizer adamw_8bit: is bitsandbytes'"),
-        (dict(batch_layout="padding_free"), "--batch_layout padding_free: mlx-lm's models take no document"),
+        (dict(batch_layout="padding_free"), "--batch_layout padding_free: mlx-lm's models do not support document"),
         (dict(parallel_backend="accelerate"), "--parallel_backend accelerate: is for torch"),
         (dict(llama_pro_path="x", train_type="lora"), "--llama_pro_path x: the MLX engine trains adapters"),
         (dict(dp_degree=2), "--dp_degree 2: is more than this run's one process"),
