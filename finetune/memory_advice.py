@@ -3,6 +3,7 @@
 import contextlib
 
 from finetune.errors import OutOfMemoryError, is_out_of_memory
+from finetune.plan.parts import Parts
 
 
 @contextlib.contextmanager
@@ -16,16 +17,17 @@ def memory_advice(message: str, refusals: tuple[str, ...] = ()):
         raise OutOfMemoryError(message) from error
 
 
-def on_loading(folder, settings) -> str:
+def on_loading(folder, plan: Parts) -> str:
+    settings = plan.settings  # the words as they are written
     return (
         f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora (now "
         f"{settings.train_type}), --cache_dequantized false (now {settings.cache_dequantized}) or a smaller model."
     )
 
 
-def on_microbatch(framework: str, size: str, settings, *switches: str) -> str:
+def on_microbatch(framework: str, size: str, plan: Parts, *switches: str) -> str:
     """`size`: of the microbatch, as 4x512; `switches`: flags that save memory."""
-    s = settings
+    s = plan.settings
     offered = " or ".join(f"--{name} (now {getattr(s, name)})" for name in switches)
     return (
         f"{framework} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "

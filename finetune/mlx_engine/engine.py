@@ -260,7 +260,7 @@ class MLXEngine:
 
     def _memory_advice(self, batch: Batch | None):
         size = batch.size if batch else "0"
-        message = on_microbatch("MLX", size, self.plan.settings, "use_gradient_checkpointing")
+        message = on_microbatch("MLX", size, self.plan, "use_gradient_checkpointing")
         return memory_advice(message, MEMORY_REFUSED)
 
     # ---- randomness and collectives

@@ -29,7 +29,7 @@ def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, Drop
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
     quantization, dtype = plan.quantization, models.DTYPES[plan.precision.compute]
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
-    with memory_advice(on_loading(folder, plan.settings), MEMORY_REFUSED):
+    with memory_advice(on_loading(folder, plan), MEMORY_REFUSED):
         loaded, keys = models.load(folder, config, dtype, dequantizes), None
         if quantization:
             how = quantization.bits, quantization.group_size, quantization.quant_type or "affine"

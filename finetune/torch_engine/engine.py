@@ -280,7 +280,7 @@ class TorchEngine(EngineBase):
 
     def _memory_advice(self, batch: Batch):
         switches = "use_gradient_checkpointing", "low_memory"
-        return memory_advice(on_microbatch(self.device.type, batch.size, self.plan.settings, *switches))
+        return memory_advice(on_microbatch(self.device.type, batch.size, self.plan, *switches))
 
     # ---- state: see torch_engine/state.py
 

@@ -21,7 +21,7 @@ def load_model(folder, plan, groups, local_shards=None, batches=None, initial_ad
     a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     device = groups.device
-    with memory_advice(on_loading(folder, plan.settings)):
+    with memory_advice(on_loading(folder, plan)):
         model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing)
         layers = load.layers_of(model, folder, plan.trains)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards):
