@@ -31,6 +31,13 @@ def test_our_nf4_is_bitsandbytes_nf4_bit_for_bit(weight, dtype):
     )
 
 
+@pytest.mark.parametrize("seed", [1491, 2402, 2528])
+def test_values_next_to_a_midpoint_get_bitsandbytes_code(seed):
+    """A quotient in place of the product with the reciprocal gives one other code in each of these."""
+    weight = torch.randn(96, 192, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(nf4.quantize(weight, nf4_format())["packed"], bnb.quantize(weight, nf4_format())["packed"])
+
+
 def test_the_lookup_table_is_bucketize_at_and_next_to_every_midpoint():
     levels = torch.tensor(nf4.LEVELS)
     middles = (levels[1:] + levels[:-1]) / 2
