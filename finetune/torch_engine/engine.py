@@ -161,7 +161,7 @@ class TorchEngine(EngineBase):
         return [sum(column) for column in zip(*counts or [[0] * width], strict=True)]
 
     def _summed(self, *numbers: float) -> list[float]:
-        return self.groups.all_gather_scalars(list(numbers)).sum(0).tolist()
+        return self.groups.sum_scalars(list(numbers)).tolist()
 
     def _means(self, sums: list[float], totals: Totals) -> dict[str, float]:
         return self.objective.means(dict(zip(self.objective.sums, sums, strict=True)), totals)

@@ -58,7 +58,7 @@ class Passes:
 
     def sum(self, numbers: list[float]) -> list[float]:
         """Over ranks."""
-        return self.parallel.forward.groups.all_gather_scalars(numbers).sum(0).tolist()
+        return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
 
 def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:

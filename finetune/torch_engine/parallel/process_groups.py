@@ -208,6 +208,10 @@ class ProcessGroups:
         dist.all_reduce(rows)
         return rows.numpy()
 
+    def sum_scalars(self, numbers: list) -> np.ndarray:
+        """[len(numbers)] float64: their sums over ranks, in rank order."""
+        return self.all_gather_scalars(numbers).sum(0)
+
     def all_reduce_max(self, number: float) -> float:
         return self.all_gather_scalars([number]).max()
 

@@ -92,7 +92,7 @@ class RecursiveEngine(EngineBase):
         self.model.train()
         counts = [sum(b.num_targets for b in microbatches), sum(b.num_tokens for b in microbatches)]
         counts.append(sum(len(b.rows) for b in microbatches))
-        num_targets, num_tokens, num_rows = (int(n) for n in self.groups.all_gather_scalars(counts).sum(0))
+        num_targets, num_tokens, num_rows = (int(n) for n in self.groups.sum_scalars(counts))
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
         halted, states = np.zeros(len(self.carry.rows)), []
         for batch in microbatches:
@@ -119,7 +119,7 @@ class RecursiveEngine(EngineBase):
         for batch, y, z in states:
             self._keep(batch, y, z)
         if self.arch.halting:
-            halted = self.groups.all_gather_scalars(list(halted)).sum(0)
+            halted = self.groups.sum_scalars(list(halted))
         self.carry.advance(halted > 0)
         return StepResult(nll, num_targets, num_tokens, norm)
 
@@ -204,7 +204,7 @@ class RecursiveEngine(EngineBase):
                 labels = torch.from_numpy(batch.labels_BS[batch.labels_BS != IGNORE_INDEX]).to(self.device)
                 cells = int((logits_NV.argmax(-1) == labels).sum())
                 sums += nll.item(), batch.num_targets, batch.num_tokens, cells, int(right_B.sum())
-        nll, *numbers = self.groups.all_gather_scalars(list(sums)).sum(0)
+        nll, *numbers = self.groups.sum_scalars(list(sums))
         num_targets, num_tokens, targets_right, rows_right = map(int, numbers)
         metrics = {"targets_right": targets_right, "rows_right": rows_right}
         return StepResult(float(nll), num_targets, num_tokens, 0.0, metrics=metrics)
