@@ -181,7 +181,7 @@ class TrainConfig:
     )
     train_on_prompt: bool = data_flag(False, "compute the loss on all tokens, not only on answers")
     skip_bad_rows: int = data_flag(
-        0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0
+        0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0, resumable=True
     )
     validation_dataset: str | None = data_flag(
         None,

@@ -216,6 +216,8 @@ class CheckpointWriter:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
                 raise PlanError(f"{plan.asked_length}: {folder} is already at step {state.step}. Use a larger one.")
+            for line in data.resume(state):
+                say(f"  note: {line}")
             state.total_steps, state.status = total_steps, "running"
         for old, new in self.files.begin(state.step) if self.files else []:
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")

@@ -58,6 +58,10 @@ class Data:
     def count(self, state) -> None:
         """Called once for each step that was taken, before the state advances; here tokens follow from the cursor."""
 
+    def resume(self, state) -> list[str]:
+        """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
+        return []
+
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""
 

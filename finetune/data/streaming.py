@@ -7,7 +7,7 @@ import numpy as np
 
 from finetune.data.columns import RowReader
 from finetune.data.reading.mixture import Source
-from finetune.data.reading.rows import BadRow, RawDataset, collected, skip_or_raise
+from finetune.data.reading.rows import BadRow, RawDataset, collected
 from finetune.data.reading.sources import find_files
 from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data
@@ -29,7 +29,7 @@ class StreamedData(Data):
     stream: Stream
     encoders: tuple[RowEncoder, ...]
     limits: Limits
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # {source of a bad row: notice}
     last: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: source, dataset, tokens of a row
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
@@ -58,12 +58,26 @@ class StreamedData(Data):
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
     def count(self, state) -> None:
-        """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning."""
+        """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning.
+        The state also holds what was read of each file, and which rows were bad.
+        """
+        state.stream = {"read": [file.read.record() if file.read else None for file in self._files()], "bad_rows": list(self.skipped)}
         if state.step == 0:
             state.dataset_tokens = [0] * len(self.encoders)
         if state.dataset_tokens is not None:
             for _, number, num_tokens in self.last:
                 state.dataset_tokens[number] += num_tokens
+
+    def resume(self, state) -> list[str]:
+        """As Data's: the bytes that the run has read of each file must be those in it now."""
+        if state.stream is None:
+            return []
+        self.skipped.update(dict.fromkeys(state.stream["bad_rows"], ""))
+        records = zip(self._files(), state.stream["read"], strict=True)
+        return [notice for file, record in records if (notice := file.check(record))]
+
+    def _files(self) -> list[StreamedFile]:
+        return [file for source in self.stream.sources for file in source.files]
 
     def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
         """Documents, and of each its source and the number of its dataset."""
@@ -76,8 +90,11 @@ class StreamedData(Data):
                 parts += batch.parts
                 sources += [source] * len(batch.parts)
                 numbers += [number] * len(batch.parts)
-            if bad:
-                self.skipped.append(skip_or_raise(bad, len(self.skipped), skip_bad_rows))
+            if bad and source not in self.skipped:  # once, however often the dataset is read
+                if len(self.skipped) >= skip_bad_rows:
+                    more = len(self.skipped) + 1
+                    raise PlanError(f"{bad.where}: {bad.reason}. Resume with --skip_bad_rows {more} to pass over it.")
+                self.skipped[source] = f"{bad.where}: {bad.reason}"
         return parts, sources, numbers
 
     def sources_of(self, rows) -> list[str]:

@@ -107,6 +107,7 @@ class TrainState:
     exit_code: int = 0
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
     dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
+    stream: dict | None = None  # of --streaming: what was read of each file, and which rows were bad
 
     @property
     def cursor(self) -> Cursor:

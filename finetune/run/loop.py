@@ -6,7 +6,7 @@ Everything it uses is an argument; no object holds all.
 import time
 
 from finetune.checkpoint.store import storage
-from finetune.errors import NonFiniteError
+from finetune.errors import NonFiniteError, PlanError
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
@@ -61,12 +61,18 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule = plan.schedule(state.total_steps)
     traces: list = []
+    unsaved = False
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
     with engine.profiler(traces) as profile_step:
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
-            microbatches, rows, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+            try:
+                microbatches, rows, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+            except PlanError:  # a bad row of a stream, which every rank reads: what was trained is kept
+                if unsaved and plan.output.save_model:
+                    log.saved(writer.save_step(engine, state, log.offset()))
+                raise
             lr = schedule.lr_at(state.step + 1)
             try:
                 result = engine.train_step(microbatches, lr)
@@ -77,12 +83,14 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             stop.sync(engine.all_reduce_max)
             data.count(state)
             state.advance(result, cursor)
+            unsaved = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
             if plan.save_due(state, stop.requested()):
                 log.saved(writer.save_step(engine, state, log.offset()))
+                unsaved = False
     log.end_live()
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")

@@ -1,6 +1,6 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -25,8 +25,13 @@ def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | B
             hash_file(path, hasher)  # last: who reads only its first rows need not wait for it
 
 
-def stream_parquet(path: Path, label: str, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
-    """Yields the rows after the first `skip`, of a file of any size: neither read ahead nor held."""
+def stream_parquet(
+    path: Path, label: str, skip: int, move_to: Callable[[int], None]
+) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the rows after the first `skip`, of a file of any size: neither read ahead nor held.
+
+    `move_to` is called with the last byte of each row group before its rows are read.
+    """
     import pyarrow.parquet
 
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
@@ -34,11 +39,19 @@ def stream_parquet(path: Path, label: str, skip: int) -> Iterator[tuple[str, dic
             _check_columns(file.schema_arrow, label)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             before = [sum(sizes[:i]) for i in range(len(sizes))]
-            groups = [i for i, size in enumerate(sizes) if before[i] + size > skip]
-            if groups:
-                first = before[groups[0]]
-                batches = file.iter_batches(BATCH_ROWS, row_groups=groups)
-                yield from islice(_arrow_rows(batches, path, label, first, limited=False), skip - first, None)
+            for i, size in enumerate(sizes):
+                if before[i] + size > skip:
+                    move_to(_end_of_group(file.metadata.row_group(i)))
+                    batches = file.iter_batches(BATCH_ROWS, row_groups=[i])
+                    rows = _arrow_rows(batches, path, label, before[i], limited=False)
+                    yield from islice(rows, max(0, skip - before[i]), None)
+
+
+def _end_of_group(group) -> int:
+    """The byte after a row group's last column."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    starts = [min(c.data_page_offset, c.dictionary_page_offset or c.data_page_offset) for c in columns]
+    return max((start + c.total_compressed_size for start, c in zip(starts, columns, strict=True)), default=0)
 
 
 def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:

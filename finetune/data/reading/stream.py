@@ -4,9 +4,10 @@ The order is a function of the seed and the position: each dataset's rows are sh
 and drawn by weight in a seeded pattern. A position is a number of rows, so a checkpoint needs no more than its cursor.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,35 +20,82 @@ from finetune.errors import PlanError
 PATTERN = 1000  # draws after which the shares of all datasets are exact
 
 
-class NoHash:
-    """Stands where a reader expects a hash: a stream does not read its files to the end."""
+@dataclass
+class ReadSoFar:
+    """The part of a file that the run has read: its first `num_bytes`, of which `hasher` holds the first `hashed`."""
+
+    path: Path
+    num_bytes: int = 0
+    hashed: int = 0
+    hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+
+    def __post_init__(self):
+        self.modified = self.path.stat().st_mtime_ns
+
+    def record(self) -> list:
+        """[number of bytes, their sha256, when the file was modified] for a checkpoint. Reads what is not hashed."""
+        if self.hashed < self.num_bytes:
+            with open(self.path, "rb") as file:
+                file.seek(self.hashed)
+                while chunk := file.read(min(2**20, self.num_bytes - self.hashed)):
+                    self.hasher.update(chunk)
+                    self.hashed += len(chunk)
+        return [self.hashed, self.hasher.hexdigest(), self.modified]
+
+
+class Position:
+    """Takes the place of a reader's hash, and moves the end of what was read. `at`: the byte it begins at."""
+
+    def __init__(self, read: ReadSoFar | None, at: int = 0):
+        self.read, self.at = read, at
 
     def update(self, data) -> None:
-        """Nothing."""
+        self.move_to(self.at + len(data))
+
+    def move_to(self, at: int) -> None:
+        self.at = at
+        if self.read:
+            self.read.num_bytes = max(self.read.num_bytes, at)
 
 
-@dataclass(frozen=True)
 class StreamedFile:
     """A file whose rows can be read from the middle. `reader`: of its type, as in readers.READERS."""
 
-    reader: Callable
-    path: Path | None
-    label: str
+    def __init__(self, reader: Callable, path: Path | None, label: str):
+        self.reader, self.path, self.label = reader, path, label
+        self.read = ReadSoFar(path) if path else None
 
     def num_bytes(self) -> int:
         return self.path.stat().st_size if self.path else 0
+
+    def check(self, record: list) -> str | None:
+        """Raises PlanError unless the file begins with the bytes of `record`. A notice if its rest may have changed."""
+        if self.read is None:
+            return None
+        num_bytes, digest, modified = record
+        self.read.num_bytes = num_bytes
+        if self.read.record()[1] != digest:
+            raise PlanError(
+                f"--resume: {self.label}: its first {num_bytes:,} bytes, which the run has read, are others now. "
+                "Give the file of that run, or a new --output_dir."
+            )
+        if self.read.modified == modified or num_bytes == self.num_bytes():
+            return None
+        return (
+            f"{self.label} was written again: the {num_bytes:,} bytes read so far are the same, others may differ"
+        )
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""
         if self.path is not None and self.reader is read_jsonl:
             return self._lines(self.path, skip)
         if self.path is not None and str(self.path).lower().endswith(".parquet"):
-            return stream_parquet(self.path, self.label, skip)
-        return itertools.islice(self.reader(self.path, self.label, NoHash()), skip, None)
+            return stream_parquet(self.path, self.label, skip, Position(self.read).move_to)
+        return itertools.islice(self.reader(self.path, self.label, Position(self.read)), skip, None)
 
     def _lines(self, path: Path, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         if not skip:
-            return read_jsonl(path, self.label, NoHash())
+            return read_jsonl(path, self.label, Position(self.read))
         offset, number, left = 0, 0, skip
         with open(path, "rb") as file:
             for line in file:
@@ -55,7 +103,7 @@ class StreamedFile:
                 left -= bool(line.strip())
                 if not left:
                     break
-        return read_jsonl(path, self.label, NoHash(), offset, number)
+        return read_jsonl(path, self.label, Position(self.read, offset), offset, number)
 
 
 class SourceStream:

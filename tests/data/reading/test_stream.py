@@ -88,7 +88,7 @@ def test_lines_and_row_groups_are_skipped_without_losing_one(tmp_path):
     assert [row for _, row in whole] == ROWS
     for skip in range(42):
         assert list(StreamedFile(read_jsonl, tmp_path / "a.jsonl", "a").rows(skip)) == whole[skip:]
-        found = list(stream_parquet(tmp_path / "a.parquet", "a", skip))
+        found = list(stream_parquet(tmp_path / "a.parquet", "a", skip, print))
         assert [row for _, row in found] == ROWS[skip:]
         assert not found or found[0][0] == f"a:row {skip + 1}"
 
@@ -127,6 +127,44 @@ def test_a_stream_that_has_grown_is_other_data(tmp_path, run):
     jsonl(file, ROWS)
     with pytest.raises(PlanError, match="the dataset differs from the one"):
         fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4)
+
+
+def as_parquet(path, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), path, row_group_size=6, compression="none", use_dictionary=False
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("write", [jsonl, as_parquet])
+def test_rows_that_were_read_may_not_change_and_later_ones_only_with_a_note(write, tmp_path, run, capsys):
+    """Files of the same size. The run reads two blocks of six rows in two steps, and one ahead."""
+    rows = [{"prompt": f"row {i:02d}?", "completion": str(10 + i)} for i in range(40)]
+    name = tmp_path / ("rows.jsonl" if write is jsonl else "rows.parquet")
+    run(dataset=write(name, rows), max_steps=2, streaming=True, shuffle_buffer=6, num_epochs=None)
+    size, out = name.stat().st_size, str(tmp_path / "out")
+    capsys.readouterr()
+    write(name, rows[:24] + rows[24:][::-1])
+    assert name.stat().st_size == size
+    assert fine_tune(resume="auto", output_dir=out, max_steps=4).step == 4
+    assert "rows.parquet was written again" in (text := capsys.readouterr().out) or "rows.jsonl was written" in text
+    write(name, rows[:6] + rows[6:24][::-1] + rows[24:][::-1])
+    assert name.stat().st_size == size
+    with pytest.raises(PlanError, match="bytes, which the run has read, are others now. Give the file of that run"):
+        fine_tune(resume="auto", output_dir=out, max_steps=6)
+
+
+def test_a_second_pass_compares_the_whole_file(tmp_path, run):
+    """The last row is another one, of the same size."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"row {i:02d}?", "completion": str(10 + i)} for i in range(12)]
+    run(dataset=jsonl(file, rows), max_steps=5, streaming=True, shuffle_buffer=6, num_epochs=None)
+    jsonl(file, [*rows[:-1], {"prompt": "row 11?", "completion": "99"}])
+    with pytest.raises(PlanError, match="are others now"):
+        fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=7)
 
 
 @pytest.mark.slow
@@ -170,6 +208,26 @@ def test_a_bad_row_in_the_middle_ends_the_run_with_its_place(tmp_path, run):
     with pytest.raises(PlanError, match="a.jsonl:13: field 'completion' is missing"):
         run(**streaming)
     assert run(**streaming, skip_bad_rows=1, overwrite=True).step == 8
+
+
+def test_a_bad_row_saves_what_was_trained_and_the_run_goes_on_without_it(tmp_path, run):
+    """As the same run that skipped it from the beginning, bitwise."""
+    file = jsonl(tmp_path / "a.jsonl", [*ROWS[:12], {"prompt": "a"}, *ROWS[12:]])
+    streaming = dict(dataset=file, streaming=True, shuffle_buffer=6, max_steps=8, num_epochs=None, keep_last=9)
+    with pytest.raises(PlanError, match="Resume with --skip_bad_rows 1"):
+        run(**streaming, save_every=1000)
+    (saved,) = (tmp_path / "out" / "checkpoints").glob("step-*")
+    assert saved.name == "step-4"
+    assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), skip_bad_rows=1).step == 8
+    assert run(**streaming, skip_bad_rows=1, output_dir=str(tmp_path / "whole")).step == 8
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_bad_row_counts_once_over_passes_and_resumes(tmp_path, run):
+    file = jsonl(tmp_path / "a.jsonl", [*ROWS[:8], {"prompt": "a"}, *ROWS[8:12]])
+    streaming = dict(dataset=file, streaming=True, shuffle_buffer=6, num_epochs=None, skip_bad_rows=1)
+    assert run(**streaming, max_steps=9).step == 9
+    assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=16).step == 16
 
 
 @pytest.mark.parametrize(
