@@ -47,9 +47,11 @@ def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[in
     if raw or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
     from finetune.data.chat_template import TemplateRenderer, request_of
+    from finetune.data.messages import escaped, special_pattern
 
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
+    specials = special_pattern(tokenizer)
+    messages = [{"role": "system", "content": escaped(system, specials)}] if system else []
+    messages.append({"role": "user", "content": escaped(prompt, specials)})
     with TemplateRenderer(tokenizer) as renderer:
         request = request_of(messages, None, [(len(messages), True)], "--prompt")
         (texts,) = renderer.render([request], ["--prompt"])

@@ -35,6 +35,7 @@ INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
+SPECIAL_TOKENS = ("escape", "keep", "error")
 TEXT_UNITS = ("auto", "document", "line")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
@@ -127,6 +128,13 @@ class TrainConfig:
         "auto",
         "treat a .txt or .md file as one document or as one row per line; auto: a document if it is prose",
         choices=TEXT_UNITS,
+    )
+    special_tokens_in_text: str = data_flag(
+        "escape",
+        "control tokens of the model, such as <|im_end|>, inside messages. escape: what users, system prompts and "
+        "tools say is written so that they stay text; keep: they become control tokens; error: the row is bad, of "
+        "whatever format",
+        choices=SPECIAL_TOKENS,
     )
     dataset_samples: int = data_flag(-1, "train on the first N rows; -1: all", minimum=-1, nonzero=True)
     context_length: int | str = data_flag(

@@ -4,6 +4,7 @@ FORMATS is the table. Names are compared without case; --columns renames, --igno
 dropped in silence: a column that no format field uses is counted, and one that changes what a row means is refused.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -53,8 +54,16 @@ FORMATS = {
         {"prompt": ("prompt",), "completion": ("completion", "response")}, {"system": SYSTEM, "tools": ("tools",)}
     ),
     "qna": Format(
-        {"question": ("question", "query", "input"), "answer": ("answer", "answers", "response", "output")},
-        {"context": ("context",), "system": SYSTEM, "history": ("history",)},
+        {
+            "question": ("question", "query", "input"),
+            "answer": ("answer", "answers", "response", "output", "answerkey", "answer_key"),
+        },
+        {
+            "context": ("context", "passage", "article"),
+            "choices": ("choices", "options"),
+            "system": SYSTEM,
+            "history": ("history",),
+        },
     ),
     "tokens": Format(
         {"input_ids": ("input_ids",)},
@@ -64,7 +73,6 @@ FORMATS = {
 }
 PREFERENCES = ("preference", "kto")
 FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
-PASSAGES = ("passage", "article")
 # Columns that no row may have unused: what they say about it.
 MEANS = {
     "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
@@ -76,9 +84,10 @@ MEANS = {
     "history": "holds earlier turns",
     **dict.fromkeys(("is_correct", "correct", "is_accepted", "accepted"), "may say which rows are wrong"),
     **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
-    **dict.fromkeys(PASSAGES, "is what a question is about"),
+    **dict.fromkeys(("passage", "article"), "is what a question is about"),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
+    **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
@@ -105,7 +114,7 @@ class RowOptions:
     """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out.
 
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
-    desirable or not, and a pair is two of them.
+    desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text.
     """
 
     format: str = "auto"
@@ -113,6 +122,7 @@ class RowOptions:
     ignored: tuple[str, ...] = ()
     pairs: bool = False
     labels: bool = False
+    special_tokens: str = "escape"
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -166,7 +176,8 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows, and `ignored` are message fields to leave out.
+    `notices` counts what a user should know of all rows, `ignored` are message fields to leave out, and
+    `special_tokens` is what becomes of control tokens in it.
     """
 
     format: str
@@ -175,6 +186,7 @@ class Row:
     source: str
     ignored: tuple[str, ...] = ()
     notices: Notices = field(default_factory=Notices)
+    special_tokens: str = "escape"
 
     def get(self, name: str):
         return self.values.get(name)
@@ -245,7 +257,8 @@ class RowReader:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
         self.formats[schema.format] += 1
-        return Row(schema.format, values, columns, source, self.options.ignored, self.notices)
+        options = self.options
+        return Row(schema.format, values, columns, source, options.ignored, self.notices, options.special_tokens)
 
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
@@ -321,18 +334,19 @@ def _remedy(name: str, fmt: str) -> str:
     leave = f"--ignore_columns {name}"
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
-    if name in PASSAGES and fmt == "qna":
-        return f"Add --columns context={name} to put it before the question, or {leave} to train without it."
     return f"Add {leave} to train without it."
 
 
 def no_format(dataset: str, columns, options: RowOptions) -> str:
     """The line for columns that match no format."""
-    found = ", ".join(map(str, columns)) or "(none)"
+    found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
+    found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
     missing = [c for c in options.columns.values() if c.casefold() not in {str(n).strip().casefold() for n in columns}]
     if missing:
         return f"{dataset}: has no column {missing[0]!r} that --columns names, it has {found}. Name one of these."
+    if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
+        return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
     hint = f" They are separated by {separated!r}: save the file with commas." if separated else ""
     if len(columns) < 2:
@@ -340,11 +354,26 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
             f"Use the columns of a format: {known}."
         )
-    first, *_, last = columns
+    prompt, completion = likely_pair(tuple(map(str, columns)))
     return (
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns prompt={first},completion={last}, or rename them to match one: {known}."
+        f"--columns prompt={prompt},completion={completion}, or rename them to match one: {known}."
     )
+
+
+ANSWER_WORDS = re.compile(r"answer|output|response|completion|generation|reply|target|summary|solution|label", re.I)
+# Columns about a row, which are neither asked nor answered.
+ABOUT_ROWS = re.compile(
+    r"^(.*_)?(ids?|idx|index|uuid|model|model_name|source|scores?|ratings?|date|url|lang\w*)$", re.I
+)
+
+
+def likely_pair(columns: tuple[str, ...]) -> tuple[str, str]:
+    """The two of at least two columns that most likely are a prompt and its answer, by their names."""
+    texts = [name for name in columns if not ABOUT_ROWS.search(name)]
+    texts = texts if len(texts) > 1 else list(columns)
+    answer = next((name for name in reversed(texts) if ANSWER_WORDS.search(name)), texts[-1])
+    return next(name for name in texts if name != answer), answer
 
 
 def detect_format(columns, dataset: str = "--dataset") -> str:

@@ -17,9 +17,11 @@ from finetune.data.messages import (
     TemplateWords,
     chat_messages,
     check_rendered,
+    note_turns,
     past_turns,
     tool_schemas,
     with_nine_character_ids,
+    with_plain_contents,
     with_system,
 )
 from finetune.engine import IGNORE_INDEX
@@ -37,6 +39,7 @@ ALPACA_PROMPT_WITH_INPUT = (
 QNA_PROMPT = "###Question:\n{question}\n###Answer:\n"
 QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 TEXT_MARKER = re.compile(r"### (Human|Assistant):")
+MISSING = ("nan", "none", "null", "<na>")  # how tables write a value that is not there
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Document:
     from_template: bool
     add_eos: bool
     turn: int | None = None
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def uses_template(row: Row, has_template: bool) -> bool:
@@ -127,9 +133,50 @@ QUESTIONS = {  # format: (question, what precedes or follows it, answer)
 
 
 def question_and_answer(row: Row) -> tuple[str, str, str]:
-    """(question, input or context, answer) of a row."""
+    """(question, input or context, answer) of a row. Choices follow the question, and the answer is a letter."""
     question, extra, answer = QUESTIONS[row.format]
-    return row.text(question), row.text(extra, required=False) if extra else "", _answer(row, answer)
+    context = row.text(extra, required=False) if extra else ""
+    if row.get("choices"):
+        choices = choices_of(row)
+        listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())
+        return f"{row.text(question)}\n\n{listed}", context, _letter(row, choices)
+    text = _answer(row, answer)
+    if text.strip().lower() in MISSING:
+        row.note(f"field {row.columns[answer]!r} is {text.strip()!r}, which is learned: is it a missing value?")
+    return row.text(question), context, text
+
+
+def choices_of(row: Row) -> dict[str, str]:
+    """{letter: text} of a row's choices: a list of texts, or ARC's texts with their labels. Raises PlanError."""
+    value = row.get("choices")
+    labelled = value if isinstance(value, dict) else {"text": value, "label": list(LETTERS)}
+    texts, labels = labelled.get("text") or "", labelled.get("label") or ""
+    if _are_texts(texts) and _are_texts(labels) and len(texts) <= len(set(labels)):
+        return dict(zip(labels, texts, strict=False))
+    raise PlanError(
+        f"{row.source}: field {row.columns['choices']!r} must be a list of at most {len(LETTERS)} texts, or an object "
+        "with lists text and label."
+    )
+
+
+def _are_texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _letter(row: Row, choices: dict[str, str]) -> str:
+    """The letter of the right choice, which the row names by its letter, by its text or by its number from 0 on."""
+    value, column = row.get("answer"), row.columns["answer"]
+    if type(value) is int and 0 <= value < len(choices):
+        return list(choices)[value]
+    if isinstance(value, str):
+        text = value.strip()
+        found = [letter for letter, choice in choices.items() if text in (letter, choice)]
+        if len(found) == 1 or not text:
+            return found[0] if found else ""
+    raise PlanError(
+        f"{row.source}: field {column!r} is {str(value)[:40]!r}, none of the choices {', '.join(choices)}. Give a "
+        "letter, a choice's text, or its number from 0 on."
+    )
 
 
 def _answer(row: Row, name: str) -> str:
@@ -137,7 +184,7 @@ def _answer(row: Row, name: str) -> str:
     value = row.get(name)
     if isinstance(value, dict) and isinstance(value.get("text"), list):
         value = value["text"]
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    if not _are_texts(value):
         return row.text(name)
     if len(set(value)) > 1:
         row.note(f"field {row.columns[name]!r}: only the first of several answers is learned")
@@ -169,6 +216,7 @@ class Conversation:
     def of(cls, row: Row, template: TemplateWords) -> "Conversation":
         """Raises PlanError naming the row's source and the field."""
         messages, learned = turns_of(row)
+        messages = with_plain_contents(messages, template.specials, row)
         tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
         check_rendered(messages, tools, template, row)
         if template.short_ids:
@@ -249,6 +297,7 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
         if "messages" not in row.values:
             raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
         messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
+        note_turns(messages, row)
     elif row.format == "prompt_completion":
         messages, learned = _prompted(row)
     else:
@@ -314,9 +363,13 @@ def _integers(row: Row, name: str) -> np.ndarray:
 
 
 def _render_text(text: str, tokenizer) -> Document:
-    """Plain text is all target; with Human and Assistant markers, the answers are targets, each ending with EOS."""
+    """Plain text is all target; with Human and Assistant markers, the answers are targets, each ending with EOS.
+
+    The first marker begins a line: elsewhere the text only speaks of markers.
+    """
     pieces = TEXT_MARKER.split(text)
-    if "Human" not in pieces[1::2] or "Assistant" not in pieces[1::2]:
+    begins_line = not pieces[0] or pieces[0].rstrip(" \t").endswith("\n")
+    if not begins_line or "Human" not in pieces[1::2] or "Assistant" not in pieces[1::2]:
         return Document((Span(text, bool(text.strip())),), from_template=False, add_eos=True)
     spans = [Span(pieces[0], False)]
     for i in range(1, len(pieces), 2):

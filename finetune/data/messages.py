@@ -6,11 +6,13 @@ reasoning, and per-turn weights. What a tokenizer's template does not render is 
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
 from dataclasses import dataclass
 
+from finetune.data.chat_template import special_texts
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 
@@ -37,6 +39,7 @@ class TemplateWords:
     """The words in a chat template's source, by which it is known what it can render."""
 
     words: frozenset
+    specials: re.Pattern | None = None  # the texts of the tokenizer's control tokens
     short_ids: bool = False  # it rejects ids of tool calls that have not nine characters
 
     @classmethod
@@ -44,7 +47,9 @@ class TemplateWords:
         given = tokenizer.chat_template
         texts = given.values() if isinstance(given, dict) else [given or ""]
         text = "\n".join(t for t in texts if isinstance(t, str))
-        return cls(frozenset(re.findall(r"\w+", text)), bool(re.search(r"length\s*!=\s*9\b", text)))
+        return cls(
+            frozenset(re.findall(r"\w+", text)), special_pattern(tokenizer), bool(re.search(r"length\s*!=\s*9\b", text))
+        )
 
     def check(self, word: str, where: str, what: str, name: str) -> None:
         """Raises PlanError unless the template has `word`. `name`: what --ignore_columns would leave out."""
@@ -59,11 +64,26 @@ def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
     """(messages as role, content and what else a template reads, whether each is learned if it is an answer).
     `name`: the column, for messages. Raises PlanError naming an invalid message.
     """
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as a table's cell holds a list
+        with contextlib.suppress(ValueError, RecursionError):  # named below
+            value = json.loads(value)
     if not isinstance(value, list) or not value:
         fact = "null" if value is None else "empty" if value == [] else type(value).__name__
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     found = [_message(message, f"{row.source}: field '{name}[{i}]", row) for i, message in enumerate(value)]
     return [message for message, _ in found], [learned for _, learned in found]
+
+
+def note_turns(messages: list[dict], row: Row) -> None:
+    """Counts turns that are not as they usually are."""
+    for before, message in itertools.pairwise(messages):
+        if before["role"] == message["role"] == "assistant" and not before.get("tool_calls"):
+            row.note("two turns of the assistant follow each other")
+    for message in messages:
+        if message["role"] == "user" and not message["content"].strip():
+            row.note("a turn of the user is empty")
+    if messages[-1]["role"] != "assistant" and any(message["role"] == "assistant" for message in messages):
+        row.note("a conversation ends without an answer to its last turn")
 
 
 def _message(message, where: str, row: Row) -> tuple[dict, bool]:
@@ -223,6 +243,46 @@ def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Ro
         )
     for name, count in unread.items():
         row.note(f"message field {name!r} is not read by the chat template", count)
+
+
+# ------ control tokens in text
+
+ZERO_WIDTH_SPACE = "\u200b"
+
+
+def special_pattern(tokenizer) -> re.Pattern | None:
+    """Matches the texts of a tokenizer's control tokens, the longest first."""
+    texts = sorted(special_texts(tokenizer), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+def escaped(text: str, specials: re.Pattern | None) -> str:
+    """`text` with a zero-width space after the first character of each control token, which makes it plain text."""
+    return specials.sub(lambda match: match[0][0] + ZERO_WIDTH_SPACE + match[0][1:], text) if specials else text
+
+
+def with_plain_contents(messages: list[dict], specials: re.Pattern | None, row: Row) -> list[dict]:
+    """The messages with control tokens escaped in what users, system prompts and tools say, unless they are kept.
+
+    An assistant's message is learned as it is given. Raises PlanError with --special_tokens_in_text error.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        first = specials and specials.search(message["content"])
+        if first:
+            if row.special_tokens == "error":
+                raise PlanError(has_control_token(f"{row.source}: message {i}", first[0]))
+            if message["role"] == "assistant" or row.special_tokens == "keep":
+                row.note(f"a message of {message['role']} has control tokens such as {first[0]}, which stay so")
+            else:
+                row.note(f"a message of {message['role']} has control tokens such as {first[0]}, which become text")
+                message = {**message, "content": escaped(message["content"], specials)}
+        found.append(message)
+    return found
+
+
+def has_control_token(where: str, token: str) -> str:
+    return f"{where}: has the control token {token}. Remove it, or use --special_tokens_in_text escape or keep."
 
 
 def with_nine_character_ids(messages: list[dict]) -> list[dict]:

@@ -91,7 +91,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
     if source.split and Path(source.name).is_file() and not source.name.endswith(".json"):
         raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
     split, options = source.split or split, options_of(source, plan, flag)
-    said = f"{flag} {source}" if isinstance(plan.dataset, list) else flag
+    said = f"{flag} {source}"
 
     def load() -> RawDataset:
         raw = read_rows(source.name, samples, plan.skip_bad_rows, split, flag, plan.text_unit)
@@ -123,7 +123,8 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
     columns = source.columns or parse_columns(plan.columns)
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
     kinds = plan.pairs and not answers, plan.labels and not answers
-    return RowOptions(source.format or plan.format, columns, parse_names(plan.ignore_columns), *kinds)
+    ignored = parse_names(plan.ignore_columns)
+    return RowOptions(source.format or plan.format, columns, ignored, *kinds, plan.special_tokens_in_text)
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:

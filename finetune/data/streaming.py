@@ -61,7 +61,10 @@ class StreamedData(Data):
         """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning.
         The state also holds what was read of each file, and which rows were bad.
         """
-        state.stream = {"read": [file.read.record() if file.read else None for file in self._files()], "bad_rows": list(self.skipped)}
+        state.stream = {
+            "read": [file.read.record() if file.read else None for file in self._files()],
+            "bad_rows": list(self.skipped),
+        }
         if state.step == 0:
             state.dataset_tokens = [0] * len(self.encoders)
         if state.dataset_tokens is not None:

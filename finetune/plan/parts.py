@@ -212,6 +212,7 @@ class DataPlan:
     columns: str | None
     ignore_columns: str | None
     text_unit: str
+    special_tokens_in_text: str
     skip_bad_rows: int
     context_length: int
     overlong: str

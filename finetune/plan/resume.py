@@ -21,7 +21,7 @@ INHERITED = (
 # Settled values that it inherits on any backend.
 KEPT = ("warmup_ratio", "context_length", "precompute_ref_log_probs")
 # What a run did that was saved before it had the setting.
-BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line"}
+BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"}
 DERIVED = ("backend_type", "engine", "output_dir")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 

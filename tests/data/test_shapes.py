@@ -57,6 +57,47 @@ LEARNED = {
     "ShareGPT": ({"a.json": json.dumps([{"conversations": SHAREGPT}])}, [["Yo.", END]], "chat", {}),
     "ShareGPT with role and content": ({"a.jsonl": lines({"conversations": [ASK, SAY]})}, [["Yo.", END]], "chat", {}),
     "chat of many turns": ({"a.jsonl": lines({"messages": [ASK, SAY, ASK, SAY]})}, [["Yo.", END] * 2], "chat", {}),
+    "choices of MMLU": (
+        {"a.jsonl": lines({"question": "Which?", "choices": ["a", "b"], "answer": 1})},
+        [["B", END]],
+        "qna",
+        {},
+    ),
+    "choices of ARC": (
+        {
+            "a.jsonl": lines(
+                {"question": "Which?", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}
+            )
+        },
+        [["2", END]],
+        "qna",
+        {},
+    ),
+    "choices by text": (
+        {"a.jsonl": lines({"question": "Which?", "options": ["lamp", "sun"], "answer": "lamp"})},
+        [["A", END]],
+        "qna",
+        {},
+    ),
+    "a passage": (
+        {"a.jsonl": lines({"question": "Who?", "passage": "Ann ran.", "answer": "Ann"})},
+        [["Ann", END]],
+        "qna",
+        {},
+    ),
+    "messages as text in a table": (
+        {"a.csv": table(("id", "messages"), ("1", '"' + json.dumps([ASK, SAY]).replace('"', '""') + '"'))},
+        [["Yo.", END]],
+        "chat",
+        {},
+    ),
+    "Guanaco": ({"a.jsonl": lines({"text": "### Human: Hi?### Assistant: Yo."})}, [[" Yo.</s>"]], "text", {}),
+    "a document that speaks of markers": (
+        {"a.txt": b"Use ### Human: and ### Assistant: here."},
+        [["se ### Human: and ### Assistant: here.</s>"]],
+        "text",
+        {},
+    ),
     "conversation": ({"a.jsonl": lines({"conversation": [ASK, SAY]})}, [["Yo.", END]], "chat", {}),
     "dolly": (
         {"a.jsonl": lines({"instruction": "Add.", "context": "", "response": "5", "category": "open_qa"})},
@@ -421,14 +462,42 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: column 'rating' rates the answers, and format alpaca does not use it. Add --ignore_columns rating",
         {},
     ),
-    "choices of a question": (
-        {"a.jsonl": lines({"question": "Which?", "choices": ["a", "b"], "answer": "b"})},
-        "a.jsonl:1: column 'choices' lists the choices of a question, and format qna does not use it.",
+    "choices of a prompt": (
+        {"a.jsonl": lines({"prompt": "Which?", "choices": ["a", "b"], "completion": "b"})},
+        "a.jsonl:1: column 'choices' lists the choices of a question, and format prompt_completion does not use it.",
         {},
     ),
-    "a passage": (
-        {"a.jsonl": lines({"question": "Who?", "passage": "Ann ran.", "answer": "Ann"})},
-        "is what a question is about, and format qna does not use it. Add --columns context=passage",
+    "an answer that is none of the choices": (
+        {"a.jsonl": lines({"question": "Which?", "choices": ["a", "b"], "answer": 2})},
+        "a.jsonl:1: field 'answer' is '2', none of the choices A, B. Give a letter, a choice's text, or its number",
+        {},
+    ),
+    "choices that are no texts": (
+        {"a.jsonl": lines({"question": "Which?", "choices": [1, 2], "answer": "A"})},
+        "a.jsonl:1: field 'choices' must be a list of at most 26 texts, or an object with lists text and label.",
+        {},
+    ),
+    "a passage of a prompt": (
+        {"a.jsonl": lines({"prompt": "Who?", "passage": "Ann ran.", "completion": "Ann"})},
+        "is what a question is about, and format prompt_completion does not use it. Add --ignore_columns passage",
+        {},
+    ),
+    "messages of OASST's tree": (
+        {"a.jsonl": lines({"text": "Hi", "role": "prompter", "parent_id": "7"})},
+        "a.jsonl:1: column 'parent_id' makes a conversation of several rows, and format text does not use it.",
+        {},
+    ),
+    "an array over lines": ({"a.jsonl": b'[\n{"text": "a"}\n]\n'}, "a.jsonl: is one JSON array, must be an object", {}),
+    "texts alone": ({"a.jsonl": b'"one"\n'}, 'a.jsonl:1: is text, must be an object such as {"text": "..."}.', {}),
+    "Latin-1": ({"a.jsonl": b'{"text": "caf\xe9"}\n'}, "iconv -f CP1252 -t UTF-8 converts the file", {}),
+    "a table without a header": (
+        {"a.csv": table(("What is 2?", "It is two."), ("What is 3?", "It is three."))},
+        "look like a row. The first line of a table names its columns: add one.",
+        {},
+    ),
+    "columns about rows": (
+        {"a.jsonl": lines({"request": "Add.", "generation": "5", "model_name": "x", "id": 3})},
+        "--columns prompt=request,completion=generation, or rename them",
         {},
     ),
     "an answer that may be wrong": (
@@ -471,7 +540,7 @@ REFUSED = {  # name: (files, the line, flags)
     "xlsx": ({"a.xlsx": b"PK"}, "a.xlsx: is a spreadsheet. Save the sheet as .csv.", {}),
     "Latin-1 csv": (
         {"a.csv": b"question,answer\nHi?,caf\xe9\n"},
-        "a.csv:2:byte 8: is not UTF-8 (0xe9). Save the file as UTF-8",
+        "a.csv:2:byte 8: is not UTF-8 (0xe9): iconv -f CP1252 -t UTF-8 converts",
         {},
     ),
     "JSON lines called txt": (

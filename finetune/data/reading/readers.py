@@ -59,6 +59,8 @@ def read_jsonl(
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
             yield source, text
+        elif number == 1 and re.match(r"\s*\[\s*($|{)", text):
+            raise PlanError(f"{label}: is one JSON array, must be an object per line. Rename it to .json.")
         elif text.strip():
             row = parse_object(text, source)
             if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
@@ -123,9 +125,7 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
     def lines():
         for _, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
-                utf8 = "Save the file as UTF-8 (iconv -f LATIN1 -t UTF-8)"
-                remedy = utf8 if "UTF-8" in text.reason else "Fix the file: CSV lines cannot be skipped"
-                raise PlanError(f"{text.where}: {text.reason}. {remedy}.")
+                raise PlanError(f"{text.where}: {text.reason}. Lines of a table cannot be skipped.")
             yield text + "\n"
 
     reader = csv.reader(lines(), strict=True, delimiter=_delimiter(path))
@@ -175,7 +175,7 @@ def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tupl
         )
     data = path.read_bytes()
     hasher.update(data)
-    text = _decode_whole(data, label)
+    text = _decode_whole(data, label).replace("\r\n", "\n")
     first = text.lstrip().partition("\n")[0]
     if text_unit == "auto" and first.startswith("{") and isinstance(parse_object(first, label), dict):
         raise PlanError(
@@ -253,7 +253,7 @@ def decode(line: bytes, label: str, number: int) -> str | BadRow:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"{label}:{number}:byte {error.start + 1}"
-        return BadRow(where, f"is not UTF-8 (0x{line[error.start]:02x})")
+        return BadRow(where, f"is not UTF-8 (0x{line[error.start]:02x}): iconv -f CP1252 -t UTF-8 converts the file")
     if "\0" in text:
         return BadRow(f"{label}:{number}:byte {line.index(0) + 1}", "is a NUL byte")
     return text
@@ -269,7 +269,8 @@ def parse_object(text: str, where: str) -> dict | BadRow:
         return value
     if text[end:].strip(" \t\r"):
         return BadRow(where, f"is not JSON (something follows the value at column {end + 1})")
-    return value if isinstance(value, dict) else BadRow(where, f"is {_kind(value)}, must be an object")
+    example = ' such as {"text": "..."}' if isinstance(value, str) else ""
+    return value if isinstance(value, dict) else BadRow(where, f"is {_kind(value)}, must be an object{example}")
 
 
 def _decode_value(text: str, at: int, where: str):

@@ -81,9 +81,7 @@ class StreamedFile:
             )
         if self.read.modified == modified or num_bytes == self.num_bytes():
             return None
-        return (
-            f"{self.label} was written again: the {num_bytes:,} bytes read so far are the same, others may differ"
-        )
+        return f"{self.label} was written again: the {num_bytes:,} bytes read so far are the same, others may differ"
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""

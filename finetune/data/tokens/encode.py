@@ -9,7 +9,7 @@ import numpy as np
 from finetune.data.chat_template import TemplateRenderer, special_texts
 from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
-from finetune.data.messages import TemplateWords
+from finetune.data.messages import TemplateWords, has_control_token
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
@@ -147,7 +147,9 @@ class RowEncoder:
                     asked.append((len(found), conversation))
                     found.append(None)
                 else:
-                    found.append([(render_text(read, self.tokenizer), None)])
+                    document = render_text(read, self.tokenizer)
+                    self._check_control_tokens(read, document)
+                    found.append([(document, None)])
             except PlanError as error:
                 found.append(error)
         if not asked:
@@ -159,6 +161,15 @@ class RowEncoder:
             except PlanError as error:
                 found[i] = error
         return found
+
+    def _check_control_tokens(self, row: Row, document: Document) -> None:
+        """Counts a row without a template whose text has control tokens, as those have that were rendered before."""
+        text = "".join(span.text for span in document.spans if not span.is_end)
+        first = self.template.specials and self.template.specials.search(text)
+        if first and row.special_tokens == "error":
+            raise PlanError(has_control_token(row.source, first[0]))
+        if first:
+            row.note(f"a text has control tokens such as {first[0]}, which stay so")
 
     def _text_from(self, ids: np.ndarray) -> Callable[[int], str]:
         return lambda token: self.tokenizer.decode(ids[token:].tolist(), skip_special_tokens=True)
