@@ -241,8 +241,13 @@ class MPSFSDPWrapper:
             getattr(torch.get_device_module(self.device.type), "empty_cache", lambda: None)()
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
 
-    def _convert_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float16 for bfloat16 where the device cannot compute with it, which a probe decides; others unchanged."""
+    def _convert_dtype(self, dtype, older_dtype: torch.dtype | None = None):
+        """float16 for bfloat16 where the device cannot compute with it, which a probe decides; others unchanged.
+
+        With (model, dtype), as in the older scripts: the model in that dtype.
+        """
+        if older_dtype is not None:
+            return dtype.to(self._convert_dtype(older_dtype))
         if dtype is torch.bfloat16 and not computes_bfloat16(self.device):
             warnings.warn(f"{self.device.type} does not support bfloat16 here: float16 is used", stacklevel=3)
             return torch.float16

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed import fsdp
 
 import backend_manager
 import quantization_wrapper
@@ -22,6 +23,7 @@ from backend_manager import (
 from finetune.backend import detect
 from finetune.config import NAMES
 from finetune.quantizers.linear import QuantizedLinear
+from mps_fsdp_wrapper import BackwardPrefetch, MPSOperatorFallback, ShardingStrategy, UnifiedMemoryOptimizer
 from quantization_wrapper import (
     BitsAndBytesAdapter,
     HQQAdapter,
@@ -157,6 +159,45 @@ def test_an_adapter_of_another_method_and_arguments_of_other_types_are_refused()
         create_quantization_adapter(Backend.CPU, 8)
     with pytest.raises(ValueError, match="has no QuantizationConfig"):
         create_quantization_adapter(Backend.CPU)
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_an_adapter_s_class_takes_the_older_order(method):
+    config = QuantizationConfig(method=method)
+    for adapter in (ADAPTERS[method](Backend.CPU, config), ADAPTERS[method](config, Backend.CPU)):
+        assert adapter.config is config and adapter.backend is Backend.CPU
+    with pytest.raises(ValueError, match="use `python train.py --model_name a/b"):
+        adapter.load_quantized_model("a/b", {"bits": 4})
+    with pytest.raises(ValueError, match="^HQQAdapter: 7 is neither a QuantizationConfig nor a backend"):
+        HQQAdapter(Backend.CPU, 7)
+
+
+def test_our_enumerations_equal_torch_s():
+    for ours, torchs in ((ShardingStrategy, fsdp.ShardingStrategy), (BackwardPrefetch, fsdp.BackwardPrefetch)):
+        for member in ours:
+            theirs = torchs[member.name]
+            assert member == theirs and theirs == member and hash(member) == hash(theirs)
+    assert ShardingStrategy.FULL_SHARD != fsdp.ShardingStrategy.NO_SHARD
+    assert ShardingStrategy.FULL_SHARD != ShardingStrategy.NO_SHARD
+
+
+def test_helpers_of_the_older_wrapper_take_its_arguments():
+    assert UnifiedMemoryOptimizer.get_optimal_bucket_size(2**36) == 200e6
+    assert UnifiedMemoryOptimizer.get_optimal_bucket_size(2**30) == 50e6
+    fallback = MPSOperatorFallback(["aten::b", "aten::a"])
+    with pytest.warns(UserWarning, match="PYTORCH_ENABLE_MPS_FALLBACK is not set"):
+        assert fallback.patch_unsupported_ops() == ["aten::a", "aten::b"]
+    assert fallback.fallback_ops == ["aten::b", "aten::a"]
+
+
+def test_the_memory_of_a_backend_that_torch_lacks_is_one_line():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    manager = BackendManager(verbose=False)
+    manager.backend = Backend.CUDA
+    for ask in (manager.get_memory_info, lambda: manager.get_optimal_batch_size(7)):
+        with pytest.raises(RuntimeError, match="^backend cuda: its memory cannot be read .Torch not compiled"):
+            ask()
 
 
 def test_loading_a_quantized_model_names_the_command_that_does_it():

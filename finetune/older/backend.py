@@ -2,6 +2,7 @@
 
 from finetune.backend.capabilities import CAPABILITIES, Backend, BackendCapabilities, auto_precision
 from finetune.backend.machine import GIB, memory_info
+from finetune.errors import first_line
 
 # The documented tables: precisions and quantizers documented for each backend.
 PRECISION_MAP = {
@@ -67,7 +68,10 @@ class OlderManager:
 
         total_memory, free_memory, allocated_memory and reserved_memory are older names of the same.
         """
-        info = memory_info(self.backend)
+        try:
+            info = memory_info(self.backend)
+        except (AssertionError, RuntimeError, ImportError) as error:  # as torch and mlx say it
+            raise RuntimeError(f"backend {self.backend}: its memory cannot be read ({first_line(error)}).") from None
         older = {"free_memory": info["available"]}
         older |= {f"{name}_memory": info[name] for name in ("total", "allocated", "reserved")}
         return info | older

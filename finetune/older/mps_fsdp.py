@@ -13,6 +13,14 @@ FALLBACK_SWITCH = "PYTORCH_ENABLE_MPS_FALLBACK"  # torch reads it when it is imp
 
 
 class NamedEnum(Enum):
+    """Members that equal those of torch's enumeration of the same name."""
+
+    def __eq__(self, other):
+        return isinstance(other, Enum) and (type(self).__name__, self.name) == (type(other).__name__, other.name)
+
+    def __hash__(self):
+        return hash(self.name)  # as every Enum's
+
     @classmethod
     def of(cls, value):
         """The member that `value` is or names; torch's own members are known by their names. Raises ValueError."""
@@ -71,8 +79,12 @@ class UnifiedMemoryOptimizer:
         return strategy
 
     def get_optimal_bucket_size(self) -> int:
-        """Bytes of gradients to reduce together: 200e6 with 16 GiB or more, else 50e6."""
-        return int(200e6 if self.available_bytes() >= 16 * GIB else 50e6)
+        """Bytes of gradients to reduce together: 200e6 with 16 GiB or more, else 50e6.
+
+        The older scripts call it on the class, with the bytes of memory.
+        """
+        memory = self.available_bytes() if isinstance(self, UnifiedMemoryOptimizer) else self
+        return int(200e6 if memory >= 16 * GIB else 50e6)
 
     def setup_memory_pool(self) -> int:
         """Caps the device's memory at the configured pool size; the cap in bytes, 0 if none is configured."""
@@ -95,12 +107,12 @@ class UnifiedMemoryOptimizer:
 class MPSOperatorFallback:
     """What torch does with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
 
-    `fell_back`: operators that did.
+    `config`: an MPSFSDPConfig, or the names of operators as in the older scripts. `fell_back`: operators that did.
     """
 
     def __init__(self, config):
-        self.config, self.fell_back = config, []
-        self.enabled = os.environ.get(FALLBACK_SWITCH) == "1"
+        self.fallback_ops = config if isinstance(config, list | tuple) else config.fallback_to_cpu_ops
+        self.fell_back, self.enabled = [], os.environ.get(FALLBACK_SWITCH) == "1"
 
     def patch_unsupported_ops(self) -> list[str]:
         """The configured operators, which fall back if the switch was set before torch was imported; else a warning
@@ -112,7 +124,7 @@ class MPSOperatorFallback:
                 "torch is imported, in one process only.",
                 stacklevel=2,
             )
-        return sorted(self.config.fallback_to_cpu_ops)
+        return sorted(self.fallback_ops)
 
     @contextlib.contextmanager
     def fallback_context(self):

@@ -23,7 +23,7 @@ def validate_quantization_config(config: QuantizationConfig, backend=None) -> li
     """Raises ValueError for an unsupported combination, listing the values the method supports.
 
     With `backend`, a list of issues instead, empty if there are none; the backend's own too: a package that is not
-    installed, a method that its documentation does not name.
+    installed, a method that mlx lacks.
     """
     issue, name = issue_of(config), config.backend
     if backend is None:
@@ -76,12 +76,27 @@ def replace_linear_with_quantized(model, config, skip_modules=None):
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
+def config_and_backend(where: str, args: tuple, config, backend) -> tuple[QuantizationConfig, Backend | str | None]:
+    """The two among arguments in either order; the older scripts gave the backend first. Raises ValueError."""
+    for value in args:
+        if isinstance(value, QuantizationConfig) and config is None:
+            config = value
+        elif isinstance(value, str | Backend) and backend is None:
+            backend = value
+        elif value is not None:
+            raise ValueError(f"{where}: {value!r} is neither a QuantizationConfig nor a backend.")
+    if not isinstance(config, QuantizationConfig):
+        raise ValueError(f"{where}: has no QuantizationConfig. Give (backend, config) or (config).")
+    return config, backend
+
+
 class QuantizationAdapter:
     """A config and the backend it is for, as the older scripts pass them around."""
 
     methods = tuple(METHODS)
 
-    def __init__(self, config: QuantizationConfig, backend=None):
+    def __init__(self, *args, config: QuantizationConfig | None = None, backend=None):
+        config, backend = config_and_backend(type(self).__name__, args, config, backend)
         if config.backend not in (*self.methods, "none"):
             raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
         self.config, self.backend = config, None if backend is None else Backend(str(backend))
@@ -93,9 +108,9 @@ class QuantizationAdapter:
         """Quantizes one nn.Linear."""
         return quantized_linear(linear.weight.detach(), linear.bias, self.config)
 
-    def load_quantized_model(self, path, config: QuantizationConfig | None = None):
-        """Raises ValueError with what loads a quantized model instead."""
-        backend = (config or self.config).backend
+    def load_quantized_model(self, path, config: QuantizationConfig | dict | None = None):
+        """Raises ValueError with what loads a quantized model instead. `config`: as the older scripts saved it."""
+        backend = (config if isinstance(config, QuantizationConfig) else self.config).backend
         raise ValueError(
             f"load_quantized_model: use `python train.py --model_name {path} --train_type qlora "
             f"--quantization_backend {backend}`, which quantizes while it loads, or quantize_model on a loaded model."
@@ -123,13 +138,5 @@ ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "q
 
 def create_quantization_adapter(*args, config=None, backend=None) -> QuantizationAdapter:
     """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
-    for value in args:
-        if isinstance(value, QuantizationConfig) and config is None:
-            config = value
-        elif isinstance(value, str) and backend is None:
-            backend = value
-        else:
-            raise ValueError(f"create_quantization_adapter: {value!r} is neither a QuantizationConfig nor a backend.")
-    if config is None:
-        raise ValueError("create_quantization_adapter: has no QuantizationConfig. Give (backend, config) or (config).")
+    config, backend = config_and_backend("create_quantization_adapter", args, config, backend)
     return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)
