@@ -65,11 +65,13 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     model, call = forward.model, partial(_call, parallel)
     model.eval()
     call(check_causal, model, forward.autocast)
+    call(check_sparse_attention, model, forward.autocast, forward.context_length)
     packed, bounds = Check(False, "requested"), False
     if batch_layout != "padded":
-        packed = call(check_padding_free, model, forward.autocast, forward.context_length)
+        lengths = forward.context_length, forward.row_length
+        packed = call(check_padding_free, model, forward.autocast, *lengths)
         if not packed.holds and forward.groups.dims.cp == 1:
-            told = call(check_padding_free, model, forward.autocast, forward.context_length, True)
+            told = call(check_padding_free, model, forward.autocast, *lengths, True)
             bounds = told.holds
             more = "" if told.reason.split("(")[0] == packed.reason.split("(")[0] else f"; {told.reason}"
             packed = told if told.holds else Check(False, packed.reason + more)
@@ -205,6 +207,33 @@ def check_causal(model, autocast) -> None:
         )
 
 
+@torch.no_grad()
+def check_sparse_attention(model, autocast, context_length: int) -> None:
+    """Raises PlanError if an attention that picks tokens picks others when more tokens follow a document.
+
+    Among scores that are equal, as ReLU makes them, top-k picks by the length of the row. Documents are longer than
+    what is picked, and as many as show it: of 16 with 24 tokens where 8 are picked, 1 to 6 do, by the class.
+    """
+    picked = limit_of(model, SPARSE)
+    if not picked or picked >= context_length:
+        return
+    length, vocab = 3 * picked, model.get_input_embeddings().weight.shape[0]
+    shape = max(1, min(16, 2**10 // picked)), 2 * length
+    ids = torch.randint(3, max(4, vocab), shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+    with autocast():
+        longer, alone, again = (
+            model(input_ids=ids[:, :n], use_cache=False).logits[:, :length].flatten(0, 1).float()
+            for n in (2 * length, length, length + 1)
+        )
+    off = max(_largest_difference(longer, alone), _largest_difference(again, alone))
+    if not off <= (1e-4 if autocast is no_autocast and weights_dtype(model) == torch.float32 else 5e-2):
+        raise PlanError(
+            f"--model_name: {type(model).__name__} picks {picked} tokens by its sparse attention, and of longer "
+            f"documents it picks others when more tokens follow (logits move by {off:.0e}). Add --context_length "
+            f"{picked}."
+        )
+
+
 def _decoder_remedy(model) -> str:
     if getattr(model.config, "is_decoder", None) is False:
         return 'Set "is_decoder": true in its config.json, if it is to be one.'
@@ -223,17 +252,19 @@ def _run_in_training_mode(model, ids) -> None:
 
 
 @torch.no_grad()
-def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: bool = False) -> Check:
+def check_padding_free(
+    model, autocast, context_length: int = 0, row_length: int = 0, passes_bounds: bool = False
+) -> Check:
     """Two packed documents give the logits of the same two alone, by the model's own attention.
 
     The second ignores the first. `passes_bounds`: the model is told where documents begin, for layers that are no
-    attention.
+    attention. Rows of `row_length` tokens may be longer than a table of positions in the model: then one is tried.
     """
     per_document.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
-    window = attention_window(model)
+    window = limit_of(model, WINDOWS)
     first_length = window + 8 if window and window < context_length else 13
     lengths = (first_length, first_length, 9)
     one, other, two = (torch.randint(3, max(4, vocab), (n,), generator=generator) for n in lengths)
@@ -244,12 +275,17 @@ def check_padding_free(model, autocast, context_length: int = 0, passes_bounds: 
             )
             model.set_attn_implementation(per_document.NAME)
             packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
+            positions = table_of_positions(model) or row_length
+            last = packed[-len(two) :]
+            if positions < row_length:  # as many tokens as the table has room for, and some more
+                documents = [*[one] * -(-positions // len(one)), two]
+                last = _packed_logits(model, documents, passes_bounds)[-len(two) :]
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
     rounding = _rounding(model, autocast, padded, alone)
     leak = _largest_difference(changed[first_length:], packed[first_length:])
-    off = _largest_difference(packed, alone)
+    off = max(_largest_difference(packed, alone), _largest_difference(last, alone[-len(two) :]))
     # Equal shapes round equally, except of experts, which multiply as many rows as were routed to them.
     if leak > (ROUNDING_FACTOR * rounding if _has_experts(model) else 0.0):
         return Check(False, f"a packed document sees the one before it (logits move by {leak:.1e})")
@@ -284,11 +320,26 @@ def _has_experts(model) -> bool:
     return any("expert" in name for name, _ in model.named_modules())
 
 
-def attention_window(model) -> int | None:
-    """The smallest sliding window or chunk of the model's attention layers in tokens, if its config gives one."""
+# What configs call the number of tokens that a layer's attention sees at most, or picks.
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "sliding_window_size")
+SPARSE = ("index_topk", "indexer_budget")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
+
+
+def limit_of(model, names: tuple[str, ...]) -> int | None:
+    """The smallest positive number that the model's config has under one of these names."""
     config = model.config.get_text_config()
-    found = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    found = [getattr(config, name, None) for name in names]
     return min((n for n in found if isinstance(n, int) and n > 0), default=None)
+
+
+def table_of_positions(model) -> int | None:
+    """The tokens that a mask or a table of positions in the model has room for; None if it has none."""
+    limit = limit_of(model, POSITIONS) or -1
+    masks = any(limit in buffer.shape for buffer in model.buffers() if buffer.dim() > 1)
+    # Some tables begin with rows for padding.
+    rows = (m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding))
+    return limit if masks or any(limit <= n <= limit + 2 for n in rows) else None
 
 
 def packed_inputs(documents, device, passes_bounds: bool = False):

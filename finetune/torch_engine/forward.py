@@ -82,6 +82,7 @@ class ModelForward:
     def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
         self.model, self.groups, self.pad_id = model, groups, pad_id
         self.context_length = plan.data.context_length
+        self.row_length = max(plan.steps.microbatch_tokens or 0, plan.data.row_length)
         self.device, self.pipeline, self.shards_sequences = groups.device, SingleStage(), False
         dtype = plan.precision.autocast and DTYPES[plan.precision.autocast]
         self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast

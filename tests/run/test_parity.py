@@ -39,6 +39,11 @@ def test_runs_that_differ_are_told_so():
     assert parity.compare(one, other, "fp16")["same"]
 
 
+def test_a_loss_near_zero_is_compared_as_the_difference_of_logits_that_it_is():
+    assert parity.difference(2.0, 2.5) == pytest.approx(0.2)
+    assert parity.difference(0.003, 0.004) == pytest.approx(0.001)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

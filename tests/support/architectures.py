@@ -188,6 +188,25 @@ def tiny_config(model_type: str, **changes):
     return cls(**made)
 
 
+# Limits of classes, below the length of a document of `compare`; of positions, below that of its packed row.
+SHORT = dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size"), 8)
+SHORT |= dict.fromkeys(("index_topk", "indexer_budget", "window_size", "chunk_size", "mamba_chunk_size"), 8)
+SHORT |= dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx"), 64)
+
+
+def short_limits(model_type: str) -> dict:
+    """{path: value} of the limits in a class's configuration, as `changes` of tiny_config."""
+
+    def visit(values: dict, path: str):
+        for name, value in values.items():
+            if isinstance(value, dict) and name not in NOT_SIZES:
+                yield from visit(value, f"{path}{name}.")
+            elif name in SHORT and type(value) is int and "vision" not in path and "audio" not in path:
+                yield f"{path}{name}", SHORT[name]
+
+    return dict(visit(tiny_config(model_type).to_dict(), ""))
+
+
 def _shrunk(values: dict) -> dict:
     """The defaults with sizes made tiny, at every depth; a list with one item per layer is cut to the layers left."""
     layers = values.get("num_hidden_layers")
@@ -253,7 +272,7 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
     settings = dataclasses.replace(
         TrainConfig(), precision="fp32", lr=1e-3, train_type=train_type, use_dora=use_dora, lora_rank=4, lora_alpha=8.0
     )
-    settings = dataclasses.replace(settings, lora_dropout=0.0, lora_target_modules="all")
+    settings = dataclasses.replace(settings, lora_dropout=0.0, lora_target_modules="all", microbatch_tokens=128)
     if train_type == "qlora":
         settings = dataclasses.replace(settings, quantization_backend="nf4")
     ours = load_model(folder, settings, torch.device("cpu"), say=lambda line: None)

@@ -7,8 +7,15 @@ import transformers
 
 from finetune.errors import PlanError
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.checks import check_causal, check_head, check_padding_free, no_autocast
-from tests.support import tiny
+from finetune.torch_engine.checks import (
+    check_causal,
+    check_head,
+    check_padding_free,
+    check_sparse_attention,
+    no_autocast,
+    table_of_positions,
+)
+from tests.support import architectures, tiny
 from tests.support.engines import CPU, batches, engine
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -133,3 +140,26 @@ def test_a_model_of_zeros_passes_without_a_division():
         torch.nn.init.zeros_(parameter)
     assert check_padding_free(model, no_autocast, 64).holds
     assert check_head(model, "padding_free", no_autocast).holds
+
+
+def test_a_row_longer_than_a_mask_in_the_model_is_padded():
+    """GPT-Neo's mask of 64 tokens: two short documents fit, 73 tokens do not."""
+    model = architectures.build("gpt_neo", max_position_embeddings=64)
+    assert table_of_positions(model) == 64
+    assert check_padding_free(model, no_autocast, 32, 64).holds
+    found = check_padding_free(model, no_autocast, 32, 65)
+    assert not found.holds and "does not support packed documents" in found.reason
+
+
+def test_positions_that_are_computed_are_no_table():
+    model = architectures.build("llama", max_position_embeddings=64)
+    assert table_of_positions(model) is None
+    assert check_padding_free(model, no_autocast, 32, 200).holds
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_attention_that_picks_by_the_row_s_length_is_refused_beyond_what_it_picks(model_type):
+    model = architectures.build(model_type, index_topk=8)
+    check_sparse_attention(model, no_autocast, 8)
+    with pytest.raises(PlanError, match="picks 8 tokens by its sparse attention.* Add --context_length 8."):
+        check_sparse_attention(model, no_autocast, 9)
