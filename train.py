@@ -157,7 +157,7 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:
-            say(f"already complete: {plan.settings.output_dir} holds all {done.step} steps")
+            say(f"already complete: {plan.settings.output_dir} is at its last step, {done.step}")
         return plan, done
     lines, fits = report_lines(plan, plan.shape, plan.memory_budget, dims=plan.dims)
     say("\n".join(lines))

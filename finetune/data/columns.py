@@ -260,6 +260,11 @@ class RowReader:
         options = self.options
         return Row(schema.format, values, columns, source, options.ignored, self.notices, options.special_tokens)
 
+    def check_renamed(self, columns) -> None:
+        """Raises PlanError if --columns names one that no row has."""
+        if missing_column(columns, self.options) is not None:
+            raise PlanError(no_format(self.dataset, columns, self.options))
+
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
@@ -337,14 +342,20 @@ def _remedy(name: str, fmt: str) -> str:
     return f"Add {leave} to train without it."
 
 
+def missing_column(columns, options: RowOptions) -> str | None:
+    """A column that --columns names and these rows have not."""
+    have = {str(name).strip().casefold() for name in columns}
+    return next((column for column in options.columns.values() if column.casefold() not in have), None)
+
+
 def no_format(dataset: str, columns, options: RowOptions) -> str:
     """The line for columns that match no format."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
-    missing = [c for c in options.columns.values() if c.casefold() not in {str(n).strip().casefold() for n in columns}]
-    if missing:
-        return f"{dataset}: has no column {missing[0]!r} that --columns names, it has {found}. Name one of these."
+    missing = missing_column(columns, options)
+    if missing is not None:
+        return f"{dataset}: has no column {missing!r} that --columns names, it has {found}. Name one of these."
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)

@@ -35,7 +35,7 @@ def sampled_lengths(plan: DataPlan, model_folder: Path, fetch: bool) -> tuple[in
         most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
         rows = most if plan.dataset_samples < 0 else min(most, plan.dataset_samples)
         raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", plan.text_unit)
-        reader = RowReader(options_of(source, plan), raw.columns, "--dataset")
+        reader = RowReader(options_of(source, plan), raw.columns, f"--dataset {source}")
         with RowEncoder(tokenizer, reader) as encoder:
             every = slice(None, None, max(1, len(raw.rows) // SAMPLE_ROWS))
             for documents in encoder.encode(raw.rows[every], raw.sources[every]):

@@ -128,8 +128,9 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
-    """Raises PlanError for columns that match no format, or that say what is not learned."""
+    """Raises PlanError for columns that match no format, say what is not learned, or are named and missing."""
     reader, seen = RowReader(options, raw.columns, flag), set()
+    reader.check_renamed(raw.columns)
     for row, source in zip(raw.rows, raw.sources, strict=True):
         names = tuple(row)
         if names not in seen or reader.has_unused(names):

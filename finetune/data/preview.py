@@ -94,8 +94,9 @@ def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
 
 
 def histogram(lengths: np.ndarray) -> dict:
-    """Quantiles of the documents' lengths, and how many are in each of BINS equal bins."""
-    counts, edges = np.histogram(lengths, BINS, (0, max(1, int(lengths.max()))))
+    """Quantiles of the documents' lengths, and how many are in each of at most BINS equal bins."""
+    most = max(1, int(lengths.max()))
+    counts, edges = np.histogram(lengths, min(BINS, most), (0, most))
     quantiles = {f"p{q}": int(np.percentile(lengths, q)) for q in (50, 95, 99)}
     return quantiles | {
         "max": int(lengths.max()),
@@ -182,7 +183,7 @@ def text_of(content: dict) -> list[str]:
     for sample in content["samples"]:
         lines += [f"{sample['source']}:", *sample["text"].splitlines()]
     for entry in content["lint"]:
-        lines.append(f"check: {entry['count']:,} {entry['what']}, first {entry['first']}: {entry['remedy']}")
+        lines.append(f"check: {entry['what']}: {entry['count']:,}, first {entry['first']}: {entry['remedy']}")
     return lines if content["lint"] else [*lines, "check: no problems found"]
 
 

@@ -654,3 +654,10 @@ def test_a_message_that_the_template_leaves_out_is_counted(tmp_path, chat_tokeni
     rows = {"messages": [{"role": "system", "content": "Be brief."}, ASK, SAY]}
     dataset, _ = dataset_of(tmp_path, {"a.jsonl": lines(rows)}, chat_tokenizer, {"template": template})
     assert dataset.notices == ("a message of system is altered or left out by the chat template: 1 x",)
+
+
+def test_a_column_that_is_named_and_missing_is_refused(tmp_path, chat_tokenizer):
+    with pytest.raises(PlanError, match="has no column 'q' that --columns names, it has prompt, completion"):
+        dataset_of(
+            tmp_path, {"a.jsonl": lines({"prompt": "a", "completion": "b"})}, chat_tokenizer, {"columns": "prompt=q"}
+        )
