@@ -269,7 +269,7 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
     if safetensors_io.INDEX in entries:  # the digests of the per-rank shards are in both
         try:
             index = safetensors_io.read_index(folder)
-        except JsonFileError as error:
+        except PlanError as error:
             raise CheckpointDamagedError(str(error)) from None
         for name, entry in index["files"].items():
             if entries.get(name) != entry:

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from numpy.lib import format as npy
 
@@ -23,6 +23,7 @@ from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.older import expansion
+from finetune.system.files import is_plain_name, outside
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -341,15 +342,12 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
         raise PlanError(f"{said}: has a GGUF file and no safetensors. Give the model it was made from.")
     else:
         raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
-    roots = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
-        roots.append(folder.resolve().parent.parent / "blobs")
     for name in names:
         path = folder / name
         if not path.is_file():
             raise PlanError(f"{said}: {name} is missing. Download the model again.")
-        if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise PlanError(f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it.")
+        if target := outside(path):
+            raise PlanError(f"{said}: {name} links to {target}, outside the folder. Copy the file into it.")
     return tuple(folder / name for name in names)
 
 
@@ -365,8 +363,7 @@ def index_shards(folder: Path, said: str) -> list[str]:
     if not names:
         raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
     for name in names:
-        plain = isinstance(name, str) and PurePosixPath(name).name == name and not set(name) & {"\\", "\0"}
-        if not plain or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise PlanError(
                 f"{said}: {INDEX} names the weight file {shown(name)}, which is not a plain *.safetensors file name. "
                 "Use a model whose shards are in its own folder."
