@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
-from finetune.checkpoint.store import verify_if_checkpoint
+from finetune.checkpoint.store import steps_of, verify_if_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -39,10 +39,9 @@ def base_of(checkpoint: str) -> ModelFiles:
     if (folder / "trained_blocks.json").is_file():
         config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
     if not config.is_file():
-        latest = folder / "checkpoints" / "latest"
-        if latest.is_file() and not (folder / "config.json").is_file():
-            newest = latest.parent / latest.read_text(encoding="utf-8", errors="replace")
-            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {newest}.")
+        steps = [] if (folder / "config.json").is_file() else steps_of(folder)
+        if steps:
+            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {steps[0]}.")
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise PlanError(
                 f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.errors import NonFiniteError
+from finetune.errors import NonFiniteError, PlanError
 from finetune.system.files import is_plain_name, outside
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
@@ -192,6 +192,30 @@ def encode_header(header: dict) -> bytes:
 
 
 # ---- reading
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """{name: fp32 array} of a file of floats, as adapters are. PlanError if it is damaged, or a number not finite."""
+    from safetensors import deserialize
+
+    if target := outside(path):
+        raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
+    with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
+        found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
+    for name, array in found.items():
+        if not np.isfinite(array).all():
+            raise PlanError(f"{path}: {name[:200]} has numbers that are not finite. Give a complete checkpoint.")
+    return found
+
+
+def _widened(entry: dict) -> np.ndarray:
+    if entry["dtype"] == "BF16":
+        wide = np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(entry["shape"])
+    if entry["dtype"] not in ("F64", "F32", "F16"):
+        raise ValueError(f"it holds {entry['dtype']}, must hold floats")
+    found = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    return found if found.dtype == np.float32 and found.flags.writeable else found.astype(np.float32)
 
 
 class StoredTensor:

@@ -8,11 +8,17 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
+from finetune.system.files import outside
 from finetune.system.untrusted import untrusted
+
+WITH_TEXT = ("chat_template", "additional_chat_templates")
 
 
 def load_tokenizer(folder: Path):
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
+    for file in (f for f in Path(folder).iterdir() if f.name.startswith(WITH_TEXT)):
+        if target := outside(file):  # its text would be copied to whatever folder the tokenizer is saved in
+            raise PlanError(f"{file}: links to {target}, outside the folder. Copy the file into it.")
     trial = TokenizerTrial(Path(folder) / "tokenizer.json")  # meanwhile transformers is imported
     from transformers import AutoTokenizer
 
