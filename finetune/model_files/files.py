@@ -274,6 +274,11 @@ def not_decoded(how: dict) -> str | None:
         for key in ("transform_config", "sparsity_config"):
             if how.get(key):
                 return f"with a {key}, which is not decoded"
+    version, layout = how.get("version") or "gemm", how.get("checkpoint_format") or "gptq"
+    if method == "awq" and str(version).lower() != "gemm":
+        return f"in the version {version!r}, which is not decoded"
+    if method == "gptq" and layout not in ("gptq", "gptq_v2"):
+        return f"in the checkpoint_format {layout!r}, which is not decoded"
     if method not in ("fp8", "mxfp4") and (type(bits) is not int or bits not in BITS[str(method)]):
         return f"at {bits!r} bits, which are not decoded"
     return None

@@ -155,6 +155,31 @@ def stored(folder, method: str) -> dict:
             tensors |= {f"{head}.scales": scales, f"{head}.g_idx": torch.arange(columns, dtype=torch.int32) // 32}
             expected[name] = (scales.repeat_interleave(32, 0) * (q - zeros.repeat_interleave(32, 0))).t()
             how |= {"bits": 4, "group_size": 32}
+        elif method == "pack-quantized in groups":
+            rows, columns = weight.shape
+            q, zero = codes(4, rows, columns) - 8, codes(4, rows, columns // 32) - 8
+            scale = torch.rand(rows, columns // 32, generator=RNG) * 0.02
+            order = (torch.randperm(columns, generator=RNG) % (columns // 32)).to(torch.int32)
+            tensors |= {f"{head}.weight_packed": words(q + 8, 4, 1), f"{head}.weight_scale": scale}
+            tensors |= {f"{head}.weight_zero_point": words(zero + 8, 4, 0), f"{head}.weight_g_idx": order}
+            tensors[f"{head}.weight_shape"] = torch.tensor(weight.shape)
+            expected[name] = (q - zero[:, order]) * scale[:, order]
+            scheme = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False, "actorder": "group"}
+            how = packed(scheme)
+        elif method == "int-quantized":
+            q, scale = (codes(8, *weight.shape) - 128).to(torch.int8), torch.rand(weight.shape[0], 1, generator=RNG)
+            zero = (codes(4, weight.shape[0], 1) - 8).to(torch.int8)
+            tensors |= {name: q, f"{name}_scale": scale * 0.02, f"{name}_zero_point": zero}
+            expected[name] = (q.float() - zero) * (scale * 0.02)
+            how = packed({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}, "int-quantized")
+        elif method == "awq":
+            rows, columns = weight.shape
+            zeros, scales = codes(4, columns // 32, rows), torch.rand(columns // 32, rows, generator=RNG) * 0.02
+            q = codes(4, columns, rows)
+            tensors |= {f"{head}.qweight": words(q, 4, 1), f"{head}.qzeros": words(zeros, 4, 1)}
+            tensors[f"{head}.scales"] = scales.half()
+            expected[name] = D.awq(words(q, 4, 1), words(zeros, 4, 1), scales.half())
+            how |= {"bits": 4, "group_size": 32, "version": "gemm"}
         elif method == "compressed-tensors":
             q, scale = codes(4, *weight.shape) - 8, torch.rand(weight.shape[0], 1, generator=RNG) * 0.02
             tensors |= {f"{head}.weight_packed": words(q + 8, 4, 1), f"{head}.weight_scale": scale}
@@ -167,7 +192,11 @@ def stored(folder, method: str) -> dict:
     return expected
 
 
-METHODS = ("fp8", "mxfp4", "gptq", "compressed-tensors")
+def packed(scheme: dict, form: str = "pack-quantized") -> dict:
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": scheme}}}
+
+
+METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "pack-quantized in groups", "int-quantized")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -178,6 +207,164 @@ def test_a_stored_folder_is_read_as_what_it_decodes_to(method, tmp_path):
     assert expected and all(torch.equal(found[n], t.to(D.DTYPE).float()) for n, t in expected.items())
 
 
+def edited(change):
+    """An edit of one stored tensor: change(tensor) is another, or None for none."""
+
+    def edit(tensors, name):
+        tensor = tensors.pop(name)
+        found = change(tensor)
+        if found is not None:
+            tensors[name] = found.contiguous()
+
+    return edit
+
+
+def in_first(value):
+    def change(tensor):
+        flat = tensor.clone().flatten()
+        flat[0] = value
+        return flat.reshape(tensor.shape)
+
+    return change
+
+
+AT = "model.layers.1.mlp.down_proj"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+LAST = "model.layers.1.mlp.down_proj.weight"
+# What is done to a tensor of a stored folder: (method, tensor, change, what the line says of it).
+ODD = [
+    *(
+        (m, f"{AT}.{part}", lambda t: None, f"{part} is missing")
+        for m, part in (
+            ("gptq", "qzeros"),
+            ("gptq", "scales"),
+            ("awq", "qzeros"),
+            ("awq", "scales"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("pack-quantized in groups", "weight_g_idx"),
+            ("pack-quantized in groups", "weight_shape"),
+            ("compressed-tensors", "weight_shape"),
+            ("int-quantized", "weight_zero_point"),
+        )
+    ),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: None, "_scales is missing"),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[:-1], f"{part} is [")
+        for m, part in (
+            ("gptq", "qzeros"),
+            ("gptq", "scales"),
+            ("gptq", "g_idx"),
+            ("awq", "qzeros"),
+            ("awq", "scales"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("pack-quantized in groups", "weight_g_idx"),
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("int-quantized", "weight_zero_point"),
+        )
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[: len(t) // 2], f"{part} is [")
+        for m, part in (("compressed-tensors", "weight_scale"), ("int-quantized", "weight_scale"), ("gptq", "scales"))
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[:1, :1], f"{part} is [1, 1]")
+        for m, part in (
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+        )
+        if m != "compressed-tensors"
+    ),
+    ("pack-quantized in groups", f"{AT}.weight_scale", lambda t: t.t(), "weight_scale is ["),
+    ("gptq", f"{AT}.scales", lambda t: t.t(), "scales is ["),
+    ("gptq", f"{AT}.g_idx", lambda t: t[:1], "g_idx is [1]"),
+    ("fp8", f"{LAST}_scale_inv", lambda t: t[:, :1].repeat(1, 2), "weight_scale_inv is ["),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: t[:1], "_scales is ["),
+    *(
+        (m, f"{AT}.{part}", lambda t: t.to(torch.int32), f"{part} is I32, must be F32")
+        for m, part in (
+            ("gptq", "scales"),
+            ("awq", "scales"),
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("fp8", "weight_scale_inv"),
+        )
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t.to(torch.int16), f"{part} is I16, must be I32")
+        for m, part in (
+            ("gptq", "qweight"),
+            ("gptq", "qzeros"),
+            ("awq", "qweight"),
+            ("compressed-tensors", "weight_packed"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("gptq", "g_idx"),
+        )
+    ),
+    ("fp8", LAST, lambda t: t.view(torch.uint8), "down_proj.weight is U8, must be F8_E4M3"),
+    ("fp8", LAST, lambda t: t.view(torch.float8_e5m2), "down_proj.weight is F8_E5M2, must be F8_E4M3"),
+    ("int-quantized", LAST, lambda t: t.view(torch.uint8), "down_proj.weight is U8, must be I8"),
+    ("int-quantized", LAST, lambda t: t.view(torch.float8_e4m3fn), "down_proj.weight is F8_E4M3, must be I8"),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: t.to(torch.int32), "_scales is I32, must be U8"),
+    *(
+        (m, f"{AT}.{part}", in_first(float(value)), f"{part} has numbers that are not finite")
+        for m, part in (
+            ("gptq", "scales"),
+            ("awq", "scales"),
+            ("fp8", "weight_scale_inv"),
+            ("int-quantized", "weight_scale"),
+            ("pack-quantized in groups", "weight_scale"),
+        )
+        for value in ("nan", "inf")
+    ),
+    ("fp8", LAST, in_first(float("nan")), "down_proj.weight has numbers that are not finite"),
+    ("gptq", f"{AT}.g_idx", in_first(99), "names groups that its"),
+    ("gptq", f"{AT}.g_idx", in_first(-1), "names groups that its"),
+    ("pack-quantized in groups", f"{AT}.weight_g_idx", in_first(99), "names groups that its"),
+    ("pack-quantized in groups", f"{AT}.weight_g_idx", in_first(-1), "names groups that its"),
+    ("compressed-tensors", f"{AT}.weight_shape", in_first(5), "its weight_shape is [5,"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ODD)))
+def test_a_stored_tensor_that_differs_from_what_config_json_announces_is_refused_by_name(number, tmp_path):
+    method, name, change, fact = ODD[number]
+    stored(tmp_path / "model", method)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    edited(change)(tensors, name)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(PlanError) as error:
+        load_dense(tmp_path / "model", torch.float32)
+    text = str(error.value)
+    assert fact in text and "model.layers.1.mlp." in text and "\n" not in text, text
+
+
+def test_columns_ordered_by_activation_need_their_order(tmp_path):
+    """desc_act without g_idx; with one group only, there is no order to lose."""
+    for size, refused in ((32, True), (-1, False)):
+        folder = tmp_path / str(size)
+        stored(folder, "gptq")
+        tensors = load_file(folder / "model.safetensors")
+        for name in [n for n in tensors if n.endswith("g_idx")]:
+            del tensors[name]
+            if size == -1:
+                head = name.removesuffix(".g_idx")
+                tensors |= {f"{head}.{n}": tensors[f"{head}.{n}"][:1].contiguous() for n in ("scales", "qzeros")}
+        save_file(tensors, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= {"desc_act": True, "group_size": size}
+        (folder / "config.json").write_text(json.dumps(config))
+        if refused:
+            with pytest.raises(PlanError, match="g_idx is missing, and config.json announces it"):
+                load_dense(folder, torch.float32)
+        else:
+            load_dense(folder, torch.float32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("train_type", ["lora", "qlora", "full"])
 @pytest.mark.parametrize("method", METHODS)
@@ -186,7 +373,8 @@ def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, architectures.QUESTIONS)))
     flags = dict(model_name=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), train_type=train_type)
     state = fine_tune(**flags, max_steps=3, batch_size=4, lr=1e-3, output_dir=str(tmp_path / "out"))
-    assert state.step == 3 and f"weights stored as {method} are decoded to 16 bits" in capsys.readouterr().out
+    how = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert state.step == 3 and f"weights stored as {how} are decoded to 16 bits" in capsys.readouterr().out
     if train_type == "full":
         assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -197,6 +385,8 @@ def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
         ({"quant_method": "gptq", "bits": 3}, "gptq, at 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
         ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "awq", "version": "gemv"}, "in the version 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the checkpoint_format 'marlin'"),
         ({"quant_method": "gptq", "bits": "4"}, "at '4' bits"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": ["x"]}, "config_groups"),
         (
