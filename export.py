@@ -80,11 +80,10 @@ def convert_adapter(args) -> int:
     import json
 
     from finetune.adapters import formats, saved
-    from finetune.checkpoint.store import replace_tensors, verify_if_checkpoint
+    from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_model
 
     source, target = Path(args.checkpoint), Path(args.output_dir)
-    verify_if_checkpoint(source)
     check_new(target, "--output_dir")
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
-from finetune.checkpoint.store import steps_of, verify_if_checkpoint
+from finetune.checkpoint.published import verify_texts
+from finetune.checkpoint.store import steps_of
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -31,10 +32,11 @@ def add_flags(parser) -> None:
 def base_of(checkpoint: str) -> ModelFiles:
     """Files of the full model: the checkpoint itself, or the base model named by its adapter.
 
-    Raises PlanError; CheckpointDamagedError for a step-N folder whose files are not those that its manifest names.
+    Raises PlanError; CheckpointDamagedError for a folder whose files are not those that its manifest names.
     """
     folder = Path(checkpoint)
-    verify_if_checkpoint(folder)
+    if folder.is_dir():
+        verify_texts(folder)
     config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():
         config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.safetensors_io import read_tensors
 from finetune.system.json_files import NUMBER, check, read_json
@@ -31,12 +32,19 @@ def is_mlx_lm(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """(adapter_config.json, {name: fp32 array}) of an adapter in either format. PlanError naming file and fact."""
+    """(adapter_config.json, {name: fp32 array}) of an adapter in either format. Raises PlanError naming file and
+    fact; CheckpointDamagedError for files that are not those of the folder's manifest.
+    """
     mlx_lm = is_mlx_lm(folder)
     file = folder / (MLX_LM_FILE if mlx_lm else PEFT_FILE)
     for path in (folder / CONFIG, file):
         if not path.is_file():
             raise PlanError(f"{folder}: has no {path.name}. {AGAIN}")
+    with verified(folder, (folder / CONFIG, file)):
+        return _checked(folder, file, mlx_lm)
+
+
+def _checked(folder: Path, file: Path, mlx_lm: bool) -> tuple[dict, dict[str, np.ndarray]]:
     config = read_json(folder / CONFIG, {})
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":

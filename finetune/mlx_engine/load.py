@@ -1,11 +1,13 @@
 """From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 
 from finetune.adapters import saved
 from finetune.adapters.saved import CONFIG
+from finetune.checkpoint.published import verified
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.memory_advice import memory_advice, on_loading
@@ -26,7 +28,8 @@ def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, Drop
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
     quantization, dtype = plan.quantization, models.DTYPES[plan.precision.compute]
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
-    with memory_advice(on_loading(folder, plan), MEMORY_REFUSED):
+    folder = Path(folder)
+    with memory_advice(on_loading(folder, plan), MEMORY_REFUSED), verified(folder, folder.glob("*.safetensors")):
         loaded, keys = models.load(folder, config, dtype, dequantizes), None
         if quantization:
             how = quantization.bits, quantization.group_size, quantization.quant_type or "affine"
@@ -60,11 +63,11 @@ def open_trained(checkpoint, files, precision: str, pad_id: int) -> MLXEngine:
         raise PlanError(f"--checkpoint {checkpoint}: added layers are for torch. Use --device cpu, or export.py first.")
     if (checkpoint / CONFIG).is_file():
         adapter, tensors = read_adapter(checkpoint)
-    loaded = models.load(
-        files.folder, files.config, models.DTYPES[precision], mx.default_device().type == mx.DeviceType.cpu
-    )
-    keys = add_adapters(loaded, adapter) if adapter else None
-    mx.eval(loaded.model.parameters())
+    dequantizes = mx.default_device().type == mx.DeviceType.cpu
+    with verified(files.folder, files.weight_files):
+        loaded = models.load(files.folder, files.config, models.DTYPES[precision], dequantizes)
+        keys = add_adapters(loaded, adapter) if adapter else None
+        mx.eval(loaded.model.parameters())
     plan = Parts(replace(TrainConfig(), train_type="lora", precision=precision))
     engine = MLXEngine(loaded, plan, keys, Ranks(), pad_id, files.config)
     if tensors:

@@ -17,6 +17,7 @@ from numpy.lib import format as npy
 
 import quantization_wrapper
 from finetune import safetensors_io
+from finetune.checkpoint.published import verify_texts
 from finetune.errors import PlanError, first_line
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
@@ -158,6 +159,7 @@ def read_folder(
     folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
 ) -> ModelFiles:
     """The checked files of a folder. `said` (flag and value) is the prefix of error messages. Raises PlanError."""
+    verify_texts(folder)
     config = read_config(folder, said)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
     weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
 from finetune.safetensors_io import read_tensors
@@ -178,7 +179,8 @@ def unfreeze_blocks(model, blocks: list[str]) -> None:
 @torch.no_grad()
 def attach_blocks(model, folder) -> None:
     """Loads trained blocks into the expanded model they belong to."""
-    tensors = read_tensors(Path(folder) / TRAINED)
+    with verified(Path(folder), [Path(folder) / TRAINED]):
+        tensors = read_tensors(Path(folder) / TRAINED)
     parameters = dict(model.named_parameters())
     for name, array in tensors.items():
         tensor = torch.from_numpy(array)
