@@ -14,6 +14,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leave
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from finetune import safetensors_io
+from finetune.checkpoint.published import verified
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -124,7 +125,8 @@ def main(argv=None) -> int:
     zeros, first_of_kinds = zeros_by_layer(e)
     zero_patterns = sorted(set().union(*zeros.values()))
     with storage(target), new_folder(target) as folder:
-        write(expanded(e.tensors, e.prefix, e.order, e.new, lambda i, pattern: pattern in zeros[i]), folder)
+        with verified(e.files.folder, e.files.weight_files):
+            write(expanded(e.tensors, e.prefix, e.order, e.new, lambda i, pattern: pattern in zeros[i]), folder)
         write_configs(e, zero_patterns, folder)
         checked = check_logits(e, first_of_kinds, folder)
     new = ", ".join(map(str, e.new))

@@ -79,25 +79,24 @@ def convert_adapter(args) -> int:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
-    from finetune.adapters import formats as formats
-    from finetune.checkpoint.store import replace_tensors, verify_if_checkpoint
+    from finetune.adapters import formats, saved
+    from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_model
 
     source, target = Path(args.checkpoint), Path(args.output_dir)
-    verify_if_checkpoint(source)
     check_new(target, "--output_dir")
-    from_mlx = formats.is_mlx_lm(source)
-    tensors, config = formats.read(source)
+    from_mlx = saved.is_mlx_lm(source)
+    config, tensors = saved.read_adapter(source)
     files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
     if args.to == "mlx-lm" and not from_mlx:
         tensors, config = formats.to_mlx_lm(tensors, config, files.config)
     elif args.to == "peft" and from_mlx:
         tensors, config = formats.to_peft(tensors, config, formats.linear_names(files.weight_files))
         config["base_model_name_or_path"] = files.name
-    name = formats.MLX_LM_FILE if args.to == "mlx-lm" else formats.PEFT_FILE
+    name = saved.MLX_LM_FILE if args.to == "mlx-lm" else saved.PEFT_FILE
     with storage(target), new_folder(target) as folder:
         replace_tensors(folder / name, tensors)
-        (folder / formats.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (folder / saved.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     say(f"adapter for {args.to} in {target}: {len(tensors)} tensors, on {files.name}")
     return 0
 

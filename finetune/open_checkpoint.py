@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
-from finetune.checkpoint.store import verify_if_checkpoint
+from finetune.checkpoint.published import verify_texts
+from finetune.checkpoint.store import steps_of
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
@@ -31,18 +32,18 @@ def add_flags(parser) -> None:
 def base_of(checkpoint: str) -> ModelFiles:
     """Files of the full model: the checkpoint itself, or the base model named by its adapter.
 
-    Raises PlanError; CheckpointDamagedError for a step-N folder whose files are not those that its manifest names.
+    Raises PlanError; CheckpointDamagedError for a folder whose files are not those that its manifest names.
     """
     folder = Path(checkpoint)
-    verify_if_checkpoint(folder)
+    if folder.is_dir():
+        verify_texts(folder)
     config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():
         config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
     if not config.is_file():
-        latest = folder / "checkpoints" / "latest"
-        if latest.is_file() and not (folder / "config.json").is_file():
-            newest = latest.parent / latest.read_text(encoding="utf-8", errors="replace")
-            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {newest}.")
+        steps = [] if (folder / "config.json").is_file() else steps_of(folder)
+        if steps:
+            raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {steps[0]}.")
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise PlanError(
                 f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."

@@ -9,6 +9,7 @@ MOMENTS = {
     "sgd": {"momentum_buffer"},
     "adadelta": {"square_avg", "acc_delta"},
 }
+MAX_COUNT = 2**53  # more steps than a float can count
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 
 
@@ -50,13 +51,15 @@ def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may
             raise CheckpointDamagedError(
                 f"optimizer.safetensors: {key} is {tuple(value.shape)}, its weight {shapes[name]}"
             )
+        if str(value.dtype) not in ("float32", "F32"):
+            raise CheckpointDamagedError(f"optimizer.safetensors: {key} is {value.dtype}, must be float32")
     for name, moments in found.items():
         if moments != expected:
             raise CheckpointDamagedError(
                 f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
                 f"{', '.join(sorted(expected))}"
             )
-        if optimizer != "sgd" and not counts.get(f"{name}.step", 0) > 0:
+        if optimizer != "sgd" and not 0 < counts.get(f"{name}.step", 0) < MAX_COUNT:
             raise CheckpointDamagedError(f"train_state.json: engine.counts has no step of {name}")
     if not found and not may_be_empty:
         raise CheckpointDamagedError("optimizer.safetensors: has no moments")
@@ -82,6 +85,8 @@ class LossScaler:
     def load(self, values: dict) -> None:
         """Continues with the saved scale; one that was saved without scaling, or is loaded into it, stays as it is."""
         if self.scale is not None and values["scale"] is not None:
+            if not 0 < values["scale"] < MAX_COUNT:
+                raise CheckpointDamagedError(f"train_state.json: engine.scale is {str(values['scale'])[:80]}")
             self.scale, self.clean_steps = values["scale"], values["clean_steps"]
 
     def lower(self) -> bool:

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.errors import NonFiniteError
-from finetune.system.json_files import read_json
+from finetune.errors import NonFiniteError, PlanError
+from finetune.system.files import is_plain_name, outside
+from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.untrusted import untrusted
 
 INDEX = "parts.json"
 INDEX_SCHEMA = {
@@ -192,6 +194,30 @@ def encode_header(header: dict) -> bytes:
 # ---- reading
 
 
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """{name: fp32 array} of a file of floats, as adapters are. PlanError if it is damaged, or a number not finite."""
+    from safetensors import deserialize
+
+    if target := outside(path):
+        raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
+    with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
+        found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
+    for name, array in found.items():
+        if not np.isfinite(array).all():
+            raise PlanError(f"{path}: {name[:200]} has numbers that are not finite. Give a complete checkpoint.")
+    return found
+
+
+def _widened(entry: dict) -> np.ndarray:
+    if entry["dtype"] == "BF16":
+        wide = np.frombuffer(entry["data"], np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(entry["shape"])
+    if entry["dtype"] not in ("F64", "F32", "F16"):
+        raise ValueError(f"it holds {entry['dtype']}, must hold floats")
+    found = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    return found if found.dtype == np.float32 and found.flags.writeable else found.astype(np.float32)
+
+
 class StoredTensor:
     """A lazy tensor on disk with numpy's `shape` and slicing: reads only the requested region."""
 
@@ -240,7 +266,7 @@ class CheckpointTensors(Mapping):
                 for name, e in header.items()
             }
             return
-        tensors, opened = read_index(folder)["tensors"].get(file, {}), {}
+        tensors, opened = read_index(folder, file)["tensors"].get(file, {}), {}
         for name in sorted({p["file"] for entry in tensors.values() for p in entry["parts"]}):
             opened[name] = safe_open(folder / name, framework="numpy")
         self.found = {
@@ -260,16 +286,77 @@ class CheckpointTensors(Mapping):
         return len(self.found)
 
 
-def read_index(folder: Path) -> dict:
-    """Content of parts.json, see index_of. Raises JsonFileError."""
-    return read_json(folder / INDEX, INDEX_SCHEMA)
+def read_index(folder: Path, only: str | None = None) -> dict:
+    """Content of parts.json, see index_of: each tensor's numbers are given once, by shards as their files hold them.
+    Raises JsonFileError naming file and tensor. `only`: the single file whose tensors are read.
+    """
+    index = read_json(folder / INDEX, INDEX_SCHEMA)
+    for file, tensors in index["tensors"].items():
+        if only not in (None, file):
+            continue
+        shards: dict[str, dict] = {}
+        for tensor, entry in tensors.items():
+            said = f"{folder / INDEX}: {file}'s {tensor[:80]}"
+            _check_tiling(entry, said)
+            for part in entry["parts"]:
+                place = entry["dtype"], part["shape"], part["offset"], entry["shape"]
+                shards.setdefault(part["file"], {})[tensor] = place
+        for name, held in shards.items():
+            _check_shards(folder, name, held)
+    return index
+
+
+def _check_tiling(entry: dict, said: str) -> None:
+    """Raises JsonFileError unless the shards are a grid over the full tensor: all of it, and nothing twice."""
+    shape, parts = entry["shape"], entry["parts"]
+    for part in parts:
+        if not len(part["offset"]) == len(part["shape"]) == len(shape):
+            raise JsonFileError(f"{said}: a shard of {part['shape']} at {part['offset']} is not one of {shape}")
+    held = [part for part in parts if prod(part["shape"])]
+    axes = [sorted({(p["offset"][i], p["offset"][i] + p["shape"][i]) for p in held}) for i in range(len(shape))]
+    joined = all(
+        [*(start for start, _ in spans), size] == [0, *(end for _, end in spans)]
+        for spans, size in zip(axes, shape, strict=True)
+    )
+    distinct = len({tuple(part["offset"]) for part in held})
+    if prod(shape) and not (joined and len(held) == distinct == prod(map(len, axes))):
+        numbers = sum(prod(part["shape"]) for part in held)
+        fact = f"{numbers} numbers" if numbers != prod(shape) else "as many numbers, but not each once"
+        raise JsonFileError(f"{said}: its shards give {fact} of {shape}")
+
+
+def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
+    """Raises JsonFileError unless the file is in the folder and its header has these shards.
+    `tensors`: {name: (dtype, shape, offset, full shape)}.
+    """
+    from safetensors import safe_open
+
+    path, said = folder / name[:255], f"{folder / INDEX}: names {name[:80]!r}"
+    if not is_plain_name(name):
+        raise JsonFileError(f"{said}, which is not a plain file name")
+    if not path.is_file():
+        raise JsonFileError(f"{said}, which is missing")
+    if target := outside(path):
+        raise JsonFileError(f"{said}, which links to {target}, outside the folder")
+    with untrusted(f"{path}: cannot be read", "Give another checkpoint."), safe_open(path, framework="numpy") as file:
+        names, places = set(file.keys()), json.loads((file.metadata() or {}).get("parts", "{}"))
+        for tensor, wanted in tensors.items():
+            found = file.get_slice(tensor) if tensor in names else None
+            held = found and (found.get_dtype(), found.get_shape(), *places.get(tensor, (None, None)))
+            if held != wanted:
+                fact = f"it is {_place(*held)}" if held else "it is not there"
+                raise JsonFileError(f"{said} for {tensor[:80]} {_place(*wanted)}: {fact}")
+
+
+def _place(dtype: str, shape: list, offset: list, whole: list) -> str:
+    return f"{dtype} {shape} at {offset} of {whole}"
 
 
 def files_of(folder: Path, file: str) -> list[Path]:
     """The shard files that hold the tensors of `file`; empty without a parts.json."""
     if not (folder / INDEX).is_file():
         return []
-    tensors = read_index(folder)["tensors"].get(file, {})
+    tensors = read_index(folder, file)["tensors"].get(file, {})
     return sorted({folder / p["file"] for entry in tensors.values() for p in entry["parts"]})
 
 
@@ -284,5 +371,5 @@ def shapes_of(files) -> dict[str, tuple[int, ...]]:
     file = sharded_file_of(Path(files[0])) if files else None
     if file is None:
         return {}
-    tensors = read_index(Path(files[0]).parent)["tensors"][file]
+    tensors = read_index(Path(files[0]).parent, file)["tensors"][file]
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}

@@ -4,19 +4,16 @@ PEFT: A [R, I], B [O, R], scale alpha/R. mlx-lm: lora_a [I, R], lora_b [R, O], a
 path. E experts share A [E * R, I] and B [O, R * E] in PEFT; mlx-lm has [E, R, I] and [E, O, R], gate and up apart.
 """
 
-import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 
 from finetune import safetensors_io
+from finetune.adapters.saved import CONFIG, MLX_LM_FILE
 from finetune.errors import PlanError
-from finetune.system.untrusted import untrusted
 
 PREFIX = "base_model.model."
-PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
 LEAVES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
 # Where mlx-lm keeps the experts that transformers 5 holds as mlp.experts.
 EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp", "qwen2_moe": "mlp.switch_mlp"}
@@ -28,23 +25,6 @@ NOT_CONVERTED = {
     "layer_replication": "replicated layers",
     "fan_in_fan_out": "transposed layers",
 }
-
-
-def is_mlx_lm(folder: Path) -> bool:
-    """True for a folder with an adapter of mlx-lm."""
-    return (folder / MLX_LM_FILE).is_file() and not (folder / PEFT_FILE).is_file()
-
-
-def read(folder: Path) -> tuple[dict, dict]:
-    """(tensors as fp32, config) of an adapter in either format. Raises PlanError."""
-    file = folder / (MLX_LM_FILE if is_mlx_lm(folder) else PEFT_FILE)
-    with untrusted(f"{folder}: its adapter cannot be read", "Give a complete adapter."):
-        from safetensors.numpy import load_file
-
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise TypeError(f"{CONFIG} is not a JSON object")
-        return {name: np.asarray(t, np.float32) for name, t in load_file(file).items()}, config
 
 
 def base_name(config: dict, said: str) -> str:
@@ -74,7 +54,7 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
             raise PlanError(
                 f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm does not support. Use --to hf."
             )
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    rank, alpha = config["r"], config["lora_alpha"]
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     out: dict[str, np.ndarray] = {}
     num_experts = model_config.get("num_local_experts") or model_config.get("num_experts")
@@ -135,9 +115,8 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
     end, needs no translation.
     """
     back, out = {ours: leaf for leaf, ours in LEAVES.items()}, {}
-    with untrusted(f"{CONFIG}: is not mlx-lm's", "Give a complete adapter of mlx_lm.lora."):
-        kind, parameters = config.get("fine_tune_type", "lora"), config["lora_parameters"]
-        rank, scale = int(parameters["rank"]), float(parameters["scale"])
+    kind, parameters = config.get("fine_tune_type", "lora"), config["lora_parameters"]
+    rank, scale = parameters["rank"], float(parameters["scale"])
     if kind not in ("lora", "dora"):
         raise PlanError(f"--to peft: mlx-lm's fine_tune_type {kind} is not an adapter. Use mlx_lm.fuse.")
     for name, array in tensors.items():

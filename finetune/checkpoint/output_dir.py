@@ -10,6 +10,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.checkpoint.lock import Lock
+from finetune.checkpoint.published import remove_manifest, write_manifest
 from finetune.checkpoint.saved_run import (
     CHECKPOINT_STATE_SCHEMA,
     NO_CHECKPOINT,
@@ -112,6 +113,7 @@ class OutputDir:
         if not self.continues and self.plan.settings.overwrite:
             clear_run(self.root)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
+        remove_manifest(self.root)
         return keep_aside(self.root, step)
 
     def close(self) -> None:
@@ -361,12 +363,15 @@ class CheckpointWriter:
         )
         return state_of(content), content["metrics_bytes"]
 
-    def publish(self, engine, folder: Path | None = None) -> None:
-        """Writes the current weights to the output_dir (or `folder`), each file atomically. Collective."""
+    def publish(self, engine, step: int, folder: Path | None = None) -> None:
+        """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.
+        Collective.
+        """
         folder = folder or self.root
         if self.files:
             with storage(folder):
                 folder.mkdir(exist_ok=True)
+                remove_manifest(folder)
         if self.plan.has_adapter:
             adapter = engine.trainable_state()
             if self.files:
@@ -374,8 +379,11 @@ class CheckpointWriter:
         else:
             with storage(folder):
                 engine.write_model(folder)
-        for name, content in self.configs.items() if self.files else ():
-            replace_text(folder / name, json.dumps(content, indent=2) + "\n")
+        if self.files:
+            for name, content in self.configs.items():
+                replace_text(folder / name, json.dumps(content, indent=2) + "\n")
+            with storage(folder):
+                write_manifest(folder, step, self.run_id)
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""

@@ -14,7 +14,8 @@ from typing import get_args, get_type_hints
 
 from finetune import cli
 from finetune.checkpoint.lock import check_not_in_use
-from finetune.checkpoint.store import MANIFEST, newest_run, read_manifest, steps_of, verified_json
+from finetune.checkpoint.published import is_as_published, is_checkpoint
+from finetune.checkpoint.store import newest_run, read_manifest, steps_of, verified_json
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.files import local_path
@@ -76,7 +77,7 @@ def _named(resume: str, output_dir: str | None) -> SavedRun:
     if full.parent.name == "checkpoints" and full.name.startswith("step-") and full.name[5:].isdigit():
         root = full.parent.parent
         return _unless_in_use(root, lambda: _of_checkpoint(root, full))
-    if os.path.isfile(root / MANIFEST):
+    if is_checkpoint(root):
         if not output_dir:
             raise PlanError(f"{said}: is a checkpoint outside of a run's folder. Give the --output_dir to continue in.")
         return _of_checkpoint(Path(output_dir), full)
@@ -164,13 +165,13 @@ def _checked_plan(saved: dict, file: Path) -> dict:
 
 
 def finished_run(plan: RunPlan) -> TrainState | None:
-    """The final state of the run to be resumed, if it has nothing left to do."""
+    """The final state of the run to be resumed, if it has nothing left to do: steps, or weights to publish again."""
     saved = plan.resume_from
     if saved is None or saved.step_folder:
         return None
     done = finished_state(saved.output_dir)
     complete = done and done.step == done.total_steps and same_length(plan, saved.saved_plan)
-    return done if complete else None
+    return done if complete and is_as_published(saved.output_dir) else None
 
 
 def finished_state(root: Path) -> TrainState | None:

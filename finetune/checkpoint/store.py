@@ -20,14 +20,36 @@ import numpy as np
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.safetensors_io import digest_of
-from finetune.system.files import WRITING, open_file, replace, sync_folder
+from finetune.system.files import WRITING, is_plain_name, open_file, replace, sync_folder
 from finetune.system.json_files import JsonFileError, read_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
 PRETRAINED = "all_config.yaml"  # the settings of pretrain.py, in the folder of each of its runs
-MANIFEST_SCHEMA = {"format_version": int, "step": int, "run_id": str, "files": {str: {"size": int, "sha256": str}}}
+MANIFEST_SCHEMA = {
+    "format_version": int,
+    "published?": bool,
+    "step": int,
+    "run_id": str,
+    "files": {str: {"size": int, "sha256": str}},
+}
+# What readers of published weights open, by patterns.
+PUBLISHED = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "base_model.json",
+    "trained_blocks.safetensors",
+    "trained_blocks.json",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -225,15 +247,17 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
         raise CheckpointDamagedError(
             f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
         )
-    if folder.name.startswith(("step-", "step_")) and folder.name[5:] != str(step):
+    published = manifest.get("published", False)
+    if not published and folder.name.startswith(("step-", "step_")) and folder.name[5:] != str(step):
         raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
-    ours = (p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.name != MANIFEST)
-    for name in (*required, *ours):
+    patterns = PUBLISHED if published else ("*.json", "*.safetensors")
+    ours = {p.name for pattern in patterns for p in folder.glob(pattern)} - {MANIFEST}
+    for name in (*required, *sorted(ours)):
         if name not in entries:
             raise CheckpointDamagedError(f"{folder / MANIFEST}: does not name {name}")
     for name, entry in entries.items():
         path = folder / name
-        if Path(name).name != name or not os.path.isfile(path):
+        if not is_plain_name(name) or not os.path.isfile(path):
             raise CheckpointDamagedError(f"{path}: is missing")
         if path.stat().st_size != entry["size"]:
             raise CheckpointDamagedError(f"{path}: has {path.stat().st_size} bytes, {entry['size']} were written")
@@ -269,18 +293,12 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
     if safetensors_io.INDEX in entries:  # the digests of the per-rank shards are in both
         try:
             index = safetensors_io.read_index(folder)
-        except JsonFileError as error:
+        except PlanError as error:
             raise CheckpointDamagedError(str(error)) from None
         for name, entry in index["files"].items():
             if entries.get(name) != entry:
                 raise CheckpointDamagedError(f"{folder / name}: does not match its digest in {safetensors_io.INDEX}")
     return VerifiedCheckpoint(folder, manifest["step"], manifest)
-
-
-def verify_if_checkpoint(folder: Path) -> None:
-    """Verifies every digest of a folder that has a manifest: a step-N. Raises CheckpointDamagedError."""
-    if (folder / MANIFEST).is_file():
-        verify_checkpoint(folder)
 
 
 def steps_of(output_dir: Path) -> list[Path]:
@@ -362,25 +380,7 @@ def holds_a_run(output_dir: Path) -> bool:
     return (output_dir / "run_plan.json").exists() or bool(steps_of(output_dir))
 
 
-OURS = (
-    "run_plan.json",
-    "train_state.json",
-    "metrics.jsonl",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "base_model.json",
-    "reference_log_probs.json",
-    "trained_blocks.safetensors",
-    "trained_blocks.json",
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+OURS = ("run_plan.json", "train_state.json", "metrics.jsonl", "reference_log_probs.json", MANIFEST, *PUBLISHED)
 
 
 def clear_run(output_dir: Path) -> None:

@@ -1,11 +1,13 @@
 """From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
 
-import json
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
+from finetune.adapters import saved
+from finetune.adapters.saved import CONFIG
+from finetune.checkpoint.published import verified
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.memory_advice import memory_advice, on_loading
@@ -20,16 +22,14 @@ from finetune.mlx_engine.targets import add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
 from finetune.plan.parts import Adapter, Parts
 from finetune.system.terminal import log_error
-from finetune.system.untrusted import untrusted
-
-ADAPTER = "adapter_model.safetensors"
 
 
 def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
     quantization, dtype = plan.quantization, models.DTYPES[plan.precision.compute]
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
-    with memory_advice(on_loading(folder, plan), MEMORY_REFUSED):
+    folder = Path(folder)
+    with memory_advice(on_loading(folder, plan), MEMORY_REFUSED), verified(folder, folder.glob("*.safetensors")):
         loaded, keys = models.load(folder, config, dtype, dequantizes), None
         if quantization:
             how = quantization.bits, quantization.group_size, quantization.quant_type or "affine"
@@ -61,13 +61,13 @@ def open_trained(checkpoint, files, precision: str, pad_id: int) -> MLXEngine:
     adapter, tensors = None, {}
     if (checkpoint / "trained_blocks.json").is_file():
         raise PlanError(f"--checkpoint {checkpoint}: added layers are for torch. Use --device cpu, or export.py first.")
-    if (checkpoint / "adapter_config.json").is_file():
+    if (checkpoint / CONFIG).is_file():
         adapter, tensors = read_adapter(checkpoint)
-    loaded = models.load(
-        files.folder, files.config, models.DTYPES[precision], mx.default_device().type == mx.DeviceType.cpu
-    )
-    keys = add_adapters(loaded, adapter) if adapter else None
-    mx.eval(loaded.model.parameters())
+    dequantizes = mx.default_device().type == mx.DeviceType.cpu
+    with verified(files.folder, files.weight_files):
+        loaded = models.load(files.folder, files.config, models.DTYPES[precision], dequantizes)
+        keys = add_adapters(loaded, adapter) if adapter else None
+        mx.eval(loaded.model.parameters())
     plan = Parts(replace(TrainConfig(), train_type="lora", precision=precision))
     engine = MLXEngine(loaded, plan, keys, Ranks(), pad_id, files.config)
     if tensors:
@@ -77,13 +77,10 @@ def open_trained(checkpoint, files, precision: str, pad_id: int) -> MLXEngine:
 
 def read_adapter(folder) -> tuple[Adapter, dict]:
     """(what a PEFT adapter is, its tensors). Raises PlanError for what the MLX engine does not apply."""
-    file = folder / "adapter_config.json"
-    with untrusted(f"{file}: cannot be read", "Give a complete adapter."):
-        config = json.loads(file.read_text(encoding="utf-8"))
-        tensors = {k: np.array(v.astype(mx.float32)) for k, v in mx.load(str(folder / ADAPTER)).items()}
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    file = folder / CONFIG
+    config, tensors = saved.read_adapter(folder)
     for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication"):
         if config.get(key):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    return Adapter(rank, alpha, targets=",".join(adapted_names(tensors)), **how), tensors
+    return Adapter(config["r"], config["lora_alpha"], targets=",".join(adapted_names(tensors)), **how), tensors

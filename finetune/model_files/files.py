@@ -11,18 +11,20 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from numpy.lib import format as npy
 
 import quantization_wrapper
 from finetune import safetensors_io
+from finetune.checkpoint.published import verify_texts
 from finetune.errors import PlanError, first_line
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.older import expansion
+from finetune.system.files import is_plain_name, outside
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -157,6 +159,7 @@ def read_folder(
     folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
 ) -> ModelFiles:
     """The checked files of a folder. `said` (flag and value) is the prefix of error messages. Raises PlanError."""
+    verify_texts(folder)
     config = read_config(folder, said)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
     weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
@@ -273,6 +276,11 @@ def not_decoded(how: dict) -> str | None:
         for key in ("transform_config", "sparsity_config"):
             if how.get(key):
                 return f"with a {key}, which is not decoded"
+    version, layout = how.get("version") or "gemm", how.get("checkpoint_format") or "gptq"
+    if method == "awq" and str(version).lower() != "gemm":
+        return f"in the version {version!r}, which is not decoded"
+    if method == "gptq" and layout not in ("gptq", "gptq_v2"):
+        return f"in the checkpoint_format {layout!r}, which is not decoded"
     if method not in ("fp8", "mxfp4") and (type(bits) is not int or bits not in BITS[str(method)]):
         return f"at {bits!r} bits, which are not decoded"
     return None
@@ -341,15 +349,12 @@ def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
         raise PlanError(f"{said}: has a GGUF file and no safetensors. Give the model it was made from.")
     else:
         raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
-    roots = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
-        roots.append(folder.resolve().parent.parent / "blobs")
     for name in names:
         path = folder / name
         if not path.is_file():
             raise PlanError(f"{said}: {name} is missing. Download the model again.")
-        if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise PlanError(f"{said}: {name} links to {path.resolve()}, outside the folder. Copy the file into it.")
+        if target := outside(path):
+            raise PlanError(f"{said}: {name} links to {target}, outside the folder. Copy the file into it.")
     return tuple(folder / name for name in names)
 
 
@@ -365,8 +370,7 @@ def index_shards(folder: Path, said: str) -> list[str]:
     if not names:
         raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
     for name in names:
-        plain = isinstance(name, str) and PurePosixPath(name).name == name and not set(name) & {"\\", "\0"}
-        if not plain or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise PlanError(
                 f"{said}: {INDEX} names the weight file {shown(name)}, which is not a plain *.safetensors file name. "
                 "Use a model whose shards are in its own folder."

@@ -8,15 +8,39 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
+from finetune.system.files import is_plain_name, outside
 from finetune.system.untrusted import untrusted
+
+WITH_TEXT = ("chat_template", "additional_chat_templates")
 
 
 def load_tokenizer(folder: Path):
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
+    for file in (f for f in Path(folder).iterdir() if f.name.startswith(WITH_TEXT)):
+        if target := outside(file):  # its text would be copied to whatever folder the tokenizer is saved in
+            raise PlanError(f"{file}: links to {target}, outside the folder. Copy the file into it.")
     trial = TokenizerTrial(Path(folder) / "tokenizer.json")  # meanwhile transformers is imported
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig
 
     trial.check()
+    try:
+        tokenizer = _loaded(Path(folder))
+    except PlanError:
+        if (Path(folder) / "config.json").is_file():  # which transformers reads for the tokenizer's class
+            with untrusted(f"{folder}: its config.json does not load", "Give another model."):
+                AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        raise
+    if not tokenizer.is_fast:
+        raise PlanError(
+            f"{folder}: has only a slow tokenizer, without character offsets. Save a tokenizer.json next to it."
+        )
+    generation_ends(folder)  # used only after training; report errors in it now
+    return tokenizer
+
+
+def _loaded(folder: Path):
+    from transformers import AutoTokenizer
+
     remedy = "Put the tokenizer files of the model next to its weights."
     with untrusted(f"{folder}: its tokenizer does not load", remedy):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
@@ -26,11 +50,10 @@ def load_tokenizer(folder: Path):
         tokenizer.decode(tokenizer("a b").input_ids)
         # It is saved with the adapter, as UTF-8: half a surrogate pair fails here and not after training.
         json.dumps([tokenizer.init_kwargs, tokenizer.chat_template], default=str, ensure_ascii=False).encode()
-    if not tokenizer.is_fast:
-        raise PlanError(
-            f"{folder}: has only a slow tokenizer, without character offsets. Save a tokenizer.json next to it."
-        )
-    generation_ends(folder)  # used only after training; report errors in it now
+    templates = tokenizer.chat_template
+    for name in templates if isinstance(templates, dict) else ():
+        if not is_plain_name(name):  # each is saved to a file of its name
+            raise PlanError(f"{folder}: its chat template {name[:80]!r} is not named as a file can be. Rename it.")
     return tokenizer
 
 

@@ -47,7 +47,7 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     train(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         if plan.settings.save_model:
-            writer.publish(engine)
+            writer.publish(engine, state.step)
         evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
@@ -111,5 +111,5 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         if state.step and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step
             if s.save_model and (s.validation_dataset or s.validation_split):
-                writer.publish(engine, writer.root / "best")
+                writer.publish(engine, state.step, writer.root / "best")
     summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())

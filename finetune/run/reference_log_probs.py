@@ -14,6 +14,7 @@ from finetune.system.json_files import NUMBER, JsonFileError, read_json
 
 FILE = "reference_log_probs.json"
 SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
+LARGEST = 1e30  # of a log-probability: no answer's comes near
 PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
 # Settings that decide the model before training; the base and the rows have digests.
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
@@ -25,7 +26,7 @@ def with_reference(engine, data, plan, root: Path, say, stop):
         return data
     datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
     key = _key(plan, datasets)
-    found = engine.broadcast_object(_read(root, key) if engine.rank == 0 else None)
+    found = engine.broadcast_object(_read(root, key, datasets) if engine.rank == 0 else None)
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
@@ -57,14 +58,17 @@ def _computed(engine, dataset, plan, stop, say) -> list[float]:
     return [found[i] for i in range(len(dataset))] if len(found) == len(dataset) else []
 
 
-def _read(root: Path, key: str) -> dict | None:
+def _read(root: Path, key: str, datasets: dict) -> dict | None:
     """What a run before has computed of the same rows by the same model; None if that is not here, or damaged."""
     try:
         content = read_json(root / FILE, SCHEMA)
     except (FileNotFoundError, JsonFileError):
         return None
     whole = content["key"] == key and content["sha256"] == _digest(content["log_probs"])
-    return content["log_probs"] if whole else None
+    found = content["log_probs"]
+    fits = {use: len(values) for use, values in found.items()} == {use: len(rows) for use, rows in datasets.items()}
+    in_range = all(abs(value) < LARGEST for values in found.values() for value in values)
+    return found if whole and fits and in_range else None
 
 
 def _key(plan, datasets: dict) -> str:

@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from finetune.errors import PlanError
@@ -31,6 +31,21 @@ def _open_regular(name, flags: int) -> int:
         os.close(handle)
         raise OSError(errno.EINVAL, "is not a regular file", name)
     return handle
+
+
+def is_plain_name(name) -> bool:
+    """True for the name of a file in a folder; a path, and what no file system takes, are none."""
+    plain = isinstance(name, str) and PurePosixPath(name).name == name and name != ".." and not set(name) & {"\\", "\0"}
+    return plain and len(name.encode(errors="replace")) <= 255
+
+
+def outside(file: Path) -> Path | None:
+    """Where a link leads that leaves its file's folder; None for a file inside it."""
+    folder, target = file.parent.resolve(), file.resolve()
+    roots = [folder]
+    if folder.parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
+        roots.append(folder.parent.parent / "blobs")
+    return None if any(target.is_relative_to(root) for root in roots) else target
 
 
 @contextlib.contextmanager

@@ -12,7 +12,10 @@ import torch
 import transformers
 from torch import nn
 
+from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
+from finetune.model_files.llama_pro import TRAINED
+from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
@@ -176,11 +179,11 @@ def unfreeze_blocks(model, blocks: list[str]) -> None:
 @torch.no_grad()
 def attach_blocks(model, folder) -> None:
     """Loads trained blocks into the expanded model they belong to."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(Path(folder) / "trained_blocks.safetensors")
+    with verified(Path(folder), [Path(folder) / TRAINED]):
+        tensors = read_tensors(Path(folder) / TRAINED)
     parameters = dict(model.named_parameters())
-    for name, tensor in tensors.items():
+    for name, array in tensors.items():
+        tensor = torch.from_numpy(array)
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise PlanError(
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "

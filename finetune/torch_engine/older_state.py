@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from finetune.adapters.config import shortest_targets
+from finetune.adapters.saved import read_adapter
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
@@ -229,7 +230,7 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
         "quantization": f"{quantization.method}-{quantization.bits}bit" if quantization else "none",
     }
     if weights[0] == "adapter_model":
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config, _ = read_adapter(folder)
         content["adapter_config"] = {name: config.get(name) for name in ("r", "lora_alpha", "use_dora", "use_rslora")}
     with replace(file) as opened:
         torch.save(content, opened)

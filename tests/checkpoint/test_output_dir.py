@@ -383,6 +383,16 @@ def transposed(arrays):
             lambda arrays: {key: value for key, value in arrays.items() if not key.endswith("exp_avg_sq")},
             "has exp_avg; adamw has exp_avg, exp_avg_sq",
         ),
+        (
+            "optimizer.safetensors",
+            lambda arrays: {k: v.astype("f8") for k, v in arrays.items()},
+            "is .*64, must be float32",
+        ),
+        (
+            "optimizer.safetensors",
+            lambda arrays: {k: v.astype("f2") for k, v in arrays.items()},
+            "is .*16, must be float32",
+        ),
         ("rng.safetensors", lambda arrays: {}, "host is missing"),
         ("rng.safetensors", lambda arrays: {"host": arrays["host"][:100]}, "host is uint8"),
         ("rng.safetensors", lambda arrays: {"host": np.full_like(arrays["host"], 255)}, "rng.safetensors: "),
@@ -392,6 +402,18 @@ def test_state_that_no_run_can_have_saved_is_damage_whatever_its_digest(uninterr
     folder = copy_up_to(uninterrupted, 2, tmp_path / "out")
     rewrite_tensors(folder / "checkpoints" / "step-2", name, edit)
     with pytest.raises(CheckpointDamagedError, match=fact):
+        fine_tune(resume=str(folder))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2**60, 10**400, float("nan"), float("inf")])
+def test_a_number_of_steps_that_no_run_can_have_taken_is_damage_whatever_its_digest(uninterrupted, tmp_path, count):
+    folder = copy_up_to(uninterrupted, 2, tmp_path / "out")
+
+    def edit(content):
+        content["engine"]["counts"] = dict.fromkeys(content["engine"]["counts"], count)
+
+    rewrite_json(folder / "checkpoints" / "step-2", "train_state.json", edit)
+    with pytest.raises(CheckpointDamagedError, match="engine.counts has no step of"):
         fine_tune(resume=str(folder))
 
 

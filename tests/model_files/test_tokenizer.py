@@ -103,3 +103,23 @@ def test_odd_values_of_a_tokenizer_config_are_one_line(flags, tiny_model, tmp_pa
     with pytest.raises(PlanError) as error:
         train.fine_tune(**flags | {"model_name": str(folder)})
     assert "\n" not in str(error.value)
+
+
+def test_a_chat_template_named_as_a_path_is_refused_before_anything_is_written(flags, tiny_model, tmp_path):
+    folder = with_config(tiny_model, tmp_path)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    templates = [{"name": name, "template": "{{ messages }}"} for name in ("default", "../../x")]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+    with pytest.raises(PlanError, match=r"its chat template '../../x' is not named as a file can be"):
+        train.fine_tune(**flags | {"model_name": str(folder)})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_does_not_load_is_not_said_to_be_the_tokenizers_fault(tiny_model, tmp_path):
+    """transformers reads config.json to find the tokenizer's class."""
+    for change in ({"num_attention_heads": 7}, {"layer_types": ["x"] * 2}):
+        folder = with_config(tiny_model, tmp_path / str(len(change)) / next(iter(change)), **change)
+        with pytest.raises(PlanError, match="its config.json does not load") as error:
+            load_tokenizer(folder)
+        assert "tokenizer" not in str(error.value)

@@ -1,5 +1,6 @@
 """--preference trains pairs and labels from the command line: steps, evaluation, resume, ranks, accumulation."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -131,7 +132,22 @@ def test_the_reference_kept_is_what_a_second_model_gives(method, whole, flags):
 
 @pytest.mark.slow
 def test_a_reference_that_is_damaged_or_of_other_rows_is_computed_again(whole, flags, tmp_path, capsys):
-    for i, damage in enumerate((lambda c: c["log_probs"]["train"].reverse(), lambda c: c.update(key="0"))):
+    def forge(edit):
+        def damage(content):
+            edit(content["log_probs"])
+            content["sha256"] = hashlib.sha256(json.dumps(content["log_probs"], sort_keys=True).encode()).hexdigest()
+
+        return damage
+
+    damages = (
+        lambda content: content["log_probs"]["train"].reverse(),
+        lambda content: content.update(key="0"),
+        forge(lambda log_probs: log_probs["train"].pop()),
+        forge(lambda log_probs: log_probs.update(other=log_probs.pop("train"))),
+        forge(lambda log_probs: log_probs["train"].__setitem__(0, -(10**400))),
+        forge(lambda log_probs: log_probs["train"].__setitem__(0, float("nan"))),
+    )
+    for i, damage in enumerate(damages):
         folder = copy_up_to(whole("dpo"), 4, tmp_path / f"{i}")
         content = json.loads((folder / FILE).read_text())
         damage(content)

@@ -221,7 +221,7 @@ def memory(rank: int, size: int, layout: str, folder: str) -> dict:
         found[how] = peak.above
     trim_heap()
     with Peak() as peak:
-        run.publish(engine)
+        run.publish(engine, 1)
     found["published"] = peak.above
     run.in_parts = True
     run.save_step(engine, state, 0)

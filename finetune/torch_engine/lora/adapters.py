@@ -2,10 +2,12 @@
 
 import contextlib
 import re
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.torch_engine.experts import fused
@@ -102,15 +104,10 @@ def merge_adapters(model) -> None:
 
 def attach_adapter(model, folder) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
-    import json
-    from pathlib import Path
-
-    from safetensors.torch import load_file
-
-    file = Path(folder) / "adapter_config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    file = Path(folder) / CONFIG
+    config, arrays = read_adapter(Path(folder))
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     plain = {
-        "peft_type": ("LORA",),
         "bias": ("none", None),
         "rank_pattern": ({}, None),
         "alpha_pattern": ({}, None),
@@ -121,10 +118,6 @@ def attach_adapter(model, folder) -> None:
     for key, fine in plain.items():
         if key in config and config[key] not in fine:
             raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
-    tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    rank, largest = config.get("r"), max((max(t.shape, default=0) for t in tensors.values()), default=0)
-    if type(rank) is not int or not 0 < rank <= largest:
-        raise PlanError(f"{file}: r is {str(rank)[:80]}, which its weights do not have. Give a complete adapter.")
     _copy_outer_weights(model, tensors, file)
     modules = dict(model.named_modules())
     names = {

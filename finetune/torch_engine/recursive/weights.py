@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from finetune.checkpoint.published import is_checkpoint, verified
 from finetune.checkpoint.store import PRETRAINED, VerifiedCheckpoint, read_manifest, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.pretrain_config import ArchConfig
@@ -73,7 +74,7 @@ def read_weights(checkpoint: Path) -> dict:
 
 def read_folder(folder: Path, raw: bool) -> dict:
     """Weights of a step_N, its average unless `raw`, each file under its digest; or those of a published run."""
-    if (folder / "manifest.json").is_file():
+    if is_checkpoint(folder):
         saved = verify_checkpoint(folder, (MODEL, CONFIG))
         weights = saved.tensors(MODEL)
         return weights if raw else weights | averages_of(saved)
@@ -81,7 +82,8 @@ def read_folder(folder: Path, raw: bool) -> dict:
         raise PlanError(f"--raw-weights: {folder} holds the published weights only. Give one of its step_N.")
     if not (folder / MODEL).is_file():
         raise PlanError(f"--checkpoint {folder}: has no {MODEL}. Give a step_N of pretrain.py.")
-    return VerifiedCheckpoint(folder, 0, {}).tensors(MODEL)
+    with verified(folder, (folder / CONFIG, folder / MODEL)):
+        return VerifiedCheckpoint(folder, 0, {}).tensors(MODEL)
 
 
 def averages_of(saved: VerifiedCheckpoint) -> dict:

@@ -59,21 +59,24 @@ class WeightFiles:
                     )
                 self.file_of[name] = file
         if decoding:
-            shapes = {name: self.shape(name) for name in self.file_of}
+            stored = {name: (self.kind(name), self.shape(name)) for name in self.file_of}
             with untrusted(f"{files[0].parent}: its quantized tensors do not fit config.json", GIVE_ANOTHER):
-                self.decoded = decoded.decoded(shapes, decoding)
+                self.decoded = decoded.decoded(stored, decoding)
             self.stored_in = dict(self.file_of)
-            self.file_of |= {name: self.stored_in[one.parts[0]] for name, one in self.decoded.items()}
-            for part in decoded.parts_of(self.decoded, shapes):
+            self.file_of |= {n: self.stored_in[next(iter(one.parts.values()))] for n, one in self.decoded.items()}
+            for part in decoded.parts_of(self.decoded, stored):
                 del self.file_of[part]
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """The tensor, or a slice of its rows, reading only those (of a decoded one: all of it)."""
         if name in self.decoded:
             one = self.decoded[name]
-            tensors = [self._open[self.stored_in[part]].get_tensor(part) for part in one.parts]
+            tensors = {a: self._open[self.stored_in[part]].get_tensor(part) for a, part in one.parts.items()}
             with untrusted(f"{name} cannot be decoded", GIVE_ANOTHER):
-                weight = one.decode(*tensors).to(decoded.DTYPE)
+                weight = one.formula(**tensors).to(decoded.DTYPE)
+                if not weight.isfinite().all():
+                    odd = [a for a, t in tensors.items() if t.is_floating_point() and not t.float().isfinite().all()]
+                    raise ValueError(f"{one.parts[odd[0]] if odd else name} has numbers that are not finite")
             return weight.contiguous() if rows is None else weight[rows].contiguous()
         if name in self.cut:
             return torch.from_numpy(self.cut[name][... if rows is None else rows])

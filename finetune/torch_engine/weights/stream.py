@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import tqdm
@@ -20,13 +21,14 @@ import transformers
 from torch import nn
 
 import quantization_wrapper
+from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.weights import modalities, prequantized
-from finetune.torch_engine.weights.files import PLAIN_KINDS, open_weights
+from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
 
 _building = threading.Lock()
 
@@ -122,7 +124,8 @@ def load_weights(
     place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards)
     place.compare_tied(weights)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
-    _run(place, weights, workers)
+    with verified(Path(folder), files_of(folder)):
+        _run(place, weights, workers)
     missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()

@@ -13,22 +13,8 @@ from finetune.model_files.files import find_model
 from finetune.torch_engine.weights import decoded as D
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import architectures, tiny
+from tests.support.decoded_folders import METHODS, RNG, codes, stored, words
 from train import fine_tune
-
-RNG = torch.Generator().manual_seed(0)
-
-
-def codes(bits: int, *shape) -> torch.Tensor:
-    return torch.randint(0, 2**bits, shape, generator=RNG, dtype=torch.int32)
-
-
-def words(values, bits: int, axis: int) -> torch.Tensor:
-    """int32 words of codes along an axis, lowest bits first, as AutoGPTQ packs rows and columns."""
-    per = 32 // bits
-    moved = values.movedim(axis, 0).long()
-    packed = sum(moved[i::per] << (bits * i) for i in range(per))
-    return ((packed + 2**31) % 2**32 - 2**31).to(torch.int32).movedim(0, axis)
-
 
 # ---- formulas
 
@@ -128,54 +114,170 @@ def test_blocks_of_any_declared_size():
 # ---- folders
 
 
-def stored(folder, method: str) -> dict:
-    """Writes a tiny model with its MLP stored by `method`; {name: weight} as it should be read."""
-    architectures.write_model("gpt_oss" if method == "mxfp4" else "llama", folder)
-    tensors, expected = load_file(folder / "model.safetensors"), {}
-    how = {"quant_method": method}
-    for name in [n for n in tensors if "mlp" in n and ("proj" in n) and not n.endswith("bias")]:
-        weight = tensors.pop(name)
-        head = name.removesuffix(".weight")
-        if method == "mxfp4":
-            count, columns, rows = weight.shape
-            blocks = codes(8, count, rows, columns // 32, 16).to(torch.uint8)
-            scales = (codes(2, count, rows, columns // 32) + 120).to(torch.uint8)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            expected[name] = D.mxfp4(blocks, scales)
-        elif method == "fp8":
-            scale = torch.rand(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128), generator=RNG) + 0.5
-            low = weight.to(torch.float8_e4m3fn)
-            tensors |= {name: low, f"{name}_scale_inv": scale}
-            expected[name] = D.scaled(low, scale)
-        elif method == "gptq":
-            rows, columns = weight.shape
-            q, zeros = codes(4, columns, rows), codes(4, columns // 32, rows).clamp(1)
-            scales = torch.rand(columns // 32, rows, generator=RNG) * 0.02
-            tensors |= {f"{head}.qweight": words(q, 4, 0), f"{head}.qzeros": words(zeros - 1, 4, 1)}
-            tensors |= {f"{head}.scales": scales, f"{head}.g_idx": torch.arange(columns, dtype=torch.int32) // 32}
-            expected[name] = (scales.repeat_interleave(32, 0) * (q - zeros.repeat_interleave(32, 0))).t()
-            how |= {"bits": 4, "group_size": 32}
-        elif method == "compressed-tensors":
-            q, scale = codes(4, *weight.shape) - 8, torch.rand(weight.shape[0], 1, generator=RNG) * 0.02
-            tensors |= {f"{head}.weight_packed": words(q + 8, 4, 1), f"{head}.weight_scale": scale}
-            tensors[f"{head}.weight_shape"] = torch.tensor(weight.shape)
-            expected[name] = q * scale
-            how |= {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": how}
-    (folder / "config.json").write_text(json.dumps(config))
-    return expected
-
-
-METHODS = ("fp8", "mxfp4", "gptq", "compressed-tensors")
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stored_folder_is_read_as_what_it_decodes_to(method, tmp_path):
     expected = stored(tmp_path / "model", method)
     model = load_dense(tmp_path / "model", torch.float32)
     found = dict(model.named_parameters())
     assert expected and all(torch.equal(found[n], t.to(D.DTYPE).float()) for n, t in expected.items())
+
+
+def edited(change):
+    """An edit of one stored tensor: change(tensor) is another, or None for none."""
+
+    def edit(tensors, name):
+        tensor = tensors.pop(name)
+        found = change(tensor)
+        if found is not None:
+            tensors[name] = found.contiguous()
+
+    return edit
+
+
+def in_first(value):
+    def change(tensor):
+        flat = tensor.clone().flatten()
+        flat[0] = value
+        return flat.reshape(tensor.shape)
+
+    return change
+
+
+AT = "model.layers.1.mlp.down_proj"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+LAST = "model.layers.1.mlp.down_proj.weight"
+# What is done to a tensor of a stored folder: (method, tensor, change, what the line says of it).
+ODD = [
+    *(
+        (m, f"{AT}.{part}", lambda t: None, f"{part} is missing")
+        for m, part in (
+            ("gptq", "qzeros"),
+            ("gptq", "scales"),
+            ("awq", "qzeros"),
+            ("awq", "scales"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("pack-quantized in groups", "weight_g_idx"),
+            ("pack-quantized in groups", "weight_shape"),
+            ("compressed-tensors", "weight_shape"),
+            ("int-quantized", "weight_zero_point"),
+        )
+    ),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: None, "_scales is missing"),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[:-1], f"{part} is [")
+        for m, part in (
+            ("gptq", "qzeros"),
+            ("gptq", "scales"),
+            ("gptq", "g_idx"),
+            ("awq", "qzeros"),
+            ("awq", "scales"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("pack-quantized in groups", "weight_g_idx"),
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("int-quantized", "weight_zero_point"),
+        )
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[: len(t) // 2], f"{part} is [")
+        for m, part in (("compressed-tensors", "weight_scale"), ("int-quantized", "weight_scale"), ("gptq", "scales"))
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t[:1, :1], f"{part} is [1, 1]")
+        for m, part in (
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("pack-quantized in groups", "weight_scale"),
+            ("pack-quantized in groups", "weight_zero_point"),
+        )
+        if m != "compressed-tensors"
+    ),
+    ("pack-quantized in groups", f"{AT}.weight_scale", lambda t: t.t(), "weight_scale is ["),
+    ("gptq", f"{AT}.scales", lambda t: t.t(), "scales is ["),
+    ("gptq", f"{AT}.g_idx", lambda t: t[:1], "g_idx is [1]"),
+    ("fp8", f"{LAST}_scale_inv", lambda t: t[:, :1].repeat(1, 2), "weight_scale_inv is ["),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: t[:1], "_scales is ["),
+    *(
+        (m, f"{AT}.{part}", lambda t: t.to(torch.int32), f"{part} is I32, must be F32")
+        for m, part in (
+            ("gptq", "scales"),
+            ("awq", "scales"),
+            ("compressed-tensors", "weight_scale"),
+            ("int-quantized", "weight_scale"),
+            ("fp8", "weight_scale_inv"),
+        )
+    ),
+    *(
+        (m, f"{AT}.{part}", lambda t: t.to(torch.int16), f"{part} is I16, must be I32")
+        for m, part in (
+            ("gptq", "qweight"),
+            ("gptq", "qzeros"),
+            ("awq", "qweight"),
+            ("compressed-tensors", "weight_packed"),
+            ("pack-quantized in groups", "weight_zero_point"),
+            ("gptq", "g_idx"),
+        )
+    ),
+    ("fp8", LAST, lambda t: t.view(torch.uint8), "down_proj.weight is U8, must be F8_E4M3"),
+    ("fp8", LAST, lambda t: t.view(torch.float8_e5m2), "down_proj.weight is F8_E5M2, must be F8_E4M3"),
+    ("int-quantized", LAST, lambda t: t.view(torch.uint8), "down_proj.weight is U8, must be I8"),
+    ("int-quantized", LAST, lambda t: t.view(torch.float8_e4m3fn), "down_proj.weight is F8_E4M3, must be I8"),
+    ("mxfp4", f"{EXPERTS}_scales", lambda t: t.to(torch.int32), "_scales is I32, must be U8"),
+    *(
+        (m, f"{AT}.{part}", in_first(float(value)), f"{part} has numbers that are not finite")
+        for m, part in (
+            ("gptq", "scales"),
+            ("awq", "scales"),
+            ("fp8", "weight_scale_inv"),
+            ("int-quantized", "weight_scale"),
+            ("pack-quantized in groups", "weight_scale"),
+        )
+        for value in ("nan", "inf")
+    ),
+    ("fp8", LAST, in_first(float("nan")), "down_proj.weight has numbers that are not finite"),
+    ("gptq", f"{AT}.g_idx", in_first(99), "names groups that its"),
+    ("gptq", f"{AT}.g_idx", in_first(-1), "names groups that its"),
+    ("pack-quantized in groups", f"{AT}.weight_g_idx", in_first(99), "names groups that its"),
+    ("pack-quantized in groups", f"{AT}.weight_g_idx", in_first(-1), "names groups that its"),
+    ("compressed-tensors", f"{AT}.weight_shape", in_first(5), "its weight_shape is [5,"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ODD)))
+def test_a_stored_tensor_that_differs_from_what_config_json_announces_is_refused_by_name(number, tmp_path):
+    method, name, change, fact = ODD[number]
+    stored(tmp_path / "model", method)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    edited(change)(tensors, name)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(PlanError) as error:
+        load_dense(tmp_path / "model", torch.float32)
+    text = str(error.value)
+    assert fact in text and "model.layers.1.mlp." in text and "\n" not in text, text
+
+
+def test_columns_ordered_by_activation_need_their_order(tmp_path):
+    """desc_act without g_idx; with one group only, there is no order to lose."""
+    for size, refused in ((32, True), (-1, False)):
+        folder = tmp_path / str(size)
+        stored(folder, "gptq")
+        tensors = load_file(folder / "model.safetensors")
+        for name in [n for n in tensors if n.endswith("g_idx")]:
+            del tensors[name]
+            if size == -1:
+                head = name.removesuffix(".g_idx")
+                tensors |= {f"{head}.{n}": tensors[f"{head}.{n}"][:1].contiguous() for n in ("scales", "qzeros")}
+        save_file(tensors, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= {"desc_act": True, "group_size": size}
+        (folder / "config.json").write_text(json.dumps(config))
+        if refused:
+            with pytest.raises(PlanError, match="g_idx is missing, and config.json announces it"):
+                load_dense(folder, torch.float32)
+        else:
+            load_dense(folder, torch.float32)
 
 
 @pytest.mark.slow
@@ -186,7 +288,8 @@ def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, architectures.QUESTIONS)))
     flags = dict(model_name=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), train_type=train_type)
     state = fine_tune(**flags, max_steps=3, batch_size=4, lr=1e-3, output_dir=str(tmp_path / "out"))
-    assert state.step == 3 and f"weights stored as {method} are decoded to 16 bits" in capsys.readouterr().out
+    how = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]["quant_method"]
+    assert state.step == 3 and f"weights stored as {how} are decoded to 16 bits" in capsys.readouterr().out
     if train_type == "full":
         assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -197,6 +300,8 @@ def test_a_stored_folder_trains(method, train_type, tmp_path, capsys):
         ({"quant_method": "gptq", "bits": 3}, "gptq, at 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
         ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "awq", "version": "gemv"}, "in the version 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the checkpoint_format 'marlin'"),
         ({"quant_method": "gptq", "bits": "4"}, "at '4' bits"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": ["x"]}, "config_groups"),
         (

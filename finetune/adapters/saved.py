@@ -1,0 +1,95 @@
+"""Reads a saved adapter, PEFT's or mlx-lm's: the one function for programs that apply, merge or convert one.
+
+What it returns is consistent: ranks, scales, pairs and finite numbers. Whether it fits a base is the engine's question.
+R rank, E experts held as one parameter.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from finetune.checkpoint.published import verified
+from finetune.errors import PlanError
+from finetune.safetensors_io import read_tensors
+from finetune.system.json_files import NUMBER, check, read_json
+
+PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
+PEFT_SCHEMA = {"r": int, "lora_alpha": NUMBER, "use_dora?": (bool, type(None)), "use_rslora?": (bool, type(None))}
+MLX_LM_SCHEMA = {"lora_parameters": {"rank": int, "scale": NUMBER}}
+LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
+AGAIN = "Give a complete adapter."
+# Names of a pair's A and B, the axis of each that has the rank in a matrix, and in a stack of experts' matrices.
+PAIRS = (
+    ("lora_A.weight", "lora_B.weight", (0, 1), None),
+    ("lora_embedding_A", "lora_embedding_B", (0, 1), None),
+    ("lora_a", "lora_b", (1, 0), (1, 2)),
+)
+
+
+def is_mlx_lm(folder: Path) -> bool:
+    """True for a folder with an adapter of mlx-lm."""
+    return (folder / MLX_LM_FILE).is_file() and not (folder / PEFT_FILE).is_file()
+
+
+def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """(adapter_config.json, {name: fp32 array}) of an adapter in either format. Raises PlanError naming file and
+    fact; CheckpointDamagedError for files that are not those of the folder's manifest.
+    """
+    mlx_lm = is_mlx_lm(folder)
+    file = folder / (MLX_LM_FILE if mlx_lm else PEFT_FILE)
+    for path in (folder / CONFIG, file):
+        if not path.is_file():
+            raise PlanError(f"{folder}: has no {path.name}. {AGAIN}")
+    with verified(folder, (folder / CONFIG, file)):
+        return _checked(folder, file, mlx_lm)
+
+
+def _checked(folder: Path, file: Path, mlx_lm: bool) -> tuple[dict, dict[str, np.ndarray]]:
+    config = read_json(folder / CONFIG, {})
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise PlanError(f"{folder / CONFIG}: peft_type {str(kind)[:80]} is not supported. Merge it with peft first.")
+    check(config, MLX_LM_SCHEMA if mlx_lm else PEFT_SCHEMA, str(folder / CONFIG))
+    tensors = read_tensors(file)
+    check_ranks(config, tensors, file)
+    return config, tensors
+
+
+def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Raises PlanError unless the scale is a number in range, and every pair has the rank."""
+    said, mlx_lm = file.parent / CONFIG, file.name == MLX_LM_FILE
+    how = config["lora_parameters"] if mlx_lm else config
+    words = ("rank", "scale") if mlx_lm else ("r", "lora_alpha")
+    rank, scale = (how[word] for word in words)
+    if not abs(scale) <= LARGEST_SCALE:
+        raise PlanError(f"{said}: {words[1]} is {str(scale)[:80]}, must be a number up to {LARGEST_SCALE:g}. {AGAIN}")
+    pattern = config.get("rank_pattern")
+    ranks = {rank, *(r for r in (pattern.values() if isinstance(pattern, dict) else ()) if type(r) is int)}
+    if not any(n.endswith(tuple(f".{leaf}" for pair in PAIRS for leaf in pair[:2])) for n in tensors):
+        raise PlanError(f"{file}: has no pair of adapter matrices. {AGAIN}")
+    for one, other, axes, stacked in PAIRS:
+        for name in (n for n in tensors if n.endswith((f".{one}", f".{other}"))):
+            module = name.removesuffix(one).removesuffix(other)
+            pair = [tensors[module + leaf] for leaf in (one, other) if module + leaf in tensors]
+            if len(pair) < 2:
+                raise PlanError(f"{file}: {name} is without its pair. {AGAIN}")
+            found = _ranks_of(pair, axes, stacked)
+            if found is None or not any(_has(found, r, config) for r in ranks):
+                shapes = " and ".join(str(list(t.shape)) for t in pair)
+                fact = f"{words[0]} is {str(rank)[:80]}, which its weights do not have"
+                raise PlanError(f"{said}: {fact}: those of {module.rstrip('.')} are {shapes}. {AGAIN}")
+
+
+def _ranks_of(pair: list, axes: tuple, stacked: tuple | None) -> tuple[int, int] | None:
+    """What a pair has in the place of its rank; None if these are not two matrices, or two stacks of them."""
+    if pair[0].ndim != pair[1].ndim:
+        return None
+    chosen = {2: axes, 3: stacked}.get(pair[0].ndim)
+    return chosen and (pair[0].shape[chosen[0]], pair[1].shape[chosen[1]])
+
+
+def _has(found: tuple[int, int], rank, config: dict) -> bool:
+    """True if both factors have the rank, or E times it where experts of one parameter are adapted."""
+    if found[0] != found[1] or rank < 1:
+        return False
+    return found[0] == rank or bool(config.get("target_parameters")) and found[0] % rank == 0

@@ -1,0 +1,94 @@
+"""The manifest of published weights, and what every program that reads a folder verifies by its manifest.
+
+A checkpoint's manifest is in store.py. That of published weights is removed before the first of their files is replaced
+and written after the last, so that it never names files of two steps; a folder without one is read as it is.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, replace_text
+from finetune.errors import CheckpointDamagedError
+from finetune.model_files.digest import file_digest
+from finetune.safetensors_io import digest_of
+from finetune.system.files import sync_folder
+
+OF_TRAINING = ("optimizer", "rng")  # how the files of a checkpoint begin that only a resumed run reads
+NUM_THREADS = 4  # hashlib releases the GIL
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """True for a step's folder: its manifest names random state, which published weights do not have."""
+    return (folder / MANIFEST).is_file() and (folder / "rng.safetensors").exists()
+
+
+def remove_manifest(folder: Path) -> None:
+    """Takes back that the folder's files are published: they are about to change."""
+    if (folder / MANIFEST).exists():
+        (folder / MANIFEST).unlink()
+        sync_folder(folder)
+
+
+def write_manifest(folder: Path, step: int, run_id: str) -> None:
+    """Names the weights, configs and tokenizer files in the folder, with size and sha256."""
+    found = sorted({file for pattern in PUBLISHED for file in folder.glob(pattern)})
+    files = {file.name: {"size": file.stat().st_size, "sha256": digest_of(file)} for file in found}
+    content = {"format_version": FORMAT_VERSION, "published": True, "step": step, "run_id": run_id, "files": files}
+    replace_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
+    """Verifies those of the folder's `files` that its manifest names. They are hashed beside what the context does.
+    CheckpointDamagedError at its end, in the place of an error that the damage has caused.
+    """
+    with _with_remedy(folder), ThreadPoolExecutor(NUM_THREADS, "sha256") as pool:
+        digests = _digests(folder)
+        hashed = {file: pool.submit(file_digest, file) for file in files if file.name in digests}
+        try:
+            yield
+        finally:
+            for file, digest in hashed.items():
+                try:
+                    same = digest.result() == digests[file.name]
+                except OSError as error:
+                    raise CheckpointDamagedError(f"{file}: cannot be read ({error.strerror or error})") from None
+                if not same:
+                    raise CheckpointDamagedError(f"{file}: its content has changed (sha256 differs)")
+
+
+def verify_texts(folder: Path) -> None:
+    """Verifies what a folder with a manifest has beside its tensors, and that all it names is there, by size."""
+    with verified(folder, (p for p in folder.iterdir() if p.suffix != ".safetensors")):
+        pass
+
+
+def is_as_published(folder: Path) -> bool:
+    """False if a file differs from what the manifest of published weights names; True without a manifest."""
+    try:
+        with verified(folder, folder.iterdir()):
+            return True
+    except CheckpointDamagedError:
+        return False
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """{file: sha256} by the manifest of a folder, without what only a resumed run reads; empty without a manifest."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    entries = read_manifest(folder)["files"]
+    return {name: entry["sha256"] for name, entry in entries.items() if not name.startswith(OF_TRAINING)}
+
+
+@contextlib.contextmanager
+def _with_remedy(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointDamagedError as error:
+        if is_checkpoint(folder):
+            raise
+        remedy = f"Restore it, or delete {folder / MANIFEST} to use the files as they are."
+        raise CheckpointDamagedError(f"{str(error).rstrip('.')}. {remedy}") from None
