@@ -16,7 +16,6 @@ import time
 
 from finetune import recipe
 from finetune.checkpoint.output_dir import CheckpointWriter
-from finetune.checkpoint.store import PRETRAINED, replace_text
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.estimate import recursive as estimate
@@ -72,9 +71,8 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
         engine.verify("padded")
         log.say("\n".join(f"  {notice}" for notice in engine.notices()))
         writer.configs = engine.describe_weights("", "")
+        writer.recipe = recipe.as_yaml(plan.settings)
         writer.identity = {"vocab_size": data.train.vocab_size, "dataset": data.train.digest()}
-        if env.rank == 0:
-            replace_text(writer.root / PRETRAINED, recipe.as_yaml(plan.settings))
         log.summary.loading_bytes = engine.begin_memory(baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         if plan.settings.load_checkpoint and not plan.resume_from:

@@ -20,6 +20,7 @@ from pathlib import Path
 from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
+from finetune.system.files import open_file
 
 BEAT_S = 0.5
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
@@ -263,7 +264,7 @@ class Watchdog(threading.Thread):
     def _dump_stacks(self) -> None:
         with contextlib.suppress(OSError):
             self.stacks.mkdir(parents=True, exist_ok=True)
-            with open(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
+            with open_file(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
 
     def _tell(self, rank: int, line: str) -> None:

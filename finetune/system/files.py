@@ -34,12 +34,16 @@ def _open_regular(name, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def replace(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+def replace(path: Path, durable: bool = False, mark: str = "") -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end: a reader sees the old content or the new one.
 
-    `durable`: file and folder are fsynced, so that this holds after a power failure too.
+    `durable`: file and folder are fsynced, so that this holds after a power failure too. `mark`: of its temporary
+    name, by which the owner of the folder knows it. OSError if `path` is a link, a device or a pipe.
     """
-    beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
+    beside = path.with_name(f"{WRITING}{mark or os.getpid()}-{path.name}")
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.ELOOP if path.is_symlink() else errno.EINVAL, "is not a regular file", str(path))
     try:
         with open_file(beside, "wb") as file:
             yield file
