@@ -15,6 +15,7 @@ from typing import BinaryIO
 from finetune.errors import PlanError
 
 WRITING = ".writing-"  # name prefix of an incomplete file
+UNFINISHED = ".unfinished"  # in an incomplete folder, with its temporary name
 
 
 def open_file(path: Path, mode: str, **options):
@@ -101,21 +102,26 @@ def check_new(folder: Path, flag: str) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` (absent or empty) at the end; it is removed if that is not reached.
 
-    What killed writers of the same target left is removed first: the kernel has released their locks.
+    What killed writers of this target left is known by UNFINISHED and removed: the kernel has released their locks.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name[:200]}.tmp-"
     for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), locked(stale, wait=False):
-            shutil.rmtree(stale)
+            with open_file(stale / UNFINISHED, "r") as file:
+                is_ours = file.read(len(stale.name) + 1) == stale.name
+            if is_ours and not stale.is_symlink():
+                shutil.rmtree(stale)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
     try:
         with locked(beside, wait=False):
+            (beside / UNFINISHED).write_text(beside.name)
             yield beside
             umask = os.umask(0)
             os.umask(umask)
             beside.chmod(0o777 & ~umask)
             beside.rename(target)
+            (target / UNFINISHED).unlink()
     finally:
         shutil.rmtree(beside, ignore_errors=True)

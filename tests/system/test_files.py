@@ -64,6 +64,26 @@ def test_what_a_killed_writer_left_is_removed_and_that_of_a_live_one_is_not(tmp_
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["y"]
 
 
+def test_a_folder_that_only_looks_like_a_killed_writers_stays(tmp_path):
+    mine = tmp_path / ".out.tmp-mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    (mine / ".unfinished").write_text(".out.tmp-other")
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "x").write_text("x")
+    assert names(tmp_path) == [".out.tmp-mine", "out"] and names(mine) == [".unfinished", "notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_not_a_file_is_not_replaced_by_one(tmp_path, kind):
+    path = tmp_path / "x"
+    {"link": lambda: path.symlink_to("y"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    before = os.lstat(path)
+    with pytest.raises(OSError, match="is not a regular file"), replace(path) as file:
+        file.write(b"new")
+    assert os.lstat(path).st_ino == before.st_ino and names(tmp_path) == ["x"]
+
+
 def test_an_export_writes_beside_its_place(plain_run, tmp_path, monkeypatch):
     plain_run(max_steps=1)
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
