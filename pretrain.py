@@ -11,6 +11,7 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import contextlib
 import os
 import time
 
@@ -18,6 +19,7 @@ from finetune import recipe
 from finetune.checkpoint.output_dir import CheckpointWriter
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
+from finetune.errors import PlanError
 from finetune.estimate import recursive as estimate
 from finetune.plan.pretrain import (
     PretrainPlan,
@@ -29,6 +31,7 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
+from finetune.pretrain_config import PretrainConfig
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
@@ -118,7 +121,10 @@ def pretrain(*argv: str) -> TrainState:
     if env and env.size > 1:
         from finetune.torch_engine.parallel.rank_process import run_launched
 
-        return run_launched(run, lambda: announced_plan(list(argv), env), env, PretrainPlan)
+        rank_timeout = PretrainConfig.rank_timeout
+        with contextlib.suppress(PlanError):  # rank 0 says what is wrong with the arguments
+            rank_timeout = recipe.read_arguments(list(argv))[1].get("rank_timeout", rank_timeout)
+        return run_launched(run, lambda: announced_plan(list(argv), env), env, rank_timeout, PretrainPlan)
     plan, done = announced_plan(list(argv), env)
     return done or run(plan)
 

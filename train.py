@@ -141,7 +141,8 @@ def fine_tune(**flags) -> TrainState:
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
-        return run_launched(run, lambda: announced_plan(overrides, env), env)
+        rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
+        return run_launched(run, lambda: announced_plan(overrides, env), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env)
