@@ -16,7 +16,7 @@ OWNER = "pid "  # how the text of the lock file begins
 def check_not_in_use(output_dir: Path) -> None:
     """Raises OutputDirInUseError if a live process holds the lock."""
     try:
-        handle = open_file(output_dir / ".lock", "r")
+        handle = open_file(output_dir / ".lock", "r", errors="replace")
     except OSError:
         return
     with handle:
@@ -47,7 +47,7 @@ class Lock:
             self.created_folder = make_folder(output_dir)
         while self.handle is None:
             with storage(output_dir):
-                handle = open_file(self.file, "a+")
+                handle = open_file(self.file, "a+", errors="replace")
             self._lock(handle, output_dir)
             if self._is_current(handle):
                 self.handle = handle

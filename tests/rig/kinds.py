@@ -41,6 +41,7 @@ def _kinds() -> list[Kind]:
         Kind("yaml", flags, "YAML", 300, 2000, "mutants of a YAML --config", batched=True),
         Kind("flags", flags, "FLAGS", 500, 5000, "random command lines", batched=True),
         Kind("own-json", own, "OWN", 300, 2000, "mutants of the JSON files a run writes", batched=True),
+        Kind("writers", "writer_cases", "WRITERS", 60, 400, "files of others where a run writes", batched=True),
         Kind("signals", "signal_cases", "signals", 30, 200, "SIGTERM and SIGINT by phase, half at a system call"),
         Kind("rank-kills", "rank_cases", "rank_kill", 6, 60, "SIGKILL of a rank: launched, spawned, torchrun"),
         Kind("rank-stops", "rank_cases", "rank_stop", 3, 30, "SIGSTOP of a rank: launched, spawned, torchrun"),
