@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from finetune.backend.machine import GIB
 from finetune.config import DEFAULTS
@@ -29,6 +31,7 @@ from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel import device_shims, fsdp, self_test, staged_gloo, wrapper_checkpoint
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups, prepare_device
+from finetune.torch_engine.parallel.wrapper_checkpoint_checks import MAKE_AFTER
 
 logger = logging.getLogger("mps_fsdp_wrapper")
 
@@ -165,8 +168,10 @@ class MPSFSDPWrapper:
 
         `auto_wrap_policy`: which modules are gathered as one unit: a set of classes, or a function of FSDP1's form
         (module, recurse, nonwrapped_numel); by default those of `min_num_params` parameters. `param_dtype`: computes in
-        it, in place of the configured dtype. Collective. Raises SelfTestError, CollectiveError.
+        it, in place of the configured dtype. Collective. Raises PlanError, SelfTestError, CollectiveError.
         """
+        _check_unwrapped(model)
+        replaced = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
         with self._debug_log():
             for line in self.config.counterparts():
                 logger.warning(line)
@@ -179,6 +184,7 @@ class MPSFSDPWrapper:
                     dist.broadcast(tensor.detach(), 0, group=group)
             modules = units_of(model, auto_wrap_policy or by_size(self.config.min_num_params))
             self._shard(model, modules, mesh, group, compute_dtype, param_dtype is not None)
+        _refuse_optimizers_of(replaced, set(model.parameters()))
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         return model
 
@@ -339,6 +345,33 @@ class MPSFSDPWrapper:
             yield
         finally:
             logger.setLevel(before)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raises PlanError for what FSDP2 cannot wrap, before it has wrapped a part."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise PlanError(f"{type(model).__name__}: has no forward. Wrap the module that holds it.")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise PlanError(f"{name or 'the model'}: is wrapped already. Call wrap_model once.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise PlanError(f"{name}: is on meta and has no numbers. Load the weights, then call wrap_model.")
+
+
+def _refuse_optimizers_of(replaced: WeakIdKeyDictionary, present: set) -> None:
+    """Raises at the first step of an optimizer of parameters that wrap_model has replaced: it would train nothing."""
+    for parameter in present:
+        replaced.pop(parameter, None)
+
+    def before_step(optimizer, args, kwargs) -> None:
+        number = sum(p in replaced for group in optimizer.param_groups for p in group["params"])
+        if number:
+            raise PlanError(f"optimizer: wrap_model has replaced {number} of its parameters. {MAKE_AFTER}")
+        if not replaced:  # nobody holds one any more
+            hook.remove()
+
+    hook = register_optimizer_step_pre_hook(before_step)
 
 
 def _average(grad: torch.Tensor, group) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import contextlib
 import os
 import time
 
 from finetune import recipe
 from finetune.checkpoint.output_dir import CheckpointWriter
-from finetune.checkpoint.store import PRETRAINED, replace_text
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
+from finetune.errors import PlanError
 from finetune.estimate import recursive as estimate
 from finetune.plan.pretrain import (
     PretrainPlan,
@@ -30,6 +31,7 @@ from finetune.plan.pretrain import (
     with_recipe_notice,
 )
 from finetune.plan.run_plan import TrainState
+from finetune.pretrain_config import PretrainConfig
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
@@ -72,9 +74,8 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
         engine.verify("padded")
         log.say("\n".join(f"  {notice}" for notice in engine.notices()))
         writer.configs = engine.describe_weights("", "")
+        writer.recipe = recipe.as_yaml(plan.settings)
         writer.identity = {"vocab_size": data.train.vocab_size, "dataset": data.train.digest()}
-        if env.rank == 0:
-            replace_text(writer.root / PRETRAINED, recipe.as_yaml(plan.settings))
         log.summary.loading_bytes = engine.begin_memory(baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         if plan.settings.load_checkpoint and not plan.resume_from:
@@ -120,7 +121,10 @@ def pretrain(*argv: str) -> TrainState:
     if env and env.size > 1:
         from finetune.torch_engine.parallel.rank_process import run_launched
 
-        return run_launched(run, lambda: announced_plan(list(argv), env), env, PretrainPlan)
+        rank_timeout = PretrainConfig.rank_timeout
+        with contextlib.suppress(PlanError):  # rank 0 says what is wrong with the arguments
+            rank_timeout = recipe.read_arguments(list(argv))[1].get("rank_timeout", rank_timeout)
+        return run_launched(run, lambda: announced_plan(list(argv), env), env, rank_timeout, PretrainPlan)
     plan, done = announced_plan(list(argv), env)
     return done or run(plan)
 

@@ -111,7 +111,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.summary.seconds["loading"] = time.perf_counter() - began
         predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
         state = begin(engine, data, plan, log, writer, predicted)
-        data = with_reference(engine, data, plan, writer.root, log.say, stop)
+        data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop)
         run_steps(engine, data, plan, state, log, writer, stop)
         data.close()
     state.output_dir = str(writer.root)
@@ -141,7 +141,8 @@ def fine_tune(**flags) -> TrainState:
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
-        return run_launched(run, lambda: announced_plan(overrides, env), env)
+        rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
+        return run_launched(run, lambda: announced_plan(overrides, env), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env)

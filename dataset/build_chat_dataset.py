@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from finetune.cli import Parser, check_ranges
-from finetune.data.pretraining.arrays import new_dataset, write_rows
+from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
 from finetune.data.pretraining.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
@@ -86,6 +86,7 @@ def check(args) -> None:
 def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
     check(args)
+    check_output(Path(args.output_dir), args.input_file)
     conversations = read_conversations(Path(args.input_file), args.format)
     said = [f"{len(conversations)} conversations in {args.input_file}"]
     if args.subsample_size and args.subsample_size < len(conversations):

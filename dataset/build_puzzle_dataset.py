@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetune.cli import Parser, check_ranges
 from finetune.data.pretraining import puzzles
-from finetune.data.pretraining.arrays import new_dataset, write_rows
+from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
 from finetune.errors import PlanError
 from finetune.system import process
 from finetune.system.terminal import say
@@ -54,6 +54,7 @@ def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
     least = {"count": 1, "test_count": 0, "clues": 0, "seed": 0}
     check_ranges(args, {name: (low, 10**7) for name, low in least.items()})
+    check_output(Path(args.output_dir), args.input_file)
     asked, answers, vocab_size = generate(args)
     count = min(args.count, len(asked))
     with new_dataset(Path(args.output_dir)) as beside:

@@ -253,6 +253,31 @@ def test_a_checkpoint_that_cannot_be_written_or_does_not_fit_is_one_line_on_ever
         assert "is not a checkpoint of this wrapper" in said["no optimizer"]
 
 
+def test_what_is_damaged_or_no_model_to_wrap_is_one_line_and_changes_nothing(tmp_path):
+    (tmp_path / "files").mkdir()
+    found = ranks.run(1, wrapper_cases.hostile, tmp_path / "ranks", folder=str(tmp_path / "files"))[0]
+    said = found["said"]
+    for case, line in said.items():
+        assert line.startswith(("PlanError: ", "StorageError: ")) and "\n" not in line, (case, line)
+    assert found["unchanged"] and len(said) > 70
+    facts = {
+        "NaN weight": "layers.0.weight is not finite",
+        "sparse weight": "is a sparse_coo tensor",
+        "negative square": "exp_avg_sq of layers.0.weight has negative numbers",
+        "no state": "the optimizer state of layers.0.weight is missing",
+        "lr -1": "lr is -1.0",
+        "Adam": "does not decay weights as",
+        "load a pipe": "is not a regular file",
+        "save onto /dev/full": "is not a regular file",
+        "wrap twice": "is wrapped already",
+        "on meta": "1.weight: is on meta",
+        "a list": "ModuleList: has no forward",
+        "optimizer from before": "Create the optimizer after wrap_model",
+    }
+    for case, fact in facts.items():
+        assert fact in said[case], (case, said[case])
+
+
 @needs_device
 @pytest.mark.slow
 def test_tied_weights_stay_one_and_train_as_in_one_process(tmp_path):

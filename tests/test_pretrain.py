@@ -361,7 +361,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(here, tmp_pat
     out = tmp_path / "out"
     argv = [*RECURSIVE, "data_paths=[data/tiny]", f"checkpoint_path={out}", "max_steps=2"]
     out.mkdir()
-    (out / "run_plan.json").write_text("{}")
+    (out / "run_plan.json").write_text('{"requested": {}, "settled": {}}')
     done = train(here, *argv, "resume=auto")
     assert "ended before its first step_N: it begins again" in done.stdout and (out / "step_2").is_dir()
     assert json.loads((out / "run_plan.json").read_text())["settled"]["cpu_matmul"] in ("blas", "onednn")
@@ -369,6 +369,28 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(here, tmp_pat
     assert "max_steps=1: " in done.stderr and "is already at step 2" in done.stderr and "--max" not in done.stderr
     done = train(here, f"resume={out}", "--config-name", "cfg_puzzle", "max_steps=3", "load_checkpoint=gone")
     assert "--config-name cfg_puzzle: a resumed run keeps its own recipe; ignored: " in done.stdout
+
+
+def test_what_another_program_wrote_is_refused_and_overwrite_removes_a_runs_own_files_only(here, tmp_path):
+    out = tmp_path / "out"
+    argv = [*RECURSIVE, "data_paths=[data/tiny]", f"checkpoint_path={out}", "max_steps=2"]
+    out.mkdir()
+    mine = {"step_1000": "weights", "step_notes.txt": "a", "step_by_step/tutorial.md": "b", "all_config.yaml": "c"}
+    for name, text in mine.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(text)
+    for more in ([], ["overwrite=true"]):
+        done = train(here, *argv, *more, code=2)
+        assert "holds all_config.yaml, which is not of a run" in done.stderr
+        assert {name: (out / name).read_text() for name in mine} == mine
+    (out / "all_config.yaml").unlink(), (out / "step_1000").unlink()
+    train(here, *argv)
+    train(here, *argv, "max_steps=1", "overwrite=true")
+    assert [p.name for p in steps_of(out)] == ["step_1"] and (out / "latest").read_text() == "step_1"
+    assert (out / "step_notes.txt").exists() and (out / "step_by_step/tutorial.md").exists()
+    (out / "step_1000").write_text("weights")
+    done = train(here, *argv, "overwrite=true", code=2)
+    assert "holds step_1000, which is not of a run" in done.stderr and (out / "step_1").is_dir()
 
 
 def test_generate_names_the_true_reason_on_a_puzzle_model(here, tmp_path):

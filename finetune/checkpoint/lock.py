@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TextIO
 
 from finetune.checkpoint.store import make_folder, storage
-from finetune.errors import OutputDirInUseError, StorageError
+from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.system.files import open_file
+
+OWNER = "pid "  # how the text of the lock file begins
 
 
 def check_not_in_use(output_dir: Path) -> None:
     """Raises OutputDirInUseError if a live process holds the lock."""
     try:
-        handle = open_file(output_dir / ".lock", "r")
+        handle = open_file(output_dir / ".lock", "r", errors="replace")
     except OSError:
         return
     with handle:
@@ -45,15 +47,19 @@ class Lock:
             self.created_folder = make_folder(output_dir)
         while self.handle is None:
             with storage(output_dir):
-                handle = open_file(self.file, "a+")
+                handle = open_file(self.file, "a+", errors="replace")
             self._lock(handle, output_dir)
             if self._is_current(handle):
                 self.handle = handle
             else:  # its owner removed the file between open and flock: another process may hold the new one
                 handle.close()
+        self.handle.seek(0)
+        if not (self.handle.read(4) or OWNER).startswith(OWNER):
+            self.release()
+            raise PlanError(f"--output_dir {output_dir}: holds .lock, which is not of a run. Give another folder.")
         self.handle.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.handle.write(f"pid {os.getpid()} on {os.uname().nodename}, started {started}")
+        self.handle.write(f"{OWNER}{os.getpid()} on {os.uname().nodename}, started {started}")
         self.handle.flush()
 
     def _lock(self, handle, output_dir: Path) -> None:

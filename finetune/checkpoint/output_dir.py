@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.checkpoint.lock import Lock
-from finetune.checkpoint.published import remove_manifest, write_manifest
+from finetune.checkpoint.published import manifest_of, remove_manifest
 from finetune.checkpoint.saved_run import (
     CHECKPOINT_STATE_SCHEMA,
     NO_CHECKPOINT,
@@ -21,9 +20,12 @@ from finetune.checkpoint.saved_run import (
     state_of,
 )
 from finetune.checkpoint.store import (
-    WRITING,
+    LATEST,
+    MANIFEST,
+    PRETRAINED,
     VerifiedCheckpoint,
     begin_checkpoint,
+    check_unowned,
     clean_leftovers,
     clear_run,
     commit_checkpoint,
@@ -32,9 +34,11 @@ from finetune.checkpoint.store import (
     keep_aside,
     newest_checkpoint,
     numbered,
+    owned_files,
     replace_tensors,
     replace_text,
     save_checkpoint,
+    steps_folder,
     storage,
     verify_checkpoint,
     write_parts,
@@ -90,28 +94,36 @@ class OutputDir:
     def __init__(self, plan: RunPlan):
         self.root, self.plan = root_of(plan), plan
         self.lock = Lock(self.root)
+        self.owned = owned_files(self.root)
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         saved = plan.resume_from
         self.continues = saved is not None and not saved.is_outside
-        if not holds_a_run(self.root) and (self.root / "config.json").exists():
-            self.close()
-            raise PlanError(
-                f"--output_dir {self.root}: holds a model that was not written by this tool. Give another folder."
-            )
         if holds_a_run(self.root) and not self.continues and not plan.settings.overwrite:
             self.close()
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
             raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
+        if not self.continues:
+            try:
+                check_unowned(self.root, self.owned)
+            except PlanError:
+                self.close()
+                raise
 
-    def begin(self, step: int) -> list[tuple[str, str]]:
+    def begin(self, step: int, recipe: str | None) -> list[tuple[str, str]]:
         """Claims the folder for this run, after every check has passed; returns the checkpoints kept aside.
+        `recipe`: of pretrain.py, whose file says where its checkpoints are.
 
         Removes leftovers of crashes and, with --overwrite, the previous run; keeps checkpoints newer than `step` aside.
         """
-        clean_leftovers(self.root)
+        clean_leftovers(self.root, self.owned)
         if not self.continues and self.plan.settings.overwrite:
-            clear_run(self.root)
+            clear_run(self.root, self.owned)
+        if recipe:
+            self.write_text(PRETRAINED, recipe)
+        latest = str((steps_folder(self.root)[0] / LATEST).relative_to(self.root))
+        stacks = [f"stacks/rank-{rank}.txt" for rank in range(self.plan.dims.world_size)]
+        self.owned.claim(PLAN, STATE, "metrics.jsonl", "reference_log_probs.json", latest, *stacks)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
         return keep_aside(self.root, step)
@@ -120,13 +132,18 @@ class OutputDir:
         """Releases the lock, and removes the folder if it is new and nothing was written to it."""
         if not holds_a_run(self.root):
             (self.root / ".lock").unlink(missing_ok=True)
+            self.owned.remove_list_of_nothing()
             if self.is_own_folder:
                 with contextlib.suppress(OSError):  # it holds someone else's files
                     self.root.rmdir()
         self.lock.release()
 
     def write_json(self, name: str, content: dict) -> None:
-        replace_text(self.root / name, json.dumps(content, indent=1) + "\n")
+        self.write_text(name, json.dumps(content, indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        self.owned.claim(name)
+        replace_text(self.root / name, text, self.owned.id)
 
     def save_plan(self, plan: RunPlan) -> None:
         content = plan.to_json()
@@ -134,8 +151,8 @@ class OutputDir:
 
     def write_probe(self) -> str:
         """The name of a new file, by which the other ranks tell whether they see this folder."""
-        probe = self.root / f"{WRITING}{os.getpid()}-{time.time_ns()}"
-        replace_text(probe, "seen by all ranks?")
+        probe = self.root / self.owned.temporary(f"probe-{time.time_ns()}")
+        replace_text(probe, "seen by all ranks?", self.owned.id)
         return probe.name
 
     def check_free_space(self, trainable: int) -> list[str]:
@@ -155,16 +172,12 @@ class OutputDir:
 
     def save_tokenizer(self, tokenizer) -> None:
         """Writes the tokenizer's files, each atomically."""
-        beside = self.root / f".tmp-tokenizer-{os.getpid()}"
-        with storage(self.root), rust_errors():
+        with storage(self.root), rust_errors(), self.owned.staged() as beside:
             tokenizer.save_pretrained(beside)
-            for file in beside.iterdir():
-                file.replace(self.root / file.name)
-            beside.rmdir()
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""
-        clean_leftovers(self.root)
+        clean_leftovers(self.root, self.owned)
         self.write_json(STATE, asdict(replace(state, output_dir=str(self.root))))
 
 
@@ -173,16 +186,17 @@ class CheckpointWriter:
 
     `identity` ties checkpoints to base model, tokenizer and data; `configs`: {file: JSON} beside the weights, so that
     others can load them; both set by `describe`. `in_parts`: sharded checkpoints, to which each rank writes its own
-    files; set by check_shared_filesystem.
+    files; set by check_shared_filesystem. `recipe`: the settings of pretrain.py, set before restore_or_begin.
     """
 
     in_parts = False
+    recipe: str | None = None
 
     def __init__(self, plan: RunPlan, rank: int):
         self.root, self.plan = root_of(plan), plan
         self.files = None if rank else OutputDir(plan)
         self.weights_file = weights_file(plan)
-        self.run_id = plan.digest()[:16]
+        self.run_id = self.files.owned.id if self.files else ""
 
     def __enter__(self):
         return self
@@ -221,7 +235,7 @@ class CheckpointWriter:
             for line in data.resume(state):
                 say(f"  note: {line}")
             state.total_steps, state.status = total_steps, "running"
-        for old, new in self.files.begin(state.step) if self.files else []:
+        for old, new in self.files.begin(state.step, self.recipe) if self.files else []:
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
         for line in self.check_shared_filesystem(engine):
             say(f"  note: {line}")
@@ -302,7 +316,7 @@ class CheckpointWriter:
         failed = None
         try:
             if self.files:
-                beside = begin_checkpoint(self.root, step)
+                beside = begin_checkpoint(self.root, step, self.run_id)
         except (StorageError, PlanError) as error:
             failed = [error.exit_code, str(error)]
         name, failed = engine.broadcast_object([beside and beside.name, failed])
@@ -368,22 +382,23 @@ class CheckpointWriter:
         Collective.
         """
         folder = folder or self.root
-        if self.files:
-            with storage(folder):
-                folder.mkdir(exist_ok=True)
-                remove_manifest(folder)
-        if self.plan.has_adapter:
-            adapter = engine.trainable_state()
-            if self.files:
-                replace_tensors(folder / self.weights_file, adapter)
-        else:
-            with storage(folder):
+        adapter = engine.trainable_state() if self.plan.has_adapter else None
+        if not self.files:
+            if adapter is None:
                 engine.write_model(folder)
-        if self.files:
-            for name, content in self.configs.items():
-                replace_text(folder / name, json.dumps(content, indent=2) + "\n")
-            with storage(folder):
-                write_manifest(folder, step, self.run_id)
+            return
+        subfolder = folder.relative_to(self.root)
+        with storage(folder):
+            folder.mkdir(exist_ok=True)
+            with self.files.owned.staged(str(subfolder)) as beside:
+                if adapter is None:
+                    engine.write_model(beside)
+                else:
+                    replace_tensors(beside / self.weights_file, adapter)
+                for name, content in self.configs.items():
+                    replace_text(beside / name, json.dumps(content, indent=2) + "\n")
+                remove_manifest(folder)
+            self.files.write_text(str(subfolder / MANIFEST), manifest_of(folder, step, self.run_id))
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""

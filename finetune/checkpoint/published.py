@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, replace_text
+from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest
 from finetune.errors import CheckpointDamagedError
 from finetune.model_files.digest import file_digest
 from finetune.safetensors_io import digest_of
@@ -32,12 +32,12 @@ def remove_manifest(folder: Path) -> None:
         sync_folder(folder)
 
 
-def write_manifest(folder: Path, step: int, run_id: str) -> None:
-    """Names the weights, configs and tokenizer files in the folder, with size and sha256."""
+def manifest_of(folder: Path, step: int, run_id: str) -> str:
+    """Names the weights, configs and tokenizer files in the folder, with size and sha256, as JSON."""
     found = sorted({file for pattern in PUBLISHED for file in folder.glob(pattern)})
     files = {file.name: {"size": file.stat().st_size, "sha256": digest_of(file)} for file in found}
     content = {"format_version": FORMAT_VERSION, "published": True, "step": step, "run_id": run_id, "files": files}
-    replace_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    return json.dumps(content, indent=1) + "\n"
 
 
 @contextlib.contextmanager

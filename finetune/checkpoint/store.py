@@ -20,11 +20,13 @@ import numpy as np
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.safetensors_io import digest_of
-from finetune.system.files import WRITING, is_plain_name, open_file, replace, sync_folder
+from finetune.system.files import is_plain_name, open_file, replace, sync_folder
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.owned_files import OwnedFiles, kind_of, remove_tree
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+LATEST = "latest"  # names the newest checkpoint
 ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
 PRETRAINED = "all_config.yaml"  # the settings of pretrain.py, in the folder of each of its runs
 MANIFEST_SCHEMA = {
@@ -127,7 +129,7 @@ def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, kee
         for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonFiniteError(f"{file}: tensor {name} at step {step} is not finite; nothing was saved")
-    beside = begin_checkpoint(output_dir, step)
+    beside = begin_checkpoint(output_dir, step, run_id)
     with storage(folder_of_step(output_dir, step)):
         written = {
             file: safetensors_io.write_file(beside / file, safetensors_io.shards_of_arrays(arrays))
@@ -152,10 +154,12 @@ def folder_of_step(output_dir: Path, step: int) -> Path:
     return folder / f"{prefix}{step}"
 
 
-def begin_checkpoint(output_dir: Path, step: int) -> Path:
-    """Creates the temporary folder that `commit` turns into checkpoints/step-N. The caller holds the Lock."""
+def begin_checkpoint(output_dir: Path, step: int, run_id: str) -> Path:
+    """Creates the temporary folder that `commit` turns into checkpoints/step-N. The caller holds the Lock.
+    `run_id`: of the folder's list of files, by which what a kill leaves is known.
+    """
     target = folder_of_step(output_dir, step)
-    beside = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    beside = target.with_name(f".tmp-{run_id}-{target.name}")
     with storage(target):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -195,12 +199,14 @@ def commit_checkpoint(
         manifest = {"format_version": FORMAT_VERSION, "step": step, "run_id": run_id, "files": entries}
         _write_text(beside / MANIFEST, json.dumps(manifest, indent=1))
         sync_folder(beside)
-        if target.exists():
-            _to_trash(target)
+        if is_of_a_run(target):
+            _to_trash(target, run_id)
+        elif os.path.lexists(target):
+            _set_aside(target)
         beside.rename(target)
         sync_folder(target.parent)
-        replace_text(target.parent / "latest", target.name)
-        rotate(output_dir, keep_last, target)
+        replace_text(target.parent / LATEST, target.name, run_id)
+        rotate(output_dir, keep_last, target, run_id)
     return target
 
 
@@ -217,13 +223,13 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, run_id: str = "") -> None:
     """Replaces the text of `path` atomically: a reader sees the old text or the new one."""
-    replace_bytes(path, text.encode())
+    replace_bytes(path, text.encode(), run_id)
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
-    with storage(path), replace(path, durable=True) as file:
+def replace_bytes(path: Path, data: bytes, run_id: str = "") -> None:
+    with storage(path), replace(path, durable=True, mark=run_id) as file:
         file.write(data)
 
 
@@ -328,21 +334,33 @@ def keep_aside(output_dir: Path, step: int) -> list[tuple[str, str]]:
     moved = []
     for folder in steps_of(output_dir):
         if int(folder.name[5:]) > step:
-            aside = next(p for p in numbered(folder.with_name(f"{ASIDE}{folder.name}")) if not os.path.lexists(p))
             with storage(folder):
-                folder.rename(aside)
-            moved.append((folder.name, aside.name))
+                moved.append((folder.name, _set_aside(folder).name))
     return moved
 
 
-def _to_trash(folder: Path) -> Path:
-    trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}-{time.time_ns()}")
-    folder.rename(trash)
-    return trash
+def _set_aside(path: Path) -> Path:
+    aside = next(p for p in numbered(path.with_name(f"{ASIDE}{path.name}")) if not os.path.lexists(p))
+    path.rename(aside)
+    return aside
 
 
-def rotate(output_dir: Path, keep_last: int, committed: Path) -> None:
-    """Deletes all but `committed` and the newest before it, `keep_last` in all.
+def _to_trash(folder: Path, run_id: str) -> None:
+    folder.rename(folder.with_name(f".trash-{run_id}-{folder.name}-{time.time_ns()}"))
+
+
+def is_of_a_run(folder: Path) -> bool:
+    """True if a manifest says that a run wrote this checkpoint, and nothing else is in it. It may be damaged."""
+    try:
+        named = read_json(folder / MANIFEST, MANIFEST_SCHEMA)["files"]
+    except (JsonFileError, FileNotFoundError):
+        return False
+    found = [entry for entry in folder.iterdir() if entry.name not in named and entry.name != MANIFEST]
+    return not found and not folder.is_symlink() and all(kind_of(entry) == "a file" for entry in folder.iterdir())
+
+
+def rotate(output_dir: Path, keep_last: int, committed: Path, run_id: str) -> None:
+    """Deletes all but `committed` and the newest before it, `keep_last` in all, if a run wrote them.
 
     Those with wrong file sizes do not count towards them. A later one is never this run's, and stays.
     """
@@ -350,12 +368,12 @@ def rotate(output_dir: Path, keep_last: int, committed: Path) -> None:
     for folder in steps_of(output_dir):
         if int(folder.name[5:]) >= int(committed.name[5:]):
             continue
-        if kept >= keep_last:
-            _to_trash(folder)
-        elif _complete(folder):
-            kept += 1
-    for trash in steps_folder(output_dir)[0].glob(".trash-*"):
-        shutil.rmtree(trash, ignore_errors=True)
+        if kept < keep_last:
+            kept += _complete(folder)
+        elif is_of_a_run(folder):
+            _to_trash(folder, run_id)
+    for trash in steps_folder(output_dir)[0].glob(f".trash-{run_id}-*"):
+        remove_tree(trash)
 
 
 def _complete(folder: Path) -> bool:
@@ -366,56 +384,59 @@ def _complete(folder: Path) -> bool:
     return True
 
 
-def clean_leftovers(output_dir: Path) -> None:
-    """Removes incomplete files and folders left by a crash. The caller holds the Lock."""
-    root = output_dir / "checkpoints"
-    for folder in (output_dir, output_dir / "best", root):
-        for leftover in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
-            shutil.rmtree(leftover, ignore_errors=True)
-        for leftover in folder.glob(f"{WRITING}*"):
-            leftover.unlink(missing_ok=True)
-
-
 def holds_a_run(output_dir: Path) -> bool:
     return (output_dir / "run_plan.json").exists() or bool(steps_of(output_dir))
 
 
-OURS = ("run_plan.json", "train_state.json", "metrics.jsonl", "reference_log_probs.json", MANIFEST, *PUBLISHED)
+# Names that runs give the files they write, in the output_dir and in best/, but for some tokenizers' own.
+NAMES_OF_RUNS = (
+    *("run_plan.json", "train_state.json", "metrics.jsonl", "reference_log_probs.json", "stacks/rank-*.txt"),
+    *(PRETRAINED, MANIFEST, *PUBLISHED),
+)
 
 
-def clear_run(output_dir: Path) -> None:
-    """Removes the files of a previous run and nothing else (--overwrite); a no-op if the folder holds no run.
+def owned_files(output_dir: Path) -> OwnedFiles:
+    """The files in an output_dir that runs wrote. A run made before there were lists owns those of its known names."""
+    present, proved = names_present(output_dir), False
+    with contextlib.suppress(JsonFileError, FileNotFoundError):
+        proved = bool(read_json(output_dir / "run_plan.json", {"requested": dict, "settled": dict}))
+    proved = proved or any(is_of_a_run(folder) for folder in steps_of(output_dir))
+    return OwnedFiles(output_dir, f"--output_dir {output_dir}", present if proved else ())
+
+
+def names_present(output_dir: Path) -> list[str]:
+    """What is in an output_dir under a name that runs give, relative to it."""
+    latest = steps_folder(output_dir)[0] / LATEST
+    found = [path for folder in ("", "best") for name in NAMES_OF_RUNS for path in (output_dir / folder).glob(name)]
+    return [str(path.relative_to(output_dir)) for path in (*found, *([latest] if os.path.lexists(latest) else ()))]
+
+
+def check_unowned(output_dir: Path, owned: OwnedFiles) -> None:
+    """Raises PlanError for what a new run would write here and no run wrote: files, and checkpoints of any step."""
+    owned.check(names_present(output_dir))
+    folder, prefix = steps_folder(output_dir)
+    for path in sorted(folder.glob(f"{prefix}*")):
+        if path.name[5:].isdigit() and not is_of_a_run(path):
+            name = path.relative_to(output_dir)
+            raise PlanError(f"{owned.said}: holds {name}, which is not of a run. Give another folder, or move it away.")
+
+
+def clean_leftovers(output_dir: Path, owned: OwnedFiles) -> None:
+    """Removes what killed runs left under temporary names. The caller holds the Lock."""
+    owned.clean({".", "best", str(steps_folder(output_dir)[0].relative_to(output_dir))})
+
+
+def clear_run(output_dir: Path, owned: OwnedFiles) -> None:
+    """Removes the files of a previous run and nothing else (--overwrite).
 
     Raises StorageError if one cannot be removed: a checkpoint that stays would be taken for the new run's.
     """
-    if not holds_a_run(output_dir):
-        return
     with storage(output_dir):
-        _clear_steps(output_dir)
-        _clear_folder(output_dir / "best", OURS)
-        for pattern in OURS:
-            for file in output_dir.glob(pattern):
-                file.unlink()
-
-
-def _clear_steps(output_dir: Path) -> None:
-    folder, _ = steps_folder(output_dir)
-    patterns = ("step-*", f"{ASIDE}*", ".tmp-*", ".trash-*", "latest")
-    if folder != output_dir:
-        _clear_folder(folder, patterns)
-        return
-    for found in (f for pattern in ("step_*", *patterns) for f in folder.glob(pattern)):
-        shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink()
-
-
-def _clear_folder(path: Path, patterns: tuple) -> None:
-    """Deletes a folder of a run; of a link to a folder elsewhere, only what matches `patterns` there."""
-    if not path.is_symlink():
-        if path.exists():
-            shutil.rmtree(path)
-        return
-    for found in (f for pattern in patterns for f in path.glob(pattern)):
-        shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink()
+        folder, prefix = steps_folder(output_dir)
+        for found in (f for pattern in (f"{prefix}*", f"{ASIDE}*") for f in folder.glob(pattern)):
+            if is_of_a_run(found):
+                shutil.rmtree(found)
+        owned.remove(last="run_plan.json")
 
 
 def newest_run(root: Path) -> Path | None:

@@ -192,13 +192,18 @@ def tokenized_once(
             read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer
         )
     entry = read.cache.entry(tokenizer, limits)
-    with read.cache.locked(entry):
-        found = read.cache.get(entry)
+    with read.cache.locked(entry) as progress:
+        found = read.cache.get(entry, limits.vocab_size, say)
         if found:
             dataset, read.example = found
             say(f"tokens of {read.source}: {dataset.num_rows:,} rows from {entry}")
             return dataset
-        dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say)
+
+        def say_progress(line: str) -> None:
+            progress()
+            say(line)
+
+        dataset = tokenize_on_cores(read.raw, read.options, tokenizer, limits, say_progress)
         first = dataset.sources[0]
         read.cache.put(entry, dataset, (first, read.raw.rows[read.raw.sources.index(first)]))
     return dataset

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from finetune.errors import PlanError, first_line
+from finetune.errors import PlanError, RankLostError, first_line
 
 MAX_RANKS = 2**20
 FOLDER = "FINETUNE_RANKS_FOLDER"  # set for ranks spawned here; the folder holds plan.json, port, results and failures
@@ -200,6 +200,20 @@ def rendezvous_address(env: RankEnv, patience_s: float = 30.0) -> str:
             "Set LOCAL_WORLD_SIZE to the number of ranks per host."
         )
     return "127.0.0.1"
+
+
+def wait_for_listener(address: str, env: RankEnv, timeout_s: float) -> None:
+    """Returns when something listens at the rendezvous. RankLostError."""
+    end = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((address, env.port), timeout=5.0):
+            return
+        if time.monotonic() > end:
+            raise RankLostError(
+                f"rank 0 of {env.size} does not listen at {address}:{env.port} after {timeout_s:g} s (--rank_timeout). "
+                "Rerun with --resume auto."
+            )
+        time.sleep(0.1)
 
 
 def listen_for_ranks(env: RankEnv) -> socket.socket:

@@ -20,6 +20,7 @@ from pathlib import Path
 from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
+from finetune.system.files import open_file
 
 BEAT_S = 0.5
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
@@ -45,7 +46,8 @@ class Watchdog(threading.Thread):
     """Watchdog thread of each rank: exchanges a heartbeat with rank 0 and ends this process when a rank is lost.
 
     A closed connection means a dead rank; no heartbeat for `timeout_s` means a hung process or a lost host. This rank
-    then dumps the stacks of its threads into `stacks` and exits with code 69, even from inside a blocked collective.
+    then dumps the stacks of its threads into `stacks`, known with the plan, and exits with code 69, even from inside a
+    blocked collective.
     `log_error(text)` logs the line that names the lost rank, on one rank only; `on_exit(code)` runs before each exit.
     `is_peer_failure(error)`: True for the exception of a collective that failed because its peer is gone.
     `token`: the job's secret. Rank 0 passes its `listener`, the others the `address` of it; RankLostError if rank 0
@@ -56,7 +58,7 @@ class Watchdog(threading.Thread):
         self,
         env: RankEnv,
         timeout_s: float,
-        stacks: Path,
+        stacks: Path | None,
         log_error,
         is_peer_failure,
         token,
@@ -147,8 +149,9 @@ class Watchdog(threading.Thread):
                 if now - when > self.timeout_s and rank not in self.done:
                     self._lost(
                         f"rank {rank} of {self.env.size} sent no heartbeat for {now - when:.0f} s "
-                        f"(--rank_timeout {self.timeout_s:g}); the "
-                        f"stacks of the others are in {self.stacks}. Rerun with --resume auto."
+                        f"(--rank_timeout {self.timeout_s:g})"
+                        f"{self.stacks and f'; the stacks of the others are in {self.stacks}' or ''}. "
+                        "Rerun with --resume auto."
                     )
             if self.env.folder is not None and os.getppid() != parent:
                 os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
@@ -261,9 +264,11 @@ class Watchdog(threading.Thread):
                 os._exit(code)
 
     def _dump_stacks(self) -> None:
+        if self.stacks is None:
+            return
         with contextlib.suppress(OSError):
             self.stacks.mkdir(parents=True, exist_ok=True)
-            with open(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
+            with open_file(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
 
     def _tell(self, rank: int, line: str) -> None:

@@ -21,7 +21,7 @@ def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) ->
         state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
     if resumed_from and plan.quantizes_again:
         state.eval_pending = True  # what the other base does to the loss is measured at once
-    log.open(writer.root, state, offset)
+    log.open(writer.root, state, offset, writer.run_id)
     if resumed_from:
         log.saved(resumed_from)
     log.start(data, predicted)

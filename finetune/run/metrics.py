@@ -101,24 +101,24 @@ class Metrics:
             return RankLostError.exit_code
         return 1
 
-    def open(self, output_dir: Path, state, offset: int | None = None) -> None:
+    def open(self, output_dir: Path, state, offset: int | None = None, run_id: str = "") -> None:
         """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
         self.file = output_dir / "metrics.jsonl"
         if not self.quiet:
-            self._open_file(state, offset)
+            self._open_file(state, offset, run_id)
         self.state = state
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
-    def _open_file(self, state, offset: int | None) -> None:
+    def _open_file(self, state, offset: int | None, run_id: str) -> None:
         self.tracker = wandb_run(self.plan)
         with storage(self.file):
             if offset is not None:
-                self._repair(state, offset)
+                self._repair(state, offset, run_id)
             mode = "w" if offset is None else "a"
             self.handle = open_file(self.file, mode, encoding="utf-8")
 
-    def _repair(self, state, offset: int) -> None:
+    def _repair(self, state, offset: int, run_id: str) -> None:
         """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
         data = b""
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
@@ -129,7 +129,7 @@ class Metrics:
             if event is not None:
                 lines.append(line)
                 steps |= {event.get("step")} if event["event"] == "step" else set()
-        replace_bytes(self.file, b"".join(lines))
+        replace_bytes(self.file, b"".join(lines), run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:
             shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"

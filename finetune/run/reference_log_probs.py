@@ -20,7 +20,7 @@ PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
 
-def with_reference(engine, data, plan, root: Path, say, stop):
+def with_reference(engine, data, plan, root: Path, run_id: str, say, stop):
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
     if not plan.objective.facts.needs_reference or not plan.objective.precomputes_reference:
         return data
@@ -35,7 +35,8 @@ def with_reference(engine, data, plan, root: Path, say, stop):
             return data
         if engine.rank == 0 and plan.output.save_model:
             with storage(root):
-                replace_text(root / FILE, json.dumps({"key": key, "sha256": _digest(found), "log_probs": found}))
+                content = {"key": key, "sha256": _digest(found), "log_probs": found}
+                replace_text(root / FILE, json.dumps(content), run_id)
     else:
         say(f"what the model before training gives each answer: from {root / FILE}")
     known = {use: replace(datasets[use], reference=np.array(values, np.float64)) for use, values in found.items()}

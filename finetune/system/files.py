@@ -4,17 +4,22 @@ import contextlib
 import errno
 import fcntl
 import glob
+import math
 import os
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from finetune.errors import PlanError
+from finetune.system.terminal import say
 
 WRITING = ".writing-"  # name prefix of an incomplete file
+UNFINISHED = ".unfinished"  # in an incomplete folder, with its temporary name
 
 
 def open_file(path: Path, mode: str, **options):
@@ -49,12 +54,16 @@ def outside(file: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def replace(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+def replace(path: Path, durable: bool = False, mark: str = "") -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end: a reader sees the old content or the new one.
 
-    `durable`: file and folder are fsynced, so that this holds after a power failure too.
+    `durable`: file and folder are fsynced, so that this holds after a power failure too. `mark`: of its temporary
+    name, by which the owner of the folder knows it. OSError if `path` is a link, a device or a pipe.
     """
-    beside = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
+    beside = path.with_name(f"{WRITING}{mark or os.getpid()}-{path.name}")
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.ELOOP if path.is_symlink() else errno.EINVAL, "is not a regular file", str(path))
     try:
         with open_file(beside, "wb") as file:
             yield file
@@ -78,28 +87,69 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Holds an exclusive flock on a folder, or on a file, which it creates.
+SAY_AFTER_S = 2.0  # of waiting for a lock
+CACHE_PATIENCE_S = 60.0  # with a process that makes a cache entry and shows no progress
 
-    BlockingIOError if another process does and `wait` is False.
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True, patience_s: float = math.inf) -> Iterator[Callable[[], None]]:
+    """Holds an exclusive flock on a folder, or on a file, which it creates. Yields what tells those who wait that this
+    process makes progress.
+
+    Who waits is told for whom. BlockingIOError if another process holds it and `wait` is False; TimeoutError after
+    `patience_s` without progress of its holder.
     """
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    is_folder = path.is_dir()
+    handle = os.open(path, os.O_RDONLY) if is_folder else _open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
+        if wait:
+            _wait_for_lock(handle, path, patience_s)
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_folder:
+            owner = f"pid {os.getpid()} ({Path(sys.argv[0]).name}), since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, owner.encode(errors="replace"), 0)
+        yield lambda: os.utime(handle)
     finally:
         os.close(handle)
 
 
+def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
+    began = heard = time.monotonic()
+    told, seen = False, os.fstat(handle).st_mtime_ns
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        now, changed = time.monotonic(), os.fstat(handle).st_mtime_ns
+        if changed != seen:
+            seen, heard = changed, now
+        if now - heard > patience_s:
+            raise TimeoutError(f"{_owner(handle)} has shown no progress for {patience_s:.0f} s")
+        if not told and now - began > SAY_AFTER_S:
+            told = True
+            say(f"waiting for {_owner(handle)}, which holds {path}")
+        time.sleep(0.05)
+
+
+def _owner(handle: int) -> str:
+    found = b"" if stat.S_ISDIR(os.fstat(handle).st_mode) else os.pread(handle, 200, 0)
+    return found.decode(errors="replace").strip() or "another process"
+
+
 @contextlib.contextmanager
-def locked_in_cache(path: Path) -> Iterator[None]:
-    """`locked`, and unlocked where the folder cannot be written: a cache that cannot be written only costs time."""
+def locked_in_cache(path: Path, patience_s: float = CACHE_PATIENCE_S) -> Iterator[Callable[[], None]]:
+    """`locked`; unlocked where the folder cannot be written, or when patience ends: a cache only saves time."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+        progress: Callable[[], None] = lambda: None  # noqa: E731
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(path))
-        yield
+            progress = stack.enter_context(locked(path, patience_s=patience_s))
+        except TimeoutError as error:
+            say(f"note: {error}: going on without {path}")
+        except OSError:
+            pass
+        yield progress
 
 
 def check_new(folder: Path, flag: str) -> None:
@@ -112,21 +162,26 @@ def check_new(folder: Path, flag: str) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` (absent or empty) at the end; it is removed if that is not reached.
 
-    What killed writers of the same target left is removed first: the kernel has released their locks.
+    What killed writers of this target left is known by UNFINISHED and removed: the kernel has released their locks.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name[:200]}.tmp-"
     for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), locked(stale, wait=False):
-            shutil.rmtree(stale)
+            with open_file(stale / UNFINISHED, "r") as file:
+                is_ours = file.read(len(stale.name) + 1) == stale.name
+            if is_ours and not stale.is_symlink():
+                shutil.rmtree(stale)
     beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
     try:
         with locked(beside, wait=False):
+            (beside / UNFINISHED).write_text(beside.name)
             yield beside
             umask = os.umask(0)
             os.umask(umask)
             beside.chmod(0o777 & ~umask)
             beside.rename(target)
+            (target / UNFINISHED).unlink()
     finally:
         shutil.rmtree(beside, ignore_errors=True)

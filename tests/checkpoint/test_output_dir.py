@@ -19,6 +19,7 @@ from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanErr
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
 from finetune.run.metrics import read_events
+from finetune.system.owned_files import read_list
 from tests.support.commands import refused
 from tests.support.plans import plan_of
 from tests.support.runs import copy_up_to, resign, rewrite_json, steps
@@ -66,7 +67,7 @@ def test_overwrite_never_touches_a_folder_that_holds_a_model(plain_run, tiny_mod
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(PlanError, match="is the model's own folder"):
         plain_run(model_name=str(folder), output_dir=str(folder), overwrite=True, max_steps=1)
-    with pytest.raises(PlanError, match="holds a model that was not written by this tool"):
+    with pytest.raises(PlanError, match="holds config.json, which is not of a run"):
         plain_run(output_dir=str(folder), overwrite=True, max_steps=1)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
@@ -100,14 +101,91 @@ def test_the_state_of_a_finished_run_is_removed_first_when_it_is_extended(plain_
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=4).step == 4
 
 
-def test_a_users_hidden_files_stay_and_ours_are_removed(plain_run, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / ".notes.2024").write_text("mine")
-    (out / ".writing-1-x").write_text("")
-    (out / ".tmp-abc").mkdir()
+def test_what_a_killed_run_left_goes_and_what_only_looks_like_it_stays(plain_run, tmp_path):
+    out, mine = (
+        tmp_path / "out",
+        [".notes", ".writing-1-x", ".tmp-step-3-44", ".trash-step-1-4-5", "checkpoints/.tmp-x"],
+    )
+    (out / "checkpoints").mkdir(parents=True)
+    for name in mine:
+        (out / name).write_text("mine")
     plain_run(max_steps=1)
-    assert (out / ".notes.2024").exists() and not (out / ".writing-1-x").exists() and not (out / ".tmp-abc").exists()
+    list_id, _ = read_list(out)
+    left = [out / f".writing-{list_id}-latest", out / f"checkpoints/.tmp-{list_id}-step-2"]
+    left[0].write_text("")
+    left[1].mkdir()
+    fine_tune(resume=str(out), max_steps=2)
+    assert not any(path.exists() for path in left) and all((out / name).read_text() == "mine" for name in mine)
+
+
+WRITTEN_BY_OTHERS = (
+    *("adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "tokenizer.json", "all_config.yaml"),
+    *("best/adapter_model.safetensors", "checkpoints/latest", "stacks/rank-0.txt", ".written.json", ".lock"),
+)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN_BY_OTHERS, "checkpoints/step-7"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_no_run_wrote_is_refused_by_name_and_stays(plain_run, tmp_path, name, overwrite):
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(PlanError, match=f"holds {name}, which is not of a run"):
+        plain_run(max_steps=1, overwrite=overwrite)
+    others = [p for p in (tmp_path / "out").rglob("*") if p.is_file() and p != file]
+    assert file.read_text() == "mine" and others == []
+
+
+@pytest.mark.parametrize("make", [lambda p: p.symlink_to("x"), os.mkfifo, Path.mkdir], ids=["link", "pipe", "folder"])
+def test_a_resumed_run_replaces_no_link_and_no_pipe(plain_run, tmp_path, make):
+    plain_run(max_steps=1)
+    file = tmp_path / "out" / "adapter_config.json"
+    file.unlink()
+    make(file)
+    mode = os.lstat(file).st_mode
+    with pytest.raises(PlanError, match="holds adapter_config.json, which is a (link|pipe|folder) and never replaced"):
+        fine_tune(resume=str(tmp_path / "out"), max_steps=2)
+    assert os.lstat(file).st_mode == mode
+
+
+def contents(folder: Path) -> dict:
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*mine*") if p.is_file()}
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["listed", "made before there were lists"])
+def test_overwrite_removes_what_runs_wrote_and_nothing_else(plain_run, rows_file, tmp_path, older):
+    out, flags = tmp_path / "out", dict(validation_dataset=str(rows_file), eval_every=2)
+    plain_run(max_steps=4, save_every=1, keep_last=3, **flags)
+    if older:
+        (out / ".written.json").unlink()
+    for name in ("mine.txt", "best/mine.txt", "checkpoints/mine.txt", "checkpoints/mine/x-mine", "stacks/mine"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(name)
+    before = contents(out)
+    with pytest.raises(PlanError, match="holds another run"):
+        plain_run(max_steps=1)
+    plain_run(max_steps=1, overwrite=True)
+    assert contents(out) == before and [p.name for p in steps_of(out)] == ["step-1"]
+    assert not (out / "best" / "adapter_model.safetensors").exists()
+
+
+def test_a_checkpoint_with_a_file_of_the_users_is_not_rotated_away(plain_run, tmp_path):
+    plain_run(max_steps=2, save_every=1, keep_last=2)
+    out = tmp_path / "out"
+    (out / "checkpoints/step-1/notes.txt").write_text("mine")
+    fine_tune(resume=str(out), max_steps=5, save_every=1, keep_last=1)
+    assert [p.name for p in steps_of(out)] == ["step-5", "step-1"]
+    assert (out / "checkpoints/step-1/notes.txt").read_text() == "mine"
+    with pytest.raises(PlanError, match="holds checkpoints/step-1, which is not of a run"):
+        plain_run(max_steps=1, overwrite=True)
+
+
+def test_a_run_made_before_there_were_lists_resumes(uninterrupted, tmp_path):
+    folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
+    (folder / ".written.json").unlink()
+    fine_tune(resume="auto", output_dir=str(folder))
+    assert steps(folder) == steps(uninterrupted)
+    assert {"adapter_model.safetensors", "tokenizer.json", "run_plan.json"} <= read_list(folder)[1]
 
 
 PLAN = {

@@ -18,6 +18,7 @@ from finetune.checkpoint.store import (
     clean_leftovers,
     commit_checkpoint,
     newest_checkpoint,
+    owned_files,
     save_checkpoint,
     steps_of,
     verify_checkpoint,
@@ -30,7 +31,9 @@ def save(root, step, value=None, keep_last=2):
     value = step if value is None else value
     arrays = {"a": np.full((8, 8), value, np.float32), "b": np.arange(5, dtype=np.int64)}
     texts = {"train_state.json": json.dumps({"step": step})}
-    return save_checkpoint(root, step, {"w.safetensors": arrays}, texts, keep_last, "run")
+    owned = owned_files(root)
+    owned.claim()
+    return save_checkpoint(root, step, {"w.safetensors": arrays}, texts, keep_last, owned.id)
 
 
 def test_what_was_saved_is_read_back(tmp_path):
@@ -190,7 +193,7 @@ def test_a_kill_at_every_system_call_of_a_save_leaves_the_old_checkpoint_or_the_
         newest, _ = newest_checkpoint(root)
         assert newest.step in (2, 3)
         seen.add(newest.step)
-        clean_leftovers(root)
+        clean_leftovers(root, owned_files(root))
         save(root, 4)
         assert newest_checkpoint(root)[0].step == 4
         assert not list((root / "checkpoints").glob(".*"))
@@ -260,7 +263,7 @@ def written(root: Path, step: int, cuts: int = 3, seed: int = 0) -> dict:
         "c": np.array(step, np.int64),
         "d": rng.integers(0, 255, (2, 6, 3), np.uint8),
     }
-    beside, files = begin_checkpoint(root, step), {}
+    beside, files = begin_checkpoint(root, step, "run"), {}
     for rank in range(cuts):
         mine = []
         for i, (name, array) in enumerate(arrays.items()):

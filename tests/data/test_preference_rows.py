@@ -196,5 +196,5 @@ def test_kept_on_disk_they_come_back_whole(options, tmp_path, plain_tokenizer, m
     cache = TokenCache([(tmp_path / "a.jsonl", "a.jsonl")], [], options)
     entry = cache.entry(plain_tokenizer, Limits(Cut(512)))
     cache.put(entry, made, None)
-    found, _ = cache.get(entry)
+    found, _ = cache.get(entry, None)
     assert found.digest() == made.digest() and found.num_rows == made.num_rows == (3 if options.pairs else 6)

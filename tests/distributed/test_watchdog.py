@@ -82,6 +82,60 @@ def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, vi
     assert err.strip() == f"error: rank {victim} of 2 died; the others were stopped. Rerun with --resume auto."
 
 
+def alone(base, folder, rank, **values):
+    """One of two ranks that are started by hand, the other missing."""
+    values = {"output_dir": folder, "master_port": free_port()} | values
+    argv = command(base, "--batch_size 2 --rank_timeout 4", **values)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return ranks.start(argv, {"RANK": str(rank), "WORLD_SIZE": "2"}, **pipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_the_other_ends_after_rank_timeout_and_names_it(base, tmp_path, rank):
+    process = alone(base, tmp_path / "out", rank)
+    began = time.monotonic()
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        ranks.kill_session(process)
+    fact = "rank 1 of 2 did not join within 4 s" if rank == 0 else "rank 0 of 2 does not listen at 127.0.0.1:"
+    assert process.returncode == 69 and err.startswith(f"error: {fact}") and "(--rank_timeout)" in err, err
+    assert err.count("\n") == 1 and time.monotonic() - began < 4 + 25
+
+
+@pytest.mark.slow
+def test_a_stranger_that_listens_in_the_place_of_rank_0_and_says_nothing_is_not_waited_for(base, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        process = alone(base, tmp_path / "out", 1, master_port=stranger.getsockname()[1])
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            ranks.kill_session(process)
+    assert process.returncode == 69 and "rank 0 of 2 does not answer at localhost:" in err, err
+
+
+@pytest.mark.slow
+def test_a_rank_waits_longer_than_rank_timeout_for_a_plan_and_is_told_when_rank_0_is_stopped(base, tmp_path):
+    """What makes the plan sleeps, as a download does: rank 0 is alive."""
+    program = (
+        "import os, time; from finetune.distributed.env import rank_env\n"
+        "from finetune.torch_engine.parallel.rank_process import run_launched\n"
+        "run_launched(None, lambda: time.sleep(600), rank_env(os.environ), 3.0)"
+    )
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    argv, pipes = [*PYTHON, "-c", program], dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    processes = [ranks.start(argv, env | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    try:
+        time.sleep(25)
+        assert [p.poll() for p in processes] == [None, None]
+        processes[0].send_signal(signal.SIGSTOP)
+        _, err = processes[1].communicate(timeout=30)
+    finally:
+        [ranks.kill_session(p) for p in processes]
+    assert processes[1].returncode == 69 and "rank 0 of 2 sent no heartbeat for" in err, err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_kill_the_same_port_is_free_at_once(base, tmp_path, victim):

@@ -38,18 +38,21 @@ BAD_DATA = {
 }
 
 
+MADE_BY_A_RUN = '{"requested": {}, "settled": {}}'
+
+
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_rows_are_one_line_and_the_run_that_was_there_is_not_lost(flags, tmp_path, case, capsys):
     content, message = BAD_DATA[case]
     (tmp_path / "bad.jsonl").write_bytes(content)
     kept = tmp_path / "out" / "run_plan.json"
     kept.parent.mkdir()
-    kept.write_text("{}")
+    kept.write_text(MADE_BY_A_RUN)
     with pytest.raises(PlanError) as error:
         train.main(words(flags, dataset=tmp_path / "bad.jsonl", overwrite="true"))
     assert message in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
     assert "trainable parameters" not in capsys.readouterr().out
-    assert kept.read_text() == "{}"
+    assert kept.read_text() == MADE_BY_A_RUN
 
 
 def test_bad_input_leaves_no_output_folder_behind(flags, tmp_path):

@@ -6,7 +6,7 @@ from finetune.run.metrics import read_events
 from tests.support import cases, ranks
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
-from tests.support.runs import assert_same_run
+from tests.support.runs import assert_same_run, losses
 
 
 def check(found: list):
@@ -97,3 +97,18 @@ def test_one_scored_row_on_two_ranks_is_scored_by_one_of_them(base, tmp_path):
         assert code == 0, err
     one, two = ([e["exact_match"] for e in read_events(tmp_path / n) if e["event"] == "eval"] for n in ("one", "two"))
     assert one == two and len(one) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["--batch_size 2", "--batch_size 4 --cp_degree 2"], ids=["FSDP2", "context parallel"]
+)
+def test_training_goes_on_after_fewer_rows_were_scored_than_there_are_ranks(base, rows_file, tmp_path, layout):
+    """The rank that generated would gather ahead in the next backward, alone."""
+    (tmp_path / "one.jsonl").write_text(rows_file.read_text().splitlines()[0])
+    flags = {**base, "score_dataset": tmp_path / "one.jsonl", "validation_dataset": tmp_path / "one.jsonl"}
+    every = "--eval_every 1 --max_steps 2 --rank_timeout 20"
+    for name, more in (("alone", "--batch_size 4"), ("ranks", f"--world_size 2 {layout}")):
+        code, _, err = finish(command(flags, every, more, output_dir=tmp_path / name))
+        assert code == 0, err
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

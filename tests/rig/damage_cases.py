@@ -17,6 +17,7 @@ TOP_LEVEL = (
     "run_plan.json",
     "run_plan.json",
     "run_plan.json",
+    ".written.json",
     "metrics.jsonl",
     "checkpoints/latest",
     "base_model.json",

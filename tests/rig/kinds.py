@@ -51,6 +51,7 @@ def _kinds() -> list[Kind]:
             batched=True,
         ),
         Kind("stored", "reader_cases", "STORED", 300, 2000, "edits of the tensors of quantized folders", batched=True),
+        Kind("writers", "writer_cases", "WRITERS", 60, 400, "files of others where a run writes", batched=True),
         Kind("signals", "signal_cases", "signals", 30, 200, "SIGTERM and SIGINT by phase, half at a system call"),
         Kind("rank-kills", "rank_cases", "rank_kill", 6, 60, "SIGKILL of a rank: launched, spawned, torchrun"),
         Kind("rank-stops", "rank_cases", "rank_stop", 3, 30, "SIGSTOP of a rank: launched, spawned, torchrun"),

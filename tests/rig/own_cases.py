@@ -22,6 +22,7 @@ FILES = (
     f"{STEP}/train_state.json",
     f"{STEP}/run_plan.json",
     f"{STEP}/adapter_config.json",
+    ".written.json",
     "checkpoints/latest",
     "cache",
 )

@@ -151,6 +151,115 @@ def refused(rank: int, size: int, folder: str) -> dict:
     return said
 
 
+MODEL, STATE = "model_state_dict", "optimizer_state_dict"
+FIRST = "layers.0.weight"
+
+
+def odd_contents() -> dict:
+    """{case: edit of a saved content} that must be refused before anything changes."""
+
+    def moment(name, change):
+        def edit(c):
+            values = c[STATE]["state"][FIRST]
+            values[name] = change(values[name])
+
+        return edit
+
+    def group(**values):
+        return lambda c: c[STATE]["param_groups"][0].update(values)
+
+    return {
+        "NaN weight": lambda c: c[MODEL][FIRST].view(-1)[3:4].fill_(float("nan")),
+        "infinite weight": lambda c: c[MODEL][FIRST].view(-1)[3:4].fill_(float("inf")),
+        "sparse weight": lambda c: c[MODEL].update({FIRST: c[MODEL][FIRST].to_sparse()}),
+        "meta weight": lambda c: c[MODEL].update({"scale": c[MODEL]["scale"].to("meta")}),
+        "NaN moment": moment("exp_avg", lambda t: t * float("nan")),
+        "negative square": moment("exp_avg_sq", lambda t: t - 1),
+        "moment of another shape": moment("exp_avg", lambda t: t[:3]),
+        "float64 moment": moment("exp_avg", lambda t: t.double()),
+        "int64 moment": moment("exp_avg", lambda t: t.long()),
+        "complex moment": moment("exp_avg", lambda t: t.to(torch.complex64)),
+        "text as moment": moment("exp_avg", lambda t: "a"),
+        "sparse moment": moment("exp_avg", lambda t: t.to_sparse()),
+        "meta moment": moment("exp_avg", lambda t: t.to("meta")),
+        "three steps": moment("step", lambda t: torch.ones(3)),
+        "negative step": moment("step", lambda t: t - 9),
+        "text as step": moment("step", lambda t: "a"),
+        "no exp_avg_sq": lambda c: c[STATE]["state"][FIRST].pop("exp_avg_sq"),
+        "no state": lambda c: c[STATE]["state"].pop(FIRST),
+        "empty state": lambda c: c[STATE]["state"][FIRST].clear(),
+        "lr NaN": group(lr=float("nan")),
+        "lr -1": group(lr=-1.0),
+        "lr text": group(lr="fast"),
+        "eps infinite": group(eps=float("inf")),
+        "Adam": group(decoupled_weight_decay=False),
+    }
+
+
+def said_by(call) -> str:
+    try:
+        call()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def hostile(rank: int, size: int, folder: str) -> dict:
+    """{case: what is said}, and whether weights and state were as before after all of them."""
+    import os
+
+    wrapped, path, said = wrapper(min_num_params=200), f"{folder}/good.pt", {}
+    model = wrapped.wrap_model(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, size, range(1))
+    wrapped.save_checkpoint(model, path, optimizer)
+    good = Path(path).read_bytes()
+    before = wrapper_state(model, optimizer)
+    for case, edit in odd_contents().items():
+        content = torch.load(path, weights_only=True)
+        edit(content)
+        torch.save(content, f"{folder}/odd.pt")
+        said[case] = said_by(lambda: wrapped.load_checkpoint(model, f"{folder}/odd.pt", optimizer))
+    generator = torch.Generator().manual_seed(0)
+    for i in torch.randint(0, len(good), (40,), generator=generator).tolist() + [len(good) - 1, len(good) - 70]:
+        Path(f"{folder}/odd.pt").write_bytes(good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :])
+        said[f"flip of byte {i}"] = said_by(lambda: wrapped.load_checkpoint(model, f"{folder}/odd.pt", optimizer))
+    os.mkfifo(f"{folder}/pipe")
+    os.symlink("good.pt", f"{folder}/link")
+    said["load a pipe"] = said_by(lambda: wrapped.load_checkpoint(model, f"{folder}/pipe", optimizer))
+    for name in ("pipe", "link", "/dev/full"):
+        said[f"save onto {name}"] = said_by(lambda n=name: wrapped.save_checkpoint(model, Path(folder, n), optimizer))
+    said["wrap twice"] = said_by(lambda: wrapped.wrap_model(model))
+    said["a part wrapped"] = said_by(lambda: wrapped.wrap_model(nn.Sequential(nn.Linear(2, 2), model)))
+    said["on meta"] = said_by(
+        lambda: wrapped.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+    )
+    said["a list"] = said_by(lambda: wrapped.wrap_model(nn.ModuleList([nn.Linear(2, 2)])))
+    assert os.path.islink(f"{folder}/link") and not os.path.isfile("/dev/full") and Path(path).read_bytes() == good
+    early = net()
+    optimizer_before = torch.optim.AdamW(early.parameters())
+    wrapped.wrap_model(early, {nn.Linear})
+    said["optimizer from before"] = said_by(optimizer_before.step)
+    same = wrapper_state(model, optimizer)
+    unchanged = before.keys() == same.keys() and all(torch.equal(before[k], same[k]) for k in before)
+    wrapped.load_checkpoint(model, f"{folder}/link", optimizer)
+    content = torch.load(path, weights_only=True)
+    torch.save(content, f"{folder}/older.pt")  # as before there were digests
+    wrapped.load_checkpoint(model, f"{folder}/older.pt", optimizer)
+    train(model, optimizer, rank, size, range(1))
+    return {"said": said, "unchanged": unchanged}
+
+
+def wrapper_state(model, optimizer) -> dict:
+    """Copies of this rank's weights and moments."""
+    from finetune.torch_engine.parallel.placement import local_shard
+
+    found = {name: local_shard(p.detach()).clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name} {key}": local_shard(v).clone() for key, v in optimizer.state[p].items()}
+    return found
+
+
 class Tied(nn.Module):
     """An embedding whose weight is also the output layer's."""
 

@@ -64,6 +64,26 @@ def test_what_a_killed_writer_left_is_removed_and_that_of_a_live_one_is_not(tmp_
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["y"]
 
 
+def test_a_folder_that_only_looks_like_a_killed_writers_stays(tmp_path):
+    mine = tmp_path / ".out.tmp-mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    (mine / ".unfinished").write_text(".out.tmp-other")
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "x").write_text("x")
+    assert names(tmp_path) == [".out.tmp-mine", "out"] and names(mine) == [".unfinished", "notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_not_a_file_is_not_replaced_by_one(tmp_path, kind):
+    path = tmp_path / "x"
+    {"link": lambda: path.symlink_to("y"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    before = os.lstat(path)
+    with pytest.raises(OSError, match="is not a regular file"), replace(path) as file:
+        file.write(b"new")
+    assert os.lstat(path).st_ino == before.st_ino and names(tmp_path) == ["x"]
+
+
 def test_an_export_writes_beside_its_place(plain_run, tmp_path, monkeypatch):
     plain_run(max_steps=1)
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -118,3 +138,47 @@ def test_a_cache_that_cannot_be_written_is_used_unlocked(tmp_path):
     with locked_in_cache(tmp_path / "new" / "x.lock"):
         with pytest.raises(BlockingIOError), locked(tmp_path / "new" / "x.lock", wait=False):
             pass
+
+
+HOLDS = (
+    "import sys, time, pathlib; from finetune.system.files import locked\n"
+    "with locked(pathlib.Path(sys.argv[1])) as progress:\n"
+    "    print('there', flush=True)\n"
+    "    for _ in range(40 if sys.argv[2] == 'works' else 0): time.sleep(0.05), progress()\n"
+    "    if sys.argv[2] == 'stops': time.sleep(60)\n"
+)
+
+
+def holder(path, what):
+    child = subprocess.Popen([sys.executable, "-c", HOLDS, path, what], stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout.readline() == b"there\n"
+    return child
+
+
+def test_a_lock_of_a_stopped_process_is_waited_for_a_while_and_its_owner_named(tmp_path, capsys):
+    path = tmp_path / "x.lock"
+    with holder(path, "stops") as child:
+        child.send_signal(signal.SIGSTOP)
+        with locked_in_cache(path, patience_s=2.5):
+            said = capsys.readouterr().out
+        child.kill()
+    owner = f"pid {child.pid} (-c), since 20"
+    waiting, note = said.splitlines()
+    assert waiting.startswith(f"waiting for {owner}") and waiting.endswith(f", which holds {path}")
+    assert note.startswith(f"note: {owner}") and f"no progress for 2 s: going on without {path}" in note
+
+
+def test_a_lock_whose_owner_makes_progress_is_waited_for(tmp_path, capsys):
+    with holder(tmp_path / "x.lock", "works") as child:
+        with locked_in_cache(tmp_path / "x.lock", patience_s=0.5):
+            assert child.wait(5) == 0
+    assert "going on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda p: p.symlink_to("/dev/zero")], ids=["pipe", "link"])
+def test_what_is_no_file_is_not_locked_as_one(tmp_path, make):
+    make(tmp_path / "x.lock")
+    with pytest.raises(OSError), locked(tmp_path / "x.lock"):
+        pass
+    with locked_in_cache(tmp_path / "x.lock"):
+        pass

@@ -5,9 +5,11 @@ DIR/tokenizer/ for text. inputs and labels are [rows, seq_len]: labels[s] is wha
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +20,9 @@ import numpy as np
 
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError, first_line
-from finetune.system.files import new_folder
+from finetune.system.files import UNFINISHED, new_folder
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.owned_files import LIST, files_below, kind_of, read_list, write_list
 
 NAMES = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 SCHEMA = {
@@ -33,7 +36,10 @@ SCHEMA = {
 }
 SYMMETRIES = (None, "sudoku", "maze")
 CELLS = (16, 36, 81)  # of a Sudoku
-WRITTEN = {"train", "test", "tokenizer", "config.json"}  # all that a data set has: nothing else is ever replaced
+NAMES_OF_OLDER = {  # all that a data set had before there were lists
+    *(f"{split}/{name}" for split in ("train", "test") for name in ("dataset.json", *(f"all__{n}.npy" for n in NAMES))),
+    *("config.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -101,22 +107,64 @@ class Sources:
 
 @contextlib.contextmanager
 def new_dataset(output: Path) -> Iterator[Path]:
-    """A folder to write a data set to, which at the end takes the place of `output`: absent, empty, or a data set.
-    Raises PlanError before anything is written.
+    """A folder to write a data set to, which at the end takes the place of `output`, as `check_output` allows it.
+
+    The data set that was there is renamed, then deleted: a kill between the two leaves it to the next start.
     """
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise PlanError(f"--output-dir {output}: is a file or a link. Give another folder.")
-    found = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
-    if found and (found - WRITTEN or not (output / "train" / "dataset.json").is_file()):
-        names = ", ".join(sorted(found - WRITTEN)[:3]) or "no train/dataset.json"
-        raise PlanError(f"--output-dir {output}: is not a data set: it has {names}. Give another folder.")
-    written = output.parent / f".{output.name}.new"
-    shutil.rmtree(written, ignore_errors=True)
-    with new_folder(written) as beside:
+    check_output(output)
+    output = output.resolve()
+    replaced = output.with_name(f".{output.name}.replaced-{secrets.token_hex(4)}")
+    with new_folder(output) as beside:
         yield beside
-    if output.exists():
-        shutil.rmtree(output)
-    written.rename(output)
+        write_list(beside, set(files_below(beside)) - {UNFINISHED}, secrets.token_hex(4))
+        check_output(output)  # again: it may have got files meanwhile
+        if output.exists():
+            output.rename(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_output(output: Path, *inputs: str | None) -> None:
+    """Raises PlanError unless `output` is absent, empty, or a data set of a builder to which nobody added a file.
+
+    `inputs`: files that are read, and must not be inside. Finishes what a killed builder began.
+    """
+    said = f"--output-dir {output}"
+    if output.name in ("", "..") or output.resolve() == Path.cwd():
+        raise PlanError(f"{said}: is no name for a data set. Give a folder of its own.")
+    if any(folder.is_file() for folder in output.parents):
+        raise PlanError(f"{said}: is inside a file. Give another folder.")
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise PlanError(f"{said}: is a file or a link. Give another folder.")
+    _finish_replacing(output.resolve())
+    for path in inputs:
+        if path and output.resolve() in Path(path).resolve().parents:
+            raise PlanError(f"{said}: holds the input {path}. Give another folder.")
+    extra = foreign_files(output)
+    if extra:
+        raise PlanError(f"{said}: holds {extra[0]}, which no builder wrote. Give another folder, or move it away.")
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """What is in `folder` that its list does not name; of a data set made before there were lists, other names."""
+    found = sorted(files_below(folder)) if folder.is_dir() else []
+    listed, names = read_list(folder), set[str]()
+    if listed:
+        names = listed[1] | {LIST, UNFINISHED}
+    else:
+        with contextlib.suppress(JsonFileError, FileNotFoundError):
+            read_json(folder / "config.json", {"output_dir": str, "input_file": (str, type(None)), "seed": int})
+            names = NAMES_OF_OLDER
+    return [name for name in found if name not in names or kind_of(folder / name) != "a file"]
+
+
+def _finish_replacing(output: Path) -> None:
+    """Removes the data set that a killed builder had replaced, or puts it back if the new one had not its place yet."""
+    for replaced in output.parent.glob(f".{glob.escape(output.name)}.replaced-????????"):
+        if (replaced / "train").is_dir() and not foreign_files(replaced):
+            if output.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(output)
 
 
 def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:

@@ -5,7 +5,7 @@ A marker is one token and only ever a marker: the same characters inside a turn 
 """
 
 import json
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,8 @@ PAD, END, BEGIN, SEPARATOR = "<|pad|>", "<|endoftext|>", "<|startoftext|>", "<|s
 ROLES = {role: (f"<|{role}|>", f"<|end{role}|>") for role in ("user", "assistant", "system")}
 MARKERS = (PAD, END, BEGIN, SEPARATOR, *(marker for pair in ROLES.values() for marker in pair))
 TRAIN_ON = ("assistant", "all")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+LONGEST_WORD = 2**16  # a BPE merges the letters of a word in quadratic time
 
 
 class Inner(Protocol):
@@ -59,10 +61,16 @@ class ChatTokenizer:
         return cls(inner, Path(folder))
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "ChatTokenizer":
+    def train(cls, texts: list[str], vocab_size: int) -> "ChatTokenizer":
         """A byte-level BPE of at most `vocab_size` tokens, markers included, trained on `texts`."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+        longest = max((len(word) for text in texts for word in text.split()), default=0)
+        if longest > LONGEST_WORD:
+            raise PlanError(
+                f"--tokenizer: a word of {longest:,} characters is too long for a BPE; {LONGEST_WORD:,} at most. "
+                "Correct or remove the row, or give a tokenizer that is trained."
+            )
         inner = Tokenizer(models.BPE())
         inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -169,7 +177,7 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
         raise PlanError(f"{where}: is {type(row).__name__}, must be an object. Correct or remove the row.")
     if form == "alpaca":
         question = _text(row, "instruction", where)
-        question += f"\n\n{row['input']}" if row.get("input") else ""
+        question += "\n\n" + _text(row, "input", where) if row.get("input") else ""
         return [("user", question), ("assistant", _text(row, "output", where))]
     key, role_key, text_key = {
         "sharegpt": ("conversations", "from", "value"),
@@ -191,6 +199,8 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
 def _text(row: dict, key: str, where: str) -> str:
     if not isinstance(row.get(key), str):
         raise PlanError(f"{where}: has no text {key!r}. Correct or remove the row.")
+    if HALF_CHARACTER.search(row[key]):
+        raise PlanError(f"{where}: {key!r} holds half of a surrogate pair. Correct or remove the row.")
     return row[key]
 
 
@@ -199,6 +209,8 @@ FORMATS = ("sharegpt", "alpaca", "openassistant")
 
 def read_conversations(path: Path, form: str) -> list[list[tuple[str, str]]]:
     """Every conversation of a JSON or JSON Lines file as turns. Raises PlanError naming the row."""
+    if path.exists() and not path.is_file():
+        raise PlanError(f"--input-file {path}: is not a file. Give a JSON file.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

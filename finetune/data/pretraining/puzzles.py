@@ -100,11 +100,19 @@ def solutions(sudoku: Sudoku, grid: list[int], limit: int, order=None) -> list[l
     return found
 
 
+# Puzzles of 4 x 4 cells by the clues that are left at least, counted over all 288 grids; with 0 to 4: minimal ones.
+NUM_OF_SIZE_4 = (*[85_632] * 5, 285_696, 1_041_408, 2_141_184, 2_961_024, 2_958_336, 2_204_928, 1_239_552, 522_624)
+NUM_OF_SIZE_4 += (161_280, 34_560, 4_608, 288)
+
+
 def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(puzzles, solutions) as tokens, `count` different ones with one solution each.
 
     Clues are removed in random order while the solution stays unique, down to `clues`: with 0, to a minimal puzzle.
     """
+    most = NUM_OF_SIZE_4[min(clues, 16)] if sudoku.size == 4 else count
+    if count > most:
+        raise PlanError(f"--count {count}, training and test: there are {most:,} different puzzles. Use fewer.")
     rng, seen, answers = np.random.default_rng([seed, sudoku.size]), set(), []
     puzzles: list[list[int]] = []
     repeats = 0

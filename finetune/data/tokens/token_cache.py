@@ -1,34 +1,49 @@
 """Tokens on disk, so that a second start and the other ranks of a host need not make them again.
 
 An entry is found by everything that decides it: the digests of the rows' files, how they are read, the tokenizer with
-its template, the settings, and this code. Every array is verified by its digest when it is opened, and memory-mapped.
+its template, the settings, and this code. Everything in it is verified by its digest when it is opened.
 """
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from finetune.data.columns import RowOptions
 from finetune.data.tokens.tokenize import Limits, TokenizedDataset
+from finetune.errors import first_line
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of
-from finetune.system.files import locked_in_cache, new_folder
-from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.files import locked_in_cache, new_folder, open_file
+from finetune.system.json_files import read_json
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
 MOST_BYTES = 20 * 2**30  # of all entries; the least recently used go first
 ARRAYS = ("tokens", "is_target", "offsets", "full_lengths")
-FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted", "documents_per_row")
 META = "dataset.json"
-META_SCHEMA = {"facts": {str: object}, "digests": {str: str}, "example": object}
+FACTS_SCHEMA: dict = {
+    "sources": [str],
+    "counts": {str: int},
+    "description": str,
+    "skipped": [str],
+    "notices": [str],
+    "first": {str: str},
+    "noted": {str: int},
+    "documents_per_row": int,
+}
+META_SCHEMA = {"facts": FACTS_SCHEMA, "digests": {str: str}, "example": (dict, type(None)), "sha256": str}
+DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", "desirable": "bool"}
+IN_MEMORY_BYTES = 64 * 2**20  # of an array; a larger one is mapped
 
 
 class TokenCache:
@@ -54,24 +69,42 @@ class TokenCache:
         """A context in which no other process makes this entry; the one that comes second finds it made."""
         return locked_in_cache(entry.with_suffix(".lock"))
 
-    def get(self, entry: Path) -> tuple[TokenizedDataset, tuple[str, dict] | None] | None:
-        """(the dataset, (the source of one of its rows, the row)), None if there is no entry or it is damaged."""
+    def get(
+        self, entry: Path, vocab_size: int | None, say=lambda line: None
+    ) -> tuple[TokenizedDataset, tuple[str, dict] | None] | None:
+        """(the dataset, (the source of one of its rows, the row)), None if there is no entry.
+
+        One that is not as it was written is set aside, which `say` is told.
+        """
         try:
-            meta = read_json(entry / META, META_SCHEMA)
-            arrays = {}
-            for name in self.arrays:
-                file = entry / f"{name}.npy"
-                if digest_of(file) != meta["digests"].get(name):
-                    return None
-                arrays[name] = np.load(file, mmap_mode="r")
-            facts = {name: meta["facts"][name] for name in FACTS}
-            os.utime(entry / META)
-        except (OSError, JsonFileError, ValueError, KeyError):
-            return None
+            return self._read(entry, vocab_size)
+        except FileNotFoundError:
+            if not (entry / META).exists():
+                return None
+            fact = "a file is missing"
+        except (OSError, EOFError, ValueError) as error:
+            fact = first_line(error)
+        say(f"note: the tokens in {entry} are not as they were written ({fact}): they are made again")
+        aside = entry.with_name(f"{entry.name}.damaged")
+        with contextlib.suppress(OSError):
+            shutil.rmtree(aside, ignore_errors=True)
+            entry.rename(aside)
+        return None
+
+    def _read(self, entry: Path, vocab_size: int | None) -> tuple[TokenizedDataset, tuple[str, dict] | None]:
+        """Raises ValueError, OSError for an entry that is not as it was written."""
+        meta = read_json(entry / META, META_SCHEMA)
+        digest = meta.pop("sha256")
+        if digest != _key(meta):
+            raise ValueError(f"{META}: its content has changed")
+        arrays: dict = {name: read_array(entry / f"{name}.npy", meta["digests"].get(name)) for name in self.arrays}
+        facts = meta["facts"]
+        _check(arrays, facts, vocab_size)
+        os.utime(entry / META)
         for name in ("sources", "skipped", "notices"):
             facts[name] = tuple(facts[name])
         example = meta["example"]
-        return TokenizedDataset(**arrays, **facts), example and (example[0], example[1])
+        return TokenizedDataset(**arrays, **facts), example and (example["source"], example["row"])
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
         """Writes an entry, complete or not at all. A disk that is full or read-only costs time, not the run."""
@@ -80,10 +113,14 @@ class TokenCache:
                 for name in self.arrays:
                     np.save(beside / f"{name}.npy", getattr(dataset, name))
                 digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
-                facts = {name: getattr(dataset, name) for name in FACTS}
-                content = json.dumps({"facts": facts, "digests": digests, "example": example}, default=str)
-                (beside / META).write_text(content, encoding="utf-8")
-                shutil.rmtree(entry, ignore_errors=True)
+                facts = {name: getattr(dataset, name) for name in FACTS_SCHEMA}
+                content = {
+                    "facts": facts,
+                    "digests": digests,
+                    "example": example and {"source": example[0], "row": example[1]},
+                }
+                content = json.loads(json.dumps(content, default=str))
+                (beside / META).write_text(json.dumps(content | {"sha256": _key(content)}), encoding="utf-8")
             self._prune(entry)
 
     def _prune(self, kept: Path) -> None:
@@ -93,6 +130,48 @@ class TokenCache:
             total += sum(file.stat().st_size for file in meta.parent.iterdir())
             if total > MOST_BYTES and meta.parent != kept:
                 shutil.rmtree(meta.parent, ignore_errors=True)
+
+
+def read_array(file: Path, digest: str | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> np.ndarray:
+    """The array in a file, from a copy that nobody else can cut: a mapped file that is cut ends its reader by SIGBUS.
+
+    A small one is copied to memory, a large one to a file without a name. Raises ValueError if the digest differs.
+    """
+    with open_file(file, "rb") as source, contextlib.ExitStack() as stack:
+        copy: IO[bytes] = io.BytesIO()
+        found = hashlib.sha256()
+        if os.fstat(source.fileno()).st_size > in_memory_bytes:
+            with contextlib.suppress(OSError):
+                copy = stack.enter_context(tempfile.TemporaryFile(dir=file.parent))
+        while block := source.read(2**20):
+            found.update(block)
+            copy.write(block)
+        if found.hexdigest() != digest:
+            raise ValueError(f"{file.name}: its content has changed")
+        copy.seek(0)
+        if isinstance(copy, io.BytesIO):
+            return np.load(copy, allow_pickle=False)
+        np.lib.format.read_magic(copy)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(copy)
+        offset = copy.tell()
+        copy.flush()
+        return np.memmap(copy, dtype, "r", offset, shape)
+
+
+def _check(arrays: dict, facts: dict, vocab_size: int | None) -> None:
+    """Raises ValueError for arrays that no tokenization makes."""
+    number, (tokens, offsets) = len(facts["sources"]), (arrays[name] for name in ("tokens", "offsets"))
+    sizes = {"tokens": tokens.size, "is_target": tokens.size, "offsets": number + 1}
+    for name, array in arrays.items():
+        size = array.size if name == "full_lengths" else sizes.get(name, number)  # those before rows were dropped
+        if array.shape != (size,) or array.dtype.name != DTYPES[name]:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}")
+    if facts["documents_per_row"] not in (1, 2) or number % facts["documents_per_row"]:
+        raise ValueError(f"{number} documents, {facts['documents_per_row']} per row")
+    if offsets[0] != 0 or offsets[-1] != tokens.size or (np.diff(offsets) < 0).any():
+        raise ValueError("the offsets are not those of documents")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < (vocab_size or np.inf):
+        raise ValueError(f"it has tokens {tokens.min()} to {tokens.max()}; {vocab_size} are known")
 
 
 def _key(content) -> str:

@@ -218,3 +218,17 @@ def unsharded(root):
             # FSDP keeps the root's own parameters until backward, which needs them first.
             module.set_reshard_after_forward(root.reshard_after_forward and module is not root, recurse=False)
             module.reshard()
+            _forget_forwards(module)
+
+
+def _forget_forwards(module: FSDPModule) -> None:
+    """Drops the order of past forwards, by which the next backward gathers ahead.
+
+    A rank that had nothing to generate has made none: it would not take part in what another gathers.
+    """
+    state = module._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        if group is not None:  # a module without parameters of its own
+            group._post_forward_indices.clear()

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,47 +12,66 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, rendezvous_address
+from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, rendezvous_address, wait_for_listener
 from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
 from finetune.distributed.parallel_dims import AXES, ParallelDims
 from finetune.distributed.watchdog import Watchdog
+from finetune.errors import RankLostError
 
 # Of a device's collectives. One that is not here has none: its tensors are staged through the CPU.
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
-LONGEST_WAIT = timedelta(days=1)  # for rank 0's plan: it may be downloading a model
+LONGEST_WAIT = timedelta(days=1)  # of ranks that the watchdog sees alive: rank 0 may be downloading a model
 
 
-def create_store(env: RankEnv):
+def create_store(env: RankEnv, timeout_s: float):
     """The rendezvous TCPStore; rank 0 hosts it, or torchrun. Raises PlanError, RankLostError.
 
     It answers anybody who reaches its port, so it listens on loopback if all ranks are local, else on the address
     that MASTER_ADDR names.
     """
+    timeout = timedelta(seconds=timeout_s)
     if env.launcher == "spawned":
         if env.rank == 0:
-            store = _listening_store(env, Watchdog.listen("127.0.0.1"), wait_for_workers=False)
+            store = _listening_store(env, Watchdog.listen("127.0.0.1"), timeout)
             write_port(env, store.port)
             return store
-        env = wait_for_port(env)
-        return dist.TCPStore("127.0.0.1", env.port, env.size, False, LONGEST_WAIT)
+        env = wait_for_port(env, timeout_s)
+        return dist.TCPStore("127.0.0.1", env.port, env.size, False, timeout)
     os.environ.setdefault("MASTER_ADDR", env.host)
     os.environ.setdefault("MASTER_PORT", str(env.port))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=LONGEST_WAIT))
+        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
     elif env.rank == 0:
-        store = _listening_store(env, listen_for_ranks(env), wait_for_workers=True)
+        store = _listening_store(env, listen_for_ranks(env), timeout)
     else:
-        store = dist.TCPStore(rendezvous_address(env), env.port, env.size, False, LONGEST_WAIT)
+        address = rendezvous_address(env)
+        wait_for_listener(address, env, timeout_s)
+        store = dist.TCPStore(address, env.port, env.size, False, timeout)
     # torchrun's store outlives a restart: what the ranks before it wrote must not be read again.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _listening_store(env: RankEnv, listener, wait_for_workers: bool):
+def _listening_store(env: RankEnv, listener, timeout: timedelta):
     port = listener.getsockname()[1]
     host = "127.0.0.1" if env.is_local else listener.getsockname()[0]
     return dist.TCPStore(
-        host, port, env.size, True, LONGEST_WAIT, wait_for_workers=wait_for_workers, master_listen_fd=listener.detach()
+        host, port, env.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
+    """Returns on rank 0 when every rank has joined, on the others at once. RankLostError naming those that have not."""
+    store.set(f"joined-{env.rank}", "")
+    if env.rank:
+        return
+    end = time.monotonic() + timeout_s
+    while missing := [str(rank) for rank in range(env.size) if not store.check([f"joined-{rank}"])]:
+        if time.monotonic() > end:
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+            raise RankLostError(
+                f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
+            )
+        time.sleep(0.02)
 
 
 def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, log_error) -> Watchdog:
@@ -67,6 +87,7 @@ def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, 
         *address, token = json.loads(store.get("watch"))
         watchdog = Watchdog(*common, token, address=tuple(address))
     watchdog.start()
+    store.set_timeout(LONGEST_WAIT)
     return watchdog
 
 

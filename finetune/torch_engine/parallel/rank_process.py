@@ -4,6 +4,9 @@ others.
 
 import contextlib
 import json
+import os
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -21,36 +24,82 @@ from finetune.torch_engine.parallel.process_groups import (
     destroy_process_group,
     init_process_group,
     start_watchdog,
+    wait_for_ranks,
 )
 
 
-def run_launched(run, announced_plan, env: RankEnv, plan_type=RunPlan) -> TrainState:
+def run_launched(run, announced_plan, env: RankEnv, rank_timeout: float, plan_type=RunPlan) -> TrainState:
     """A rank that a launcher started. Rank 0 makes the plan and broadcasts it through the store.
 
     `announced_plan()`: (plan, its end if there is nothing to train). `plan_type`: what the other ranks read it as.
     """
     process.mute_nonzero_ranks(env.rank)
-    store = create_store(env)
+    store, address, watchdog = join(env, rank_timeout)
     if env.rank:
-        message = json.loads(_from_rank0(env, store))
-        return received_end(message) or run_rank(run, env, store, plan_type.deserialize(message["plan"]))
+        message = json.loads(_from_rank0(env, store, watchdog))
+        end = received_end(message)
+        if end:
+            watchdog.close()
+            return end
+        return run_rank(run, env, store, address, watchdog, plan_type.deserialize(message["plan"]))
 
     def send(message: dict) -> None:
         store.set("plan", json.dumps(message))
         if "exit_code" in message:  # the store ends with this process: not before each rank has read its answer
             with contextlib.suppress(dist.DistError):
                 store.wait([f"read-{rank}" for rank in range(1, env.size)], timedelta(seconds=GRACE_S))
+            watchdog.close()
 
     plan, done = send_plan(announced_plan, send)
-    return done or run_rank(run, env, store, plan)
+    return done or run_rank(run, env, store, address, watchdog, plan)
 
 
-def _from_rank0(env: RankEnv, store) -> bytes:
+def join(env: RankEnv, timeout_s: float, stacks: Path | None = None) -> tuple:
+    """(the store, this host's address, the watchdog) when all ranks have joined: from then on the watchdog sees them.
+    Collective. RankLostError for a rank that has not joined within `timeout_s`.
+    """
+    text = f"rank 0 of {env.size} does not answer at {env.host}:{env.port}: no rendezvous in {timeout_s:g} s "
+    text += "(--rank_timeout). Rerun with --resume auto."
+    try:
+        with _ended_after(env, timeout_s + 1, text):
+            store = create_store(env, timeout_s)
+            wait_for_ranks(env, store, timeout_s)
+            address = network_address(env, store, timeout_s)
+            return store, address, start_watchdog(env, store, address, timeout_s, stacks, process.log_error)
+    except (RankLostError, dist.DistError) as error:
+        lost = error if isinstance(error, RankLostError) else RankLostError(f"{text} ({first_line(error)})")
+        if env.folder:
+            write_failure(env, lost.exit_code, str(lost))
+        raise lost from None
+
+
+@contextlib.contextmanager
+def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
+    """Ends this process with 69 if the block lasts longer: torch's store has no end with a peer that says nothing."""
+
+    def end() -> None:
+        if env.folder:
+            write_failure(env, RankLostError.exit_code, text)
+        else:
+            process.log_error(text)
+        os._exit(RankLostError.exit_code)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
     """Rank 0's message with the plan. RankLostError if it ended before it sent one."""
     try:
         message = store.get("plan")
         store.set(f"read-{env.rank}", "")
     except dist.DistError as error:
+        watchdog.caused_by_peer(error)
         raise RankLostError(
             f"rank 0 of {env.size} ended before it sent the plan ({first_line(error)}). Rerun with --resume auto."
         ) from None
@@ -61,23 +110,17 @@ def run_spawned(run, env: RankEnv) -> int:
     """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
     process.mute_nonzero_ranks(env.rank)
     plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
-    state = run_rank(run, env, create_store(env), plan)
+    state = run_rank(run, env, *join(env, plan.settings.rank_timeout), plan)
     return state.exit_code if state.status == "failed" else 0
 
 
-def run_rank(run, env: RankEnv, store, plan: RunPlan) -> TrainState:
+def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
-    s, plan = plan.settings, plan.on_this_host()
-    address = network_address(env, store, s.rank_timeout)
-    try:
-        watchdog = start_watchdog(env, store, address, s.rank_timeout, Path(s.output_dir) / "stacks", process.log_error)
-    except RankLostError as error:
-        if env.folder:
-            write_failure(env, error.exit_code, str(error))
-        raise
+    s = plan.settings
+    watchdog.stacks, watchdog.timeout_s = Path(s.output_dir) / "stacks", s.rank_timeout
     try:
         init_process_group(env, store, address, device_of(plan.backend, env.local_rank), s.rank_timeout)
-        state = run(plan, env, watchdog)
+        state = run(plan.on_this_host(), env, watchdog)
         destroy_process_group()
         watchdog.close()
         if env.folder and env.rank == 0:

@@ -2,7 +2,9 @@
 For modules that the wrapper shards alone; runs of train.py keep safetensors checkpoints (finetune/checkpoint).
 """
 
+import hashlib
 import io
+import os
 from pathlib import Path
 
 import torch
@@ -11,12 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.errors import PlanError, StorageError, first_line
-from finetune.system.files import replace
+from finetune.system.files import open_file, replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.parallel.placement import local_shard
-
-MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
-MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
+from finetune.torch_engine.parallel.wrapper_checkpoint_checks import MAKE_AFTER, MODEL, OPTIMIZER, misfit
 
 
 def save(model, path, optimizer, metadata: dict) -> None:
@@ -37,9 +37,48 @@ def _write(path: Path, content: dict) -> None:
     try:
         with replace(path, durable=True) as file:
             torch.save(content, file)
+            _seal(file)
     except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or first_line(error)
         raise StorageError(f"{path}: cannot be written ({reason}). Use an existing folder with free space.") from error
+
+
+# At the end of the zip file that torch.save writes, as its comment: 2 bytes of length, the mark, the digest.
+MARK, DIGEST_BYTES = b"finetune sha256 ", 64
+END_OF_ZIP, END_BYTES = b"PK\x05\x06", 22  # of a file without a comment
+
+
+def _seal(file) -> None:
+    """Appends the digest of everything before it."""
+    file.flush()
+    file.seek(-2, os.SEEK_END)
+    file.write((len(MARK) + DIGEST_BYTES).to_bytes(2, "little") + MARK)
+    file.flush()
+    file.write(_digest_before(Path(file.name), file.tell()).encode())
+
+
+def _check_seal(file) -> bool:
+    """True if the file carries its digest; False for one written before there were any. Raises ValueError."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - DIGEST_BYTES - len(MARK)))
+    end = file.read()
+    file.seek(0)
+    if end[-END_BYTES:].startswith(END_OF_ZIP):
+        return False
+    if not end.startswith(MARK) or end[len(MARK) :].decode(errors="replace") != _digest_before(
+        Path(file.name), size - DIGEST_BYTES
+    ):
+        raise ValueError("its content has changed: the digest at its end differs")
+    return True
+
+
+def _digest_before(path: Path, size: int) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size and (block := file.read(min(size, 2**20))):
+            found.update(block)
+            size -= len(block)
+    return found.hexdigest()
 
 
 def _problem_of(function, *arguments) -> str | None:
@@ -64,13 +103,15 @@ def load(model, path, optimizer) -> dict:
 
     Raises PlanError on every rank if the file does not fit the model; nothing is changed then.
     """
-    content, problem, rest = None, None, None
+    content, problem, rest, sealed = None, None, None, False
     if _rank() == 0:
         try:
             with untrusted(f"{path}: cannot be read with weights_only", "Use a file that save_checkpoint wrote."):
-                content = torch.load(path, map_location="cpu", weights_only=True)
+                with open_file(Path(path).resolve(), "rb") as file:
+                    sealed = _check_seal(file)
+                    content = torch.load(file, map_location="cpu", weights_only=True)
             with untrusted(f"{path}: is not a checkpoint of this wrapper", "Use a file that save_checkpoint wrote."):
-                found = _misfit(content, model, optimizer)
+                found = misfit(content, _named_tensors(model), _names(model), optimizer, sealed)
                 if not found:
                     states = content.get(OPTIMIZER, {})
                     rest = {
@@ -125,9 +166,11 @@ def _full_optimizer(model, optimizer) -> dict:
     foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise PlanError(f"optimizer: the model does not have {foreign} of its parameters. {MAKE_AFTER}")
+    # Also of parameters without any: one that is missing on load was lost.
     state = {
-        names[p]: {key: _full(v) if torch.is_tensor(v) else v for key, v in values.items()}
-        for p, values in optimizer.state.items()
+        names[p]: {key: _full(v) if torch.is_tensor(v) else v for key, v in optimizer.state.get(p, {}).items()}
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     groups = [{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
@@ -165,39 +208,6 @@ def _like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     stride = torch.empty(full.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
-
-
-def _misfit(content, model, optimizer) -> str | None:
-    """Why a loaded file does not fit the model and optimizer; None if it does."""
-    if not isinstance(content, dict) or not isinstance(content.get(MODEL), dict):
-        return f"no {MODEL} in it: not a checkpoint of this wrapper"
-    tensors = _named_tensors(model)
-    for name in sorted(set(tensors) ^ set(content[MODEL])):
-        return f"{name} is in {'the model' if name in tensors else 'the checkpoint'} only"
-    for name, tensor in tensors.items():
-        saved = content[MODEL][name]
-        if not torch.is_tensor(saved):
-            return f"{name} is not a tensor"
-        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
-            return f"{name} is {found} in the checkpoint and {own} in the model"
-    return None if optimizer is None else _misfit_of_optimizer(content, _names(model), optimizer)
-
-
-def _misfit_of_optimizer(content: dict, names: dict, optimizer) -> str | None:
-    if OPTIMIZER not in content:
-        return "it was saved without an optimizer"
-    unknown = set(content[OPTIMIZER]["state"]) - set(names.values())
-    if unknown:
-        return f"optimizer state of {min(unknown)}, which the model lacks"
-    saved, own = content[OPTIMIZER]["param_groups"], optimizer.param_groups
-    if any(p not in names for group in own for p in group["params"]):
-        return f"the optimizer has parameters that the model does not. {MAKE_AFTER.rstrip('.')}"
-    if [sorted(g["params"]) for g in saved] != [sorted(names[p] for p in g["params"]) for g in own]:
-        sizes = " and ".join(str([len(g["params"]) for g in groups]) for groups in (saved, own))
-        return f"the parameter groups differ: {sizes} parameters in the checkpoint and in the optimizer"
-    options = sorted({key for old, new in zip(saved, own, strict=True) for key in set(old) - set(new)})
-    return f"{type(optimizer).__name__} has no {', '.join(options)}: another optimizer was saved" if options else None
 
 
 def _check_metadata(metadata: dict) -> None:

@@ -1,14 +1,18 @@
 """finetune/data/pretraining/arrays.py: what is replaced, and what a damaged data set says."""
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from finetune.data.pretraining.arrays import new_dataset, read_split, write_rows
+from finetune.data.pretraining.arrays import check_output, new_dataset, read_split, write_rows
 from finetune.data.pretraining.data import load_pretrain_data
 from finetune.errors import PlanError
 from finetune.recipe import of_flat
+from finetune.system.owned_files import LIST
 
 
 def write(folder, symmetries="sudoku"):
@@ -17,35 +21,109 @@ def write(folder, symmetries="sudoku"):
     return folder
 
 
-@pytest.mark.parametrize("extra", ["model.safetensors", "notes.txt", "checkpoints/step_1/x"])
-def test_only_a_folder_that_is_a_data_set_and_nothing_else_is_replaced(tmp_path, extra):
-    file = tmp_path / "mine" / extra
-    file.parent.mkdir(parents=True)
-    file.write_text("mine")
-    (tmp_path / "mine/config.json").write_text("{}")
-    for is_dataset in (False, True):
-        if is_dataset:
-            write(tmp_path / "mine")
-        with pytest.raises(PlanError, match="is not a data set"), new_dataset(tmp_path / "mine"):
-            pass
-        assert file.read_text() == "mine"
+def fill(beside, name):
+    write(beside)
+    (beside / "config.json").write_text(json.dumps({"output_dir": name, "input_file": None, "seed": 0}))
 
 
-def test_a_model_folder_with_the_names_of_a_data_set_is_not_replaced(tmp_path):
-    (tmp_path / "mine/tokenizer").mkdir(parents=True)
+def build(folder, name="new"):
+    with new_dataset(folder) as beside:
+        fill(beside, name)
+    return folder
+
+
+def text_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "extra", ["notes.txt", "train/notes.txt", "train/mine/x", "test/all__notes.npy", "tokenizer/a"]
+)
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "made before there were lists"])
+def test_only_a_data_set_to_which_nobody_added_a_file_is_replaced(tmp_path, extra, listed):
+    folder = build(tmp_path / "mine")
+    if not listed:
+        (folder / LIST).unlink()
+    build(folder)
+    if not listed:
+        (folder / LIST).unlink()
+    (folder / extra).parent.mkdir(parents=True, exist_ok=True)
+    (folder / extra).write_text("mine")
+    before = text_of(folder)
+    with pytest.raises(PlanError, match=f"holds {extra}, which no builder wrote"):
+        build(folder)
+    assert text_of(folder) == before and [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_with_the_names_of_a_data_set_is_not_replaced(tmp_path):
+    write(tmp_path / "mine")
     (tmp_path / "mine/config.json").write_text("{}")
-    with pytest.raises(PlanError, match="no train/dataset.json"), new_dataset(tmp_path / "mine"):
-        pass
-    assert (tmp_path / "mine/config.json").is_file()
+    with pytest.raises(PlanError, match="which no builder wrote"):
+        build(tmp_path / "mine")
+    assert (tmp_path / "mine/config.json").read_text() == "{}"
+
+
+def test_what_was_added_while_it_was_built_is_not_lost(tmp_path):
+    folder = build(tmp_path / "mine")
+    with pytest.raises(PlanError, match="holds notes.txt"), new_dataset(folder) as beside:
+        fill(beside, "newer")
+        (folder / "notes.txt").write_text("mine")
+    assert (folder / "notes.txt").read_text() == "mine" and "newer" not in (folder / "config.json").read_text()
+
+
+def die_at(number, owner, name):
+    """Ends this process at a call of owner.name."""
+    real, calls = getattr(owner, name), iter(range(9))
+    setattr(owner, name, lambda *a, **k: os._exit(9) if next(calls) == number else real(*a, **k))
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+def test_a_builder_killed_while_it_replaces_leaves_one_whole_data_set(tmp_path, call):
+    """At each of its renames, and at the deletion of the old one."""
+    mine = tmp_path / ".mine.new", tmp_path / ".mine.tmp-x", tmp_path / ".mine.replaced-12345678"
+    for folder in mine:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    for number in range(3 if call == "rename" else 1):
+        folder = build(tmp_path / "mine", "old")
+        child = os.fork()
+        if not child:
+            die_at(number, *((Path, "rename") if call == "rename" else (shutil, "rmtree")))
+            build(folder)
+            os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        check_output(folder)
+        word = json.loads((folder / "config.json").read_text())["output_dir"]
+        assert word == ("old" if call == "rename" and number < 2 else "new") and (ended == 9) == (number < 2)
+        build(folder)
+        assert {p.name for p in tmp_path.iterdir()} == {"mine", *(p.name for p in mine)}
+    assert all((folder / "notes.txt").read_text() == "mine" for folder in mine)
+
+
+@pytest.mark.parametrize("name", ["", ".", "./", "sub/..", "..", "file/x", "file", "link"])
+def test_what_is_no_name_for_a_data_set_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("sub")
+    with pytest.raises(PlanError, match=r"^--output-dir .*\. Give a"):
+        build(Path(name))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "sub"]
+
+
+def test_an_input_inside_the_folder_that_is_written_is_refused(tmp_path):
+    folder = build(tmp_path / "mine")
+    source = folder / "config.json"
+    with pytest.raises(PlanError, match="holds the input .*config.json"):
+        check_output(folder, str(source))
 
 
 def test_a_data_set_and_an_empty_folder_are_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     for count in (1, 2):
         with new_dataset(tmp_path / "mine") as beside:
-            write(beside)
-            (beside / "config.json").write_text(str(count))
-        assert (tmp_path / "mine/config.json").read_text() == str(count)
+            fill(beside, str(count))
+        assert json.loads((tmp_path / "mine/config.json").read_text())["output_dir"] == str(count)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Conversations as tokens: markers, targets, truncation; data sets as they are built and read; rows in their slots."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -111,6 +112,32 @@ def test_the_builder_refuses_in_one_line(argv, text, tmp_path):
     with pytest.raises(PlanError) as found:
         build_chat_dataset.main([word for pair in given.items() for word in pair])
     assert text in str(found.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("\ud83d", "row 1: 'value' holds half of a surrogate pair"), ("x" * 3_000_000, "a word of 3,000,000 characters")],
+    ids=["half a character", "a long word"],
+)
+def test_text_that_no_tokenizer_can_be_made_of_is_refused_at_once(tmp_path, value, text):
+    file = pretraining.write_questions(tmp_path / "in.json", [(value, "a")] * 4)
+    argv = ["--input-file", str(file), "--output-dir", str(tmp_path / "out"), "--tokenizer", "bpe:300"]
+    with pytest.raises(PlanError, match=text):
+        build_chat_dataset.main(argv)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda p: p.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_an_input_without_an_end_is_not_read(tmp_path, make):
+    make(tmp_path / "in.json")
+    with pytest.raises(PlanError, match="in.json: is not a file"):
+        build_chat_dataset.main(["--input-file", str(tmp_path / "in.json"), "--output-dir", str(tmp_path / "out")])
+
+
+def test_more_puzzles_than_there_are_is_said_at_once(tmp_path):
+    argv = ["--size", "4", "--count", "10000000", "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(PlanError, match="--count 10000500, training and test: there are 85,632 different puzzles"):
+        build_puzzle_dataset.main(argv)
 
 
 @pytest.mark.promise("TR_10")

@@ -1,9 +1,11 @@
 """Tokens made on all cores and kept on disk: the same as made here, found again, shared, and never stale."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from finetune.data.prepare import DatasetSource, tokenized_once
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
-from finetune.data.tokens.token_cache import META, TokenCache
-from finetune.data.tokens.tokenize import Limits, tokenize
+from finetune.data.tokens.token_cache import META, TokenCache, _key, read_array
+from finetune.data.tokens.tokenize import Limits, TokenizedDataset, tokenize
 from finetune.data.tokens.workers import progress_line, tokenize_on_cores
 from finetune.errors import PlanError
+from finetune.safetensors_io import digest_of
 from tests.support.chats import FORGETFUL, with_template
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
@@ -78,7 +81,7 @@ def test_the_second_time_tokens_come_from_the_cache(raw, cache, chat_tokenizer):
     assert found.cache.holds_some()
     again = tokenized_once(found, chat_tokenizer, LIMITS, say=said.append)
     assert_same(again, first)
-    assert said[-1].startswith("tokens of a: ") and not unread and isinstance(again.tokens, np.memmap)
+    assert said[-1].startswith("tokens of a: ") and not unread
     for name in (first.sources[0], first.sources[5]):  # one row is kept, to ask the trained model about
         assert found.row(name).get("messages") == raw.rows[0]["messages"]
 
@@ -114,9 +117,89 @@ def test_a_damaged_entry_is_made_again(damage, raw, cache, chat_tokenizer):
         (entry / META).write_text((entry / META).read_text()[:-9])
     else:
         (entry / "offsets.npy").unlink()
-    assert read.cache.get(entry) is None
+    assert read.cache.get(entry, None) is None
     assert_same(tokenized_once(read, chat_tokenizer, LIMITS), first)
-    assert read.cache.get(entry) is not None
+    assert read.cache.get(entry, None) is not None
+
+
+def small(tokens=(3, 4, 5, 6)):
+    size = len(tokens)
+    arrays = np.array(tokens, np.int32), np.ones(size, bool), np.array([0, 2, size], np.int64)
+    return TokenizedDataset(
+        *arrays, sources=("a:1", "a:2"), counts={"rows": 2}, full_lengths=np.array([2, 2], np.int32)
+    )
+
+
+def signed(entry: Path, edit) -> None:
+    """Changes the entry by edit(content of dataset.json, {array: it}), under right digests."""
+    content = json.loads((entry / META).read_text())
+    arrays = {name: np.load(entry / f"{name}.npy") for name in content["digests"]}
+    edit(content, arrays)
+    for name, array in arrays.items():
+        np.save(entry / f"{name}.npy", array)
+        content["digests"][name] = digest_of(entry / f"{name}.npy")
+    content.pop("sha256")
+    (entry / META).write_text(json.dumps(content | {"sha256": _key(content)}))
+
+
+FACTS = ("sources", "counts", "description", "skipped", "notices", "first", "noted", "documents_per_row")
+ODD = {
+    **{f"without {name}": lambda c, a, name=name: c["facts"].pop(name) for name in FACTS},
+    **{f"{name} is a number": lambda c, a, name=name: c["facts"].update({name: 1.5}) for name in FACTS},
+    "no facts": lambda c, a: c.update(facts=None),
+    "no digests": lambda c, a: c.update(digests=[]) if a.clear() is None else None,
+    "example": lambda c, a: c.update(example=["a"]),
+    "three per row": lambda c, a: c["facts"].update(documents_per_row=3),
+    "pairs of odd documents": lambda c, a: c["facts"].update(sources=["a"] * 3, documents_per_row=2),
+    "float tokens": lambda c, a: a.update(tokens=a["tokens"].astype(np.float32)),
+    "two dims": lambda c, a: a.update(tokens=a["tokens"].reshape(2, 2)),
+    "no dims": lambda c, a: a.update(tokens=np.array(3, np.int32)),
+    "a token too few": lambda c, a: a.update(tokens=a["tokens"][:-1]),
+    "unknown token": lambda c, a: a.update(tokens=a["tokens"] + 400),
+    "negative token": lambda c, a: a.update(tokens=a["tokens"] - 9),
+    "falling offsets": lambda c, a: a.update(offsets=np.array([0, 9, 4])),
+    "offsets beyond": lambda c, a: a.update(offsets=np.array([0, 2, 5])),
+    "targets as numbers": lambda c, a: a.update(is_target=a["tokens"]),
+    "lengths as text": lambda c, a: a.update(full_lengths=np.array(["a", "b"])),
+}
+PLACED = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "nothing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("kind", [*ODD, *PLACED, "one flipped bit"])
+def test_an_entry_that_is_not_as_it_was_written_is_set_aside_with_one_line(kind, cache, chat_tokenizer):
+    kept, said = cache(), []
+    entry = kept.entry(chat_tokenizer, LIMITS)
+    kept.put(entry, small(), ("a:1", {"text": "x"}))
+    assert kept.get(entry, 400, said.append)[1] == ("a:1", {"text": "x"}) and not said
+    if kind in ODD:
+        signed(entry, ODD[kind])
+    elif kind in PLACED:
+        (entry / "tokens.npy").unlink()
+        PLACED[kind](entry / "tokens.npy")
+    else:
+        (entry / META).write_text((entry / META).read_text().replace("a:1", "b:1"))
+    assert kept.get(entry, 400, said.append) is None
+    assert len(said) == 1 and "not as they were written" in said[0] and not entry.exists()
+    kept.put(entry, small(), None)
+    assert kept.get(entry, 400, said.append)[0].digest() == small().digest() and len(said) == 1
+
+
+@pytest.mark.parametrize("in_memory_bytes", [0, 2**20])
+def test_an_array_whose_file_is_cut_is_still_read(tmp_path, in_memory_bytes):
+    file, array = tmp_path / "a.npy", np.arange(2**16)
+    np.save(file, array)
+    child = os.fork()  # a mapped file that is cut would end this process by SIGBUS
+    if not child:
+        found = read_array(file, digest_of(file), in_memory_bytes)
+        os.truncate(file, 0)
+        os._exit(isinstance(found, np.memmap) + 2 * bool((found == array).all()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2 + (in_memory_bytes == 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.npy"]
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(raw, cache, tmp_path, chat_tokenizer):

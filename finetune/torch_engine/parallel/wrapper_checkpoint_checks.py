@@ -1,0 +1,115 @@
+"""Whether what a file of the MPS wrapper has can be loaded into a model and its optimizer, asked before any change."""
+
+import math
+
+import torch
+
+MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
+MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
+# Keys of an optimizer's state that are shaped as the parameter; those of squares are never negative.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum")
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
+NEEDS = {torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"), torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq")}
+
+
+def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool) -> str | None:
+    """Why a loaded file does not fit; None if it does. `tensors`: {name: tensor of the model}, `names`: {parameter:
+    name}. `sealed`: the file is as it was written.
+    """
+    if not isinstance(content, dict) or not isinstance(content.get(MODEL), dict):
+        return f"no {MODEL} in it: not a checkpoint of this wrapper"
+    for name in sorted(set(tensors) ^ set(content[MODEL])):
+        return f"{name} is in {'the model' if name in tensors else 'the checkpoint'} only"
+    parameters = set(names.values())
+    for name, tensor in tensors.items():
+        saved = content[MODEL][name]
+        fact = _unusable(saved)
+        if fact:
+            return f"{name} {fact}"
+        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
+            return f"{name} is {found} in the checkpoint and {own} in the model"
+        if saved.isnan().any() or (name in parameters and not saved.isfinite().all()):  # a mask may hold -inf
+            return f"{name} is not finite"
+    return None if optimizer is None else _misfit_of_optimizer(content, names, optimizer, sealed)
+
+
+def _unusable(value) -> str | None:
+    if not torch.is_tensor(value):
+        return "is not a tensor"
+    if value.is_meta or value.layout is not torch.strided:
+        return f"is a {'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} tensor"
+    return None
+
+
+def _misfit_of_optimizer(content: dict, names: dict, optimizer, sealed: bool) -> str | None:
+    if OPTIMIZER not in content:
+        return "it was saved without an optimizer"
+    state = content[OPTIMIZER]["state"]
+    unknown = set(state) - set(names.values())
+    if unknown:
+        return f"optimizer state of {min(unknown)}, which the model lacks"
+    saved, own = content[OPTIMIZER]["param_groups"], optimizer.param_groups
+    if any(p not in names for group in own for p in group["params"]):
+        return f"the optimizer has parameters that the model does not. {MAKE_AFTER.rstrip('.')}"
+    if [sorted(g["params"]) for g in saved] != [sorted(names[p] for p in g["params"]) for g in own]:
+        sizes = " and ".join(str([len(g["params"]) for g in groups]) for groups in (saved, own))
+        return f"the parameter groups differ: {sizes} parameters in the checkpoint and in the optimizer"
+    options = sorted({key for old, new in zip(saved, own, strict=True) for key in set(old) - set(new)})
+    if options:
+        return f"{type(optimizer).__name__} has no {', '.join(options)}: another optimizer was saved"
+    for old, new in zip(saved, own, strict=True):
+        fact = _misfit_of_group(old, new, type(optimizer).__name__)
+        if fact:
+            return fact
+    return _misfit_of_state(state, names, optimizer, sealed)
+
+
+def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
+    if saved.get("decoupled_weight_decay") != own.get("decoupled_weight_decay"):
+        return f"{kind} does not decay weights as the optimizer that was saved"
+    for key, value in saved.items():
+        for number in value if isinstance(value, tuple | list) else (value,):
+            number = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
+            if key == "lr" and (isinstance(number, bool) or not isinstance(number, int | float)):
+                return f"lr is {number!r}, must be a number"
+            if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
+                return f"{key} is {number}, must be finite and not negative"
+    return None
+
+
+def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str | None:
+    needed = NEEDS.get(type(optimizer), ())
+    kept = {name for name, values in state.items() if values}
+    keys = set().union(*(state[name] for name in kept))
+    parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in parameters.items():
+        lost = name not in state if sealed else bool(kept) and p.requires_grad and not state.get(name)
+        if lost:
+            return f"the optimizer state of {name} is missing"
+        for key in (*needed, *sorted(keys)) if name in kept else ():
+            if key not in state[name]:
+                return f"the optimizer state of {name} has no {key}"
+            fact = _misfit_of_value(key, state[name][key], p)
+            if fact:
+                return f"{key} of {name} {fact}"
+    return None
+
+
+def _misfit_of_value(key: str, value, p) -> str | None:
+    if key == "step" or (value is not None and not torch.is_tensor(value) and key not in MOMENTS):
+        if torch.is_tensor(value) and (_unusable(value) or value.numel() != 1 or not value.is_floating_point()):
+            return f"is {tuple(value.shape)} {value.dtype}, must be one number"
+        number = value.item() if torch.is_tensor(value) else value
+        is_number = isinstance(number, int | float) and math.isfinite(number)
+        return None if is_number and (key != "step" or number >= 0) else f"is {number!r}, must be a number"
+    if value is None:  # SGD's before its first step
+        return None
+    fact = _unusable(value)
+    if fact:
+        return fact
+    if key in MOMENTS and (value.shape != p.shape or value.dtype != p.dtype):
+        return f"is {tuple(value.shape)} {value.dtype}, the parameter {tuple(p.shape)} {p.dtype}"
+    if not value.isfinite().all():
+        return "is not finite"
+    return "has negative numbers" if key in SQUARES and (value < 0).any() else None
