@@ -104,7 +104,9 @@ def main(argv=None) -> int:
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
-    engine, tokenizer, ends = (open_checkpoint.open_recursive if recursive else open_checkpoint.open_engine)(args)
+    engine, tokenizer, ends = (
+        open_checkpoint.open_recursive(args) if recursive else open_checkpoint.open_engine(args)[:3]
+    )
     engine.seed(args.seed)
     turns = [("system", args.system)] if args.system else []
 

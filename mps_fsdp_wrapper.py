@@ -365,13 +365,12 @@ def _refuse_optimizers_of(replaced: WeakIdKeyDictionary, present: set) -> None:
         replaced.pop(parameter, None)
 
     def before_step(optimizer, args, kwargs) -> None:
-        number = sum(p in replaced for group in optimizer.param_groups for p in group["params"])
+        number = len(replaced) and sum(p in replaced for group in optimizer.param_groups for p in group["params"])
         if number:
             raise PlanError(f"optimizer: wrap_model has replaced {number} of its parameters. {MAKE_AFTER}")
-        if not replaced:  # nobody holds one any more
-            hook.remove()
 
-    hook = register_optimizer_step_pre_hook(before_step)
+    if replaced:
+        register_optimizer_step_pre_hook(before_step)  # it cannot be removed by itself, while torch goes through all
 
 
 def _average(grad: torch.Tensor, group) -> None:

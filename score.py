@@ -32,7 +32,9 @@ def build_parser() -> Parser:
         "--split", default="test", metavar="NAME", help="split of a folder or Hub dataset (default: test)"
     )
     parser.add_argument("--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)")
-    parser.number("context_length", 512, "maximum sequence length in tokens")
+    parser.add_argument(
+        "--context_length", type=int, default=None, metavar="N", help="tokens of a row (default: the run's, else 512)"
+    )
     parser.number("max_new_tokens", 128, "maximum new tokens per answer")
     parser.number("batch_size", 32, "answers generated per batch")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print the first N wrong answers")
@@ -54,7 +56,7 @@ def main(argv=None) -> int:
     from finetune.run import evaluation
 
     for name in ("context_length", "max_new_tokens", "batch_size"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
@@ -62,10 +64,11 @@ def main(argv=None) -> int:
     options = RowOptions(args.dataset_format)
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
-    engine, tokenizer, ends = open_checkpoint.open_engine(args)
+    engine, tokenizer, ends, base = open_checkpoint.open_engine(args)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
-    length = min(args.context_length, engine.context_limit() or args.context_length)
+    length = args.context_length or (base.settings.context_length if base.settings else 512)
+    length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
         questions = generation_examples(raw, options, tokenizer, renderer)
@@ -83,6 +86,7 @@ def main(argv=None) -> int:
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
         "exact_match": match,
+        "base": base.said,
         "wall_s": round(time.perf_counter() - began, 1),
     }
     if args.json:

@@ -1,19 +1,19 @@
 """Opens a trained checkpoint, or any model, for inference: shared by generate.py, score.py and export.py."""
 
 import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.plan.parts import Parts
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
+from finetune.trained_base import trained_base
 
 
 def add_flags(parser) -> None:
@@ -26,7 +26,16 @@ def add_flags(parser) -> None:
     parser.add_argument(
         "--device", default=None, help="auto, cuda, mps, mlx, cpu, xpu (default: FSDP_BACKEND, else auto)"
     )
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: auto)")
+    parser.add_argument(
+        "--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"), help="(default: as it was trained)"
+    )
+    parser.add_argument(
+        "--n_bits",
+        type=int,
+        default=None,
+        choices=(2, 3, 4, 5, 6, 8, 16),
+        help="bits of the base's weights; 16: dense (default: as it was trained, by its run_plan.json)",
+    )
 
 
 def base_of(checkpoint: str) -> ModelFiles:
@@ -121,45 +130,44 @@ def prepare_torch(manager: BackendManager) -> None:
 
 
 def open_engine(args):
-    """(engine for evaluation and generation, tokenizer, stop token ids)."""
+    """(engine for evaluation and generation, tokenizer, stop token ids, the base as it is opened)."""
     files = base_of(args.checkpoint)
     try:
         manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
     except ValueError as error:
         raise PlanError(f"--device {args.device}: {error}") from None
-    precision = args.precision
-    if precision == "auto":
-        precision = "bf16" if manager.capabilities.supports_bfloat16 else "fp32"
+    base = trained_base(Path(args.checkpoint), manager, args.precision, args.n_bits)
+    for line in base.lines:
+        say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
-    if manager.backend is not Backend.MLX:
-        prepare_torch(manager)
-    engine = open_on(args.checkpoint, files, str(manager.backend), precision, pad_id(tokenizer))
+    engine = open_on(args.checkpoint, files, str(manager.backend), base.plan, pad_id(tokenizer))
     engine.verify("auto")
-    return engine, tokenizer, end_ids(tokenizer, files.folder)
+    return engine, tokenizer, end_ids(tokenizer, files.folder), base
 
 
-def _open_mlx(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
+def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
     from finetune.mlx_engine import load
 
-    return load.open_trained(Path(checkpoint), files, precision, pad)
+    return load.open_trained(Path(checkpoint), files, plan, pad)
 
 
-def _open_torch(checkpoint: str, files: ModelFiles, device: str, precision: str, pad: int):
-    from finetune.torch_engine.device import DTYPES, device_of
+def _open_torch(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
+    from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.weights.load import load_trained
 
-    device = device_of(device)
-    model = load_trained(checkpoint, files, device, DTYPES[precision])
+    set_num_threads()
+    set_onednn(plan.precision.onednn)
+    where = device_of(device)
+    model = load_trained(checkpoint, files, where, plan)
     keep_heap(low_memory=False)
-    plan = Parts(replace(TrainConfig(), train_type="lora", precision=precision))
-    return TorchEngine(parallelize(model, plan, ProcessGroups(device=device), pad_id=pad), plan)
+    return TorchEngine(parallelize(model, plan, ProcessGroups(device=where), pad_id=pad), plan)
 
 
 def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:

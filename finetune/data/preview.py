@@ -183,7 +183,7 @@ def text_of(content: dict) -> list[str]:
     for sample in content["samples"]:
         lines += [f"{sample['source']}:", *sample["text"].splitlines()]
     for entry in content["lint"]:
-        lines.append(f"check: {entry['what']}: {entry['count']:,}, first {entry['first']}: {entry['remedy']}")
+        lines.append(f"check: {entry['what']} ({entry['count']:,}), first {entry['first']}: {entry['remedy']}")
     return lines if content["lint"] else [*lines, "check: no problems found"]
 
 

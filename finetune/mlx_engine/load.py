@@ -1,6 +1,5 @@
 """From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,7 +7,6 @@ import mlx.core as mx
 from finetune.adapters import saved
 from finetune.adapters.saved import CONFIG
 from finetune.checkpoint.published import verified
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.memory_advice import memory_advice, on_loading
 from finetune.mlx_engine import model as models
@@ -56,8 +54,11 @@ def build_engine(loaded, keys, plan: Parts, pad_id: int, base_config: dict, worl
     return MLXEngine(loaded, plan, keys, ranks, pad_id, base_config, MLXOptions.read(plan.settings.mlx_config))
 
 
-def open_trained(checkpoint, files, precision: str, pad_id: int) -> MLXEngine:
-    """An engine for inference: the folder's own weights, or `files` with the PEFT adapter of `checkpoint` on them."""
+def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
+    """An engine for inference: the folder's own weights, or `files` with the PEFT adapter of `checkpoint` on them.
+
+    In the plan's precision, and quantized as it says.
+    """
     adapter, tensors = None, {}
     if (checkpoint / "trained_blocks.json").is_file():
         raise PlanError(f"--checkpoint {checkpoint}: added layers are for torch. Use --device cpu, or export.py first.")
@@ -65,10 +66,12 @@ def open_trained(checkpoint, files, precision: str, pad_id: int) -> MLXEngine:
         adapter, tensors = read_adapter(checkpoint)
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
     with verified(files.folder, files.weight_files):
-        loaded = models.load(files.folder, files.config, models.DTYPES[precision], dequantizes)
+        loaded = models.load(files.folder, files.config, models.DTYPES[plan.precision.compute], dequantizes)
+        if plan.quantization:
+            how = plan.quantization
+            models.quantize(loaded, how.bits, how.group_size, how.quant_type or "affine", dequantizes)
         keys = add_adapters(loaded, adapter) if adapter else None
         mx.eval(loaded.model.parameters())
-    plan = Parts(replace(TrainConfig(), train_type="lora", precision=precision))
     engine = MLXEngine(loaded, plan, keys, Ranks(), pad_id, files.config)
     if tensors:
         engine.load_trainable(tensors)

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 
 import score
 from finetune.checkpoint.store import newest_checkpoint
+from finetune.config import TrainConfig
 from finetune.errors import PlanError
+from finetune.plan.parts import Parts
 from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps, words
@@ -139,7 +141,8 @@ def test_the_adapter_gives_peft_the_logits_it_gives_mlx(mlx_run, tiny_model):
     from finetune.mlx_engine.load import open_trained
     from finetune.model_files.files import find_model
 
-    engine = open_trained(mlx_run, find_model(str(tiny_model)), "fp32", 0)
+    plan = Parts(TrainConfig(train_type="lora", precision="fp32"))
+    engine = open_trained(mlx_run, find_model(str(tiny_model)), plan, 0)
     ids = np.arange(3, 27)
     ours = np.array(engine.model(mx.array(ids[None]))[0])
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), mlx_run).eval()

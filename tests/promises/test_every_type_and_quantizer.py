@@ -11,7 +11,7 @@ import export
 import generate
 import train
 from finetune.model_files.files import find_model
-from finetune.torch_engine.weights.load import load_trained
+from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from finetune.torch_engine.weights.stream import load_dense
 from quantization_wrapper import METHODS, pairs
 from tests.support.commands import PYTHON, ROOT, finish, words
@@ -59,7 +59,7 @@ def assert_opens(kind, model, expanded_model, out):
     base = expanded_model if kind == "llama_pro" else model
     files = find_model(str(base))
     ids = torch.arange(5, 25)[None]
-    ours = load_trained(out, files, torch.device("cpu"), torch.float32)(input_ids=ids).logits
+    ours = load_trained(out, files, torch.device("cpu"), DENSE_FP32)(input_ids=ids).logits
     if kind == "llama_pro":
         merged = out.parent / "merged"
         export.main(["--checkpoint", str(out), "--output_dir", str(merged)])

@@ -273,6 +273,7 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
         TrainConfig(), precision="fp32", lr=1e-3, train_type=train_type, use_dora=use_dora, lora_rank=4, lora_alpha=8.0
     )
     settings = dataclasses.replace(settings, lora_dropout=0.0, lora_target_modules="all", microbatch_tokens=128)
+    settings = dataclasses.replace(settings, context_length=64)  # what index_topk takes, see check_sparse_attention
     if train_type == "qlora":
         settings = dataclasses.replace(settings, quantization_backend="nf4")
     ours = load_model(folder, settings, torch.device("cpu"), say=lambda line: None)

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 import quantization_wrapper
+from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
-from finetune.plan.parts import Adapter, AddedLayers, ParallelPlan, Parts, Precision, Trains
+from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import llama_pro, memory_stats
@@ -23,7 +24,7 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
-from finetune.torch_engine.weights.stream import empty_model, load_dense, load_weights
+from finetune.torch_engine.weights.stream import empty_model, load_weights
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,19 @@ def padded_inputs(batch) -> dict:
     }
 
 
-def load_trained(checkpoint, files, device, dtype):
-    """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it."""
-    model = load_dense(files.folder, dtype, device).requires_grad_(False)
+DENSE_FP32 = Parts(TrainConfig(train_type="lora", precision="fp32"))  # the base that export.py merges into
+
+
+def load_trained(checkpoint, files, device, plan: Parts):
+    """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it.
+
+    In the plan's precision, and quantized as it says.
+    """
+    model = build_on_meta(files.folder, plan.precision, plan.parallel)
+    load_and_quantize(model, files.folder, layers_of(model, files.folder, AllWeights()), plan, device)
+    model.requires_grad_(False).to(device)
+    if plan.memory.cache_dequantized:
+        cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
         if (Path(checkpoint) / "adapter_config.json").is_file():
             attach_adapter(model, checkpoint)

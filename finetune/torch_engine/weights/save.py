@@ -18,7 +18,7 @@ from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import merge_adapters
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
-from finetune.torch_engine.weights.load import load_trained
+from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from finetune.torch_engine.weights.modalities import forget_quantization
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
@@ -36,7 +36,7 @@ def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
     Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type. Raises PlanError where base
     and adapter give logits that are not finite.
     """
-    model = load_trained(checkpoint, files, torch.device("cpu"), torch.float32)
+    model = load_trained(checkpoint, files, torch.device("cpu"), DENSE_FP32)
     vocab = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocab, (1, 24), generator=torch.Generator().manual_seed(0))
     before = model(input_ids=ids).logits

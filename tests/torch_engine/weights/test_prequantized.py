@@ -8,7 +8,7 @@ import torch
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine.weights.load import load_trained
+from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from tests.support.build import load_model
 from tests.support.engines import CPU
 from tests.support.stored_quantized import BNB, edited, stored_folder, theirs_of
@@ -64,7 +64,7 @@ def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, ro
 
     export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
     merged = theirs_of(tmp_path / "merged", torch.float32)
-    used = load_trained(tmp_path / "out", files, CPU, torch.float32)
+    used = load_trained(tmp_path / "out", files, CPU, DENSE_FP32)
     ids = torch.arange(3, 20)[None]
     # merged into weights of the config's type, bf16
     torch.testing.assert_close(merged(input_ids=ids).logits, used(input_ids=ids).logits, rtol=0, atol=0.02)

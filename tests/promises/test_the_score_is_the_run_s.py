@@ -1,0 +1,110 @@
+"""The number that a run prints is the one that score.py and generate.py have: they open the base as it was trained."""
+
+import json
+import shutil
+
+import pytest
+
+import generate
+import score
+from finetune.errors import PlanError
+from finetune.run.metrics import read_events
+from tests.support.rows import ROWS, jsonl
+
+QLORA = dict(train_type="qlora")
+KINDS = {
+    "lora": {},
+    "dora": dict(use_dora=True),
+    "nf4": dict(QLORA, quantization_backend="nf4"),
+    "nf4, dense copies": dict(QLORA, quantization_backend="nf4", cache_dequantized="true"),
+    "bnb 8": dict(QLORA, quantization_backend="bnb", n_bits=8),
+    "hqq 3": dict(QLORA, quantization_backend="hqq", n_bits=3, group_size=32),
+    "quanto 4": dict(QLORA, quantization_backend="quanto", n_bits=4, group_size=32),
+    "mlx 4": dict(QLORA, quantization_backend="mlx", n_bits=4, group_size=32),
+    "double": dict(QLORA, quantization_backend="nf4", double_quant=True, use_dora=True),
+    "bf16": dict(QLORA, quantization_backend="nf4", precision="bf16"),
+    "autocast": dict(precision="bf16_autocast"),
+    "full": dict(train_type="full", lora_rank=None, lora_dropout=None),
+    "engine of MLX": dict(QLORA, backend="mlx", quantization_backend="mlx", lora_dropout=0.0, group_size=32),
+}
+
+
+# Those that share code with another one.
+SLOW = ("dora", "nf4, dense copies", "bnb 8", "quanto 4", "mlx 4", "double", "autocast")
+
+
+def scored(folder, rows, capsys, *more) -> tuple[dict, str]:
+    capsys.readouterr()
+    limit = ["--max_new_tokens", "6"]
+    assert score.main(["--checkpoint", str(folder), "--dataset", rows, "--json", *limit, *more]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return jsonl(tmp_path / "scored.jsonl", ROWS[:6])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
+def test_score_gives_the_run_s_own_numbers(kind, rows, tmp_path, run, capsys):
+    run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)
+    own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]
+    device = "mlx" if kind == "engine of MLX" else "cpu"
+    found, err = scored(tmp_path / "out", rows, capsys, "--device", device)
+    # The same products, cut into microbatches otherwise; in 16 bits each cut rounds otherwise.
+    limit = 2e-3 if "bf16" in str(KINDS[kind]) else 1e-6
+    assert found["loss"] == pytest.approx(own["loss"], rel=limit)
+    assert found["exact_match"] == own["exact_match"]
+    quantized = KINDS[kind].get("train_type") == "qlora"
+    assert (found["base"] == "dense") is not quantized
+    assert ("as trained" in err) is quantized
+
+
+@pytest.fixture
+def trained(rows, tmp_path, run):
+    run(**KINDS["nf4"], save_every=6, num_epochs=1)
+    return tmp_path / "out"
+
+
+def test_another_base_is_told_and_gives_another_loss(trained, rows, capsys):
+    own, _ = scored(trained, rows, capsys)
+    dense, err = scored(trained, rows, capsys, "--n_bits", "16")
+    assert dense["base"] == "dense" and dense["loss"] != own["loss"]
+    assert "base: dense, asked for; it was trained on nf4 4 bits" in err
+    eight, err = scored(trained, rows, capsys, "--n_bits", "8")
+    assert eight["base"] == "bnb 8 bits" and "asked for; it was trained on nf4 4 bits" in err
+
+
+def test_a_step_is_opened_as_its_run_was(trained, rows, capsys):
+    found, _ = scored(trained / "checkpoints" / "step-6", rows, capsys)
+    assert found["base"] == "nf4 4 bits"
+
+
+def test_what_cannot_be_opened_as_trained_says_why(trained, rows, run, tmp_path, capsys):
+    found, err = scored(trained, rows, capsys, "--device", "mlx")
+    assert found["base"] == "dense" and "base: dense, as it was trained on nf4 4 bits, which MLX lacks" in err
+    run(**KINDS["nf4"], init_lora_weights="pissa", output_dir=str(tmp_path / "pissa"))
+    found, err = scored(tmp_path / "pissa", rows, capsys)
+    assert found["base"] == "dense" and "less the adapter's start (pissa)" in err
+
+
+def test_an_adapter_without_a_plan_is_opened_dense(trained, rows, tmp_path, capsys):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "bare").mkdir(exist_ok=True)
+        shutil.copy(trained / name, tmp_path / "bare" / name)
+    found, err = scored(tmp_path / "bare", rows, capsys)
+    assert found["base"] == "dense" and "base:" not in err
+
+
+def test_a_damaged_plan_is_one_line(trained, rows):
+    (trained / "run_plan.json").write_text("{")
+    with pytest.raises(PlanError, match="run_plan.json.* or remove it to open the adapter on a dense base"):
+        score.main(["--checkpoint", str(trained), "--dataset", rows])
+
+
+def test_generate_says_so_beside_its_answer(trained, capsys):
+    capsys.readouterr()
+    assert generate.main(["--checkpoint", str(trained), "--prompt", "What is 1?", "--max_new_tokens", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "base: nf4 4 bits, as trained" in err and "base:" not in out
