@@ -160,6 +160,7 @@ def main(argv=None) -> int:
     from finetune import open_checkpoint
     from finetune.model_files.tokenizer import load_tokenizer
     from finetune.torch_engine.weights.save import merge_to_folder
+    from finetune.trained_base import settings_of_run
 
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
@@ -172,6 +173,13 @@ def main(argv=None) -> int:
         off = merge_to_folder(checkpoint, files, folder, args.dtype)
         load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
     say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
+    trained = settings_of_run(checkpoint)
+    if trained and trained.train_type == "qlora":
+        was = f"{trained.quantization_backend} {trained.n_bits} bits"
+        say(
+            f"note: trained on a base in {was}, merged into the dense one: its score differs from the run's. To have it: "
+            f"python score.py --checkpoint {target} --dataset FILE"
+        )
     return 0
 
 

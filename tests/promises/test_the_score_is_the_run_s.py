@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import export
 import generate
 import score
 from finetune.errors import PlanError
@@ -108,3 +109,8 @@ def test_generate_says_so_beside_its_answer(trained, capsys):
     assert generate.main(["--checkpoint", str(trained), "--prompt", "What is 1?", "--max_new_tokens", "3"]) == 0
     out, err = capsys.readouterr()
     assert "base: nf4 4 bits, as trained" in err and "base:" not in out
+
+
+def test_export_says_that_its_base_is_another_one(trained, tmp_path, capsys):
+    assert export.main(["--checkpoint", str(trained), "--output_dir", str(tmp_path / "merged")]) == 0
+    assert "note: trained on a base in nf4 4 bits, merged into the dense one" in capsys.readouterr().out
