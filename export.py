@@ -177,8 +177,8 @@ def main(argv=None) -> int:
     if trained and trained.train_type == "qlora":
         was = f"{trained.quantization_backend} {trained.n_bits} bits"
         say(
-            f"note: trained on a base in {was}, merged into the dense one: its score differs from the run's. To have it: "
-            f"python score.py --checkpoint {target} --dataset FILE"
+            f"note: trained on a base in {was}, merged into the dense one: its score differs from the run's. "
+            f"To have it: python score.py --checkpoint {target} --dataset FILE"
         )
     return 0
 

@@ -487,6 +487,11 @@ REFUSED = {  # name: (files, the line, flags)
         "a.jsonl:1: column 'parent_id' makes a conversation of several rows, and format text does not use it.",
         {},
     ),
+    "the folder of a model": (
+        {"config.json": b"{}", "model.safetensors": b""},
+        "is the folder of a model or a run, not of data. Give the file of its rows.",
+        {},
+    ),
     "an array over lines": ({"a.jsonl": b'[\n{"text": "a"}\n]\n'}, "a.jsonl: is one JSON array, must be an object", {}),
     "texts alone": ({"a.jsonl": b'"one"\n'}, 'a.jsonl:1: is text, must be an object such as {"text": "..."}.', {}),
     "Latin-1": ({"a.jsonl": b'{"text": "caf\xe9"}\n'}, "iconv -f CP1252 -t UTF-8 converts the file", {}),

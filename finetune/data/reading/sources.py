@@ -124,6 +124,8 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
         outside = [name for name in names if PurePosixPath(name).name != name]
         if outside:
             raise PlanError(f"{folder / 'state.json'}: refers to {outside[0]!r} outside its folder. Do not use it.")
+    elif (folder / "run_plan.json").is_file() or any(folder.glob("*.safetensors")):
+        raise PlanError(f"{flag} {folder}: is the folder of a model or a run, not of data. Give the file of its rows.")
     else:
         found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
