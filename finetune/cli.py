@@ -4,6 +4,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -72,7 +73,15 @@ def nearest(word, known) -> str:
     if elsewhere and FIELDS.keys() <= {str(k).lstrip("-") for k in known}:
         return elsewhere
     near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=1, cutoff=0.5)
-    return f" Nearest: {near[0]}." if near else ""
+    return f" Nearest: {near[0]}." if near and _shares_a_word(shown(word), near[0]) else ""
+
+
+def _shares_a_word(one: str, other: str) -> bool:
+    """True if a word of one name is one of the other, but for a letter or two; similar letters alone mean nothing."""
+    theirs = re.split(r"[_.]", other.lower().lstrip("-"))
+    words = [word for word in re.split(r"[_.]", one.lower().lstrip("-")) if word]
+    close = (difflib.SequenceMatcher(None, word, their).ratio() for word in words for their in theirs)
+    return max(close, default=0.0) >= 0.75 or "".join(words) == "".join(theirs)
 
 
 def parse_value(name: str, value, where: str | None = None):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import Parser, parse_overrides, parse_value, read_config
+from finetune.cli import Parser, nearest, parse_overrides, parse_value, read_config
 from finetune.config import FIELDS, TrainConfig, value_type
 from finetune.errors import PlanError
 from tests.support.commands import ROOT, command, finish, refused
@@ -86,6 +86,11 @@ def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
     with pytest.raises(PlanError) as error:
         parse(*argv)
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "report_to", "zero_stage", "wandb", "fsdp"])
+def test_a_name_that_shares_no_word_with_a_flag_has_no_nearest_one(name):
+    assert "Nearest" not in nearest(f"--{name}", [f"--{flag}" for flag in FIELDS])
 
 
 @pytest.mark.promise("CLI_13")
