@@ -159,6 +159,7 @@ def main(argv=None) -> int:
         return convert_adapter(args)
     from finetune import open_checkpoint
     from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.plan.parts import Parts
     from finetune.torch_engine.weights.save import merge_to_folder
     from finetune.trained_base import settings_of_run
 
@@ -174,8 +175,8 @@ def main(argv=None) -> int:
         load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
     say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     trained = settings_of_run(checkpoint)
-    if trained and trained.train_type == "qlora":
-        was = f"{trained.quantization_backend} {trained.n_bits} bits"
+    was = Parts(trained).quantization if trained else None
+    if was:
         say(
             f"note: trained on a base in {was}, merged into the dense one: its score differs from the run's. "
             f"To have it: python score.py --checkpoint {target} --dataset FILE"

@@ -32,8 +32,7 @@ class TrainedBase:
 
     @property
     def said(self) -> str:
-        quantization = self.plan.quantization
-        return f"{quantization.method} {quantization.bits} bits" if quantization else "dense"
+        return str(self.plan.quantization or "dense")
 
 
 def trained_base(checkpoint: Path, manager: BackendManager, precision: str = "auto", n_bits=None) -> TrainedBase:
@@ -50,7 +49,7 @@ def trained_base(checkpoint: Path, manager: BackendManager, precision: str = "au
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
     base = TrainedBase(Parts(settings), trained, ())
-    if reason or trained and trained.train_type == "qlora" or n_bits is not None:
+    if reason or base.plan.quantization:
         lines.append(f"base: {base.said}" + (f", {reason}" if reason else ", as trained"))
     return replace(base, lines=tuple(lines))
 
@@ -91,29 +90,28 @@ def _cpu_matmul(trained: TrainConfig | None, manager: BackendManager, precision:
 
 def _quantization(checkpoint: Path, trained: TrainConfig | None, manager: BackendManager, n_bits) -> tuple[dict, str]:
     """(settings of the quantizer, empty for a dense base; why it is not the run's)."""
-    was = trained if trained and trained.train_type == "qlora" else None
-    method = was.quantization_backend if was else None
+    was = Parts(trained).quantization if trained else None
     on_mlx = manager.backend is Backend.MLX
     if n_bits == DENSE or (n_bits is None and was is None):
-        return {}, f"asked for; it was trained on {method} {was.n_bits} bits" if was else ""
-    if n_bits is not None and not (was and n_bits == was.n_bits):
-        names = ("mlx",) if on_mlx else (*((method,) if method else ()), *quantization_wrapper.AUTO_ORDER)
+        return {}, f"asked for; it was trained on {was}" if was else ""
+    if n_bits is not None and not (was and n_bits == was.bits):
+        names = ("mlx",) if on_mlx else (*((was.method,) if was else ()), *quantization_wrapper.AUTO_ORDER)
         name = next((n for n in names if n_bits in quantization_wrapper.METHODS[n].bits), None)
         if name is None:
             raise PlanError(f"--n_bits {n_bits}: no quantizer of {manager.backend} has it. Use 4, 8 or 16.")
         changes = dict(quantization_backend=name, n_bits=n_bits, quant_type=None, group_size=64, double_quant=False)
-        return changes, "asked for" + (f"; it was trained on {method} {was.n_bits} bits" if was else "")
-    assert was is not None
-    dense = f"as it was trained on {method} {was.n_bits} bits"
-    if on_mlx and method != "mlx":
+        return changes, "asked for" + (f"; it was trained on {was}" if was else "")
+    assert was is not None and trained is not None
+    dense = f"as it was trained on {was}"
+    if on_mlx and was.method != "mlx":
         return {}, f"{dense}, which MLX lacks"
     if (checkpoint / "trained_blocks.json").is_file():
         return {}, f"{dense} around new layers, which are opened on a dense base only"
-    trains = Parts(was).trains
+    trains = Parts(trained).trains
     if isinstance(trains, Adapter) and trains.init.changes_base:
         return {}, f"{dense} less the adapter's start ({trains.init.word}); the saved adapter is for the whole base"
-    missing = quantization_wrapper.not_installed(method)
+    missing = quantization_wrapper.not_installed(was.method)
     if missing:
         return {}, f"{dense}; {missing}"
     names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant", "cache_dequantized")
-    return {name: getattr(was, name) for name in names}, ""
+    return {name: getattr(trained, name) for name in names}, ""

@@ -76,6 +76,9 @@ class Quantization:
     quant_type: str | None
     double_quant: bool
 
+    def __str__(self) -> str:
+        return f"{self.method} {self.bits} bits"
+
     @cached_property
     def config(self) -> quantization_wrapper.QuantizationConfig:
         return quantization_wrapper.config_for(
