@@ -15,6 +15,8 @@ from tests.support.wrapper_cases import MODEL, STATE, net, train, wrapper
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
 
+LARGEST = 1e3  # of a setting: no reader can know that a learning rate of 1e308 is not meant
+
 
 @dataclass
 class WrapperBatch:
@@ -81,7 +83,8 @@ def edit(rng: random.Random, content: dict) -> None:
     elif torch.is_tensor(value):
         tree[key] = _odd_tensor(rng, value)
     else:
-        tree[key] = mutate.odd_value(rng, value if not isinstance(value, dict) else 1)
+        odd = mutate.odd_value(rng, value if not isinstance(value, dict) else 1)
+        tree[key] = 0.5 if isinstance(odd, float | int) and abs(odd) > LARGEST else odd
 
 
 def _odd_tensor(rng: random.Random, tensor: torch.Tensor):

@@ -193,6 +193,7 @@ def odd_contents() -> dict:
         "lr text": group(lr="fast"),
         "eps infinite": group(eps=float("inf")),
         "three betas": group(betas=(0.9, 0.99, 0.999)),
+        "beta of 2": group(betas=(0.9, 2.0)),
         "one beta": group(betas=0.9),
         "text as weight_decay": group(weight_decay="x"),
         "no weight_decay": group(weight_decay=None),

@@ -79,6 +79,8 @@ def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
         for number in map(_number, values):
             if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
                 return f"{key} is {number}, must be finite and not negative"
+            if key == "betas" and number >= 1:
+                return f"betas is {value!r}, must be below 1"
     return None
 
 
