@@ -134,8 +134,13 @@ def _failure(folder: Path, codes: list):
     failures = [json.loads(file.read_text()) for file in folder.glob("failed-*.json")]
     failures.sort(key=lambda t: (t["code"] == RankLostError.exit_code, t["time"]))
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
+    silent = _without_a_file(codes, {t["rank"] for t in failures})
     if failures and failures[0]["code"] != RankLostError.exit_code:
         return ERRORS_BY_CODE[failures[0]["code"]](failures[0]["text"])
+    if silent and codes[silent[0]] != RankLostError.exit_code:
+        return ERRORS_BY_CODE[codes[silent[0]]](
+            f"rank {silent[0]} of {len(codes)} exited with code {codes[silent[0]]}; see its output above"
+        )
     broken = [rank for rank, code in enumerate(codes) if code is not None and code > 0 and code not in ERRORS_BY_CODE]
     if broken and not (folder / "result.json").exists():
         rank = broken[0]
@@ -147,8 +152,16 @@ def _failure(folder: Path, codes: list):
         )
     if failures:
         return RankLostError(failures[0]["text"])
+    if silent:
+        return RankLostError(f"rank {silent[0]} of {len(codes)} lost another rank. Rerun with --resume auto.")
     assert (folder / "result.json").exists(), codes
     return None
+
+
+def _without_a_file(codes: list, reported: set) -> list[int]:
+    """Ranks that ended with a failure's code and wrote none, those that lost another rank last."""
+    found = [rank for rank, code in enumerate(codes) if code in ERRORS_BY_CODE and rank not in reported]
+    return sorted(found, key=lambda rank: (codes[rank] == RankLostError.exit_code, rank))
 
 
 def write_failure(env: RankEnv, code: int, text: str) -> None:

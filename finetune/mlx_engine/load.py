@@ -21,6 +21,10 @@ from finetune.mlx_options import MLXOptions
 from finetune.plan.parts import Adapter, Parts
 from finetune.system.terminal import log_error
 
+# Of adapter_config.json: what trains or replaces more than pairs of matrices of one rank.
+UNSUPPORTED = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication")
+UNSUPPORTED += ("trainable_token_indices",)
+
 
 def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
@@ -82,8 +86,8 @@ def read_adapter(folder) -> tuple[Adapter, dict]:
     """(what a PEFT adapter is, its tensors). Raises PlanError for what the MLX engine does not apply."""
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication"):
-        if config.get(key):
+    for key in UNSUPPORTED:
+        if config.get(key) and (key, config[key]) != ("bias", "none"):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
     return Adapter(config["r"], config["lora_alpha"], targets=",".join(adapted_names(tensors)), **how), tensors

@@ -4,7 +4,10 @@ import subprocess
 
 import pytest
 
+from finetune.distributed.launcher import run_ranks
+from finetune.errors import OutOfMemoryError, RankLostError
 from finetune.run.metrics import read_events
+from finetune.system.process import StopSignal
 from tests.support import ranks
 from tests.support.commands import (
     ACCELERATE,
@@ -88,3 +91,18 @@ def test_ranks_started_by_hand_all_answer_what_rank_0_answers(base, tmp_path):
         processes = by_hand(base, tmp_path / "out", flags)
         said = [p.communicate(timeout=60) for p in processes]
         assert [p.returncode for p in processes] == [code, code] and "Traceback" not in said[1][1], said
+
+
+SILENT = {
+    "69,69": (RankLostError, "rank 0 of 2 lost another rank. Rerun with --resume auto."),
+    "0,69": (RankLostError, "rank 1 of 2 lost another rank. Rerun with --resume auto."),
+    "69,71": (OutOfMemoryError, "rank 1 of 2 exited with code 71; see its output above"),
+}
+
+
+@pytest.mark.parametrize("codes", SILENT)
+def test_ranks_that_end_without_writing_why_are_one_line_and_their_code(codes, monkeypatch):
+    monkeypatch.setenv("EXIT_CODES", codes)
+    kind, text = SILENT[codes]
+    with pytest.raises(kind, match=text):
+        run_ranks(ROOT / "tests/support/ranks_that_end.py", 2, "{}", StopSignal().forwarding)

@@ -136,6 +136,51 @@ def test_a_rank_waits_longer_than_rank_timeout_for_a_plan_and_is_told_when_rank_
     assert processes[1].returncode == 69 and "rank 0 of 2 sent no heartbeat for" in err, err
 
 
+PROGRAM_OF_RANKS = """
+import os, time, torch, torch.distributed as dist
+from finetune.distributed.env import rank_env
+from finetune.system.process import exit_with
+from finetune.torch_engine.parallel.rank_process import run_launched
+from train import make_plan
+
+def run(plan, env, watchdog):
+    {body}
+
+flags = dict(model_name={model!r}, dataset={rows!r}, output_dir={out!r}, rank_timeout=1.0, backend="cpu")
+env = rank_env(os.environ)
+exit_with(lambda: run_launched(run, lambda: (make_plan(flags, env), None), env, 20.0).exit_code)
+"""
+BODIES = {
+    "a collective that another rank never reaches": (
+        "dist.all_reduce(torch.ones(1)) if env.rank == 0 else time.sleep(600)",
+        69,
+        "error: a rank stopped responding (",
+    ),
+    "memory that one rank does not get": (
+        "torch.empty(2**60) if env.rank else time.sleep(600)",
+        71,
+        "error: rank 1: out of memory (",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in BODIES])
+def test_a_failure_of_torch_on_one_rank_is_one_line_of_the_job_and_its_code(base, tmp_path, name):
+    body, code, said = BODIES[name]
+    program = PROGRAM_OF_RANKS.format(
+        body=body, model=str(base["model_name"]), rows=str(base["dataset"]), out=str(tmp_path / "out")
+    )
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    argv, pipes = [*PYTHON, "-c", program], dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    processes = [ranks.start(argv, env | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    try:
+        lines = [line for p in processes for line in p.communicate(timeout=90)[1].splitlines()]
+    finally:
+        [ranks.kill_session(p) for p in processes]
+    assert [p.returncode for p in processes] == [code, code], lines
+    assert len(lines) == 1 and lines[0].startswith(said), lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_kill_the_same_port_is_free_at_once(base, tmp_path, victim):

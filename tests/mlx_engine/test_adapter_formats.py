@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import export
 from finetune.errors import PlanError
 from finetune.mlx_engine import model as models
+from finetune.mlx_engine.load import read_adapter
 from tests.mlx_engine.test_logit_check import LLAMA3, MIXED_LAYERS
 from tests.support.mlx_engines import config_of, save
 
@@ -129,3 +130,15 @@ def test_what_a_format_has_no_place_for_is_refused(tmp_path):
     export_to("mlx-lm", tmp_path / "plain", tmp_path / "mlx")
     with pytest.raises(PlanError, match="adapts model.layers.0.mlp.gate_proj, which this base does not have"):
         export_to("peft", tmp_path / "mlx", tmp_path / "2", "--base", str(other))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bias", "lora_only"), ("trainable_token_indices", [1]), ("modules_to_save", ["lm_head"])]
+)
+def test_what_mlx_does_not_apply_of_an_adapter_is_refused(tmp_path, key, value):
+    peft_adapter("llama", save(tmp_path / "base"), tmp_path / "peft")
+    assert read_adapter(tmp_path / "peft")[0].rank
+    file = tmp_path / "peft" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(PlanError, match=f"{key} .* is not supported on MLX"):
+        read_adapter(tmp_path / "peft")

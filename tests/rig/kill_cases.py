@@ -16,6 +16,10 @@ FINISHED, KILLED, RANK_LOST = 0, -9, 69
 
 
 def random_kills(seed: int, place: Place) -> Outcome:
+    return killed_at_random(f"kills {seed}", place, ONE_RANK)
+
+
+def killed_at_random(seed: str, place: Place, variants: tuple) -> Outcome:
     """A run killed five times, each anywhere in loading, steps and saves."""
 
     def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
@@ -25,7 +29,7 @@ def random_kills(seed: int, place: Place) -> Outcome:
         child.send(9)
         return [child.end()], ""
 
-    return _killed_five_times(f"kills {seed}", place, ONE_RANK, kill)
+    return _killed_five_times(seed, place, variants, kill)
 
 
 def call_kills(seed: int, place: Place) -> Outcome:

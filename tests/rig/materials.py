@@ -37,9 +37,13 @@ VARIANTS = {
     "short": (1, RUN | LORA | EVALUATED | ONE | dict(eval_every=1, max_steps=3)),
     "lora-2": (2, RUN | LORA | EVALUATED | RANKS),
     "full-2": (2, RUN | dict(train_type="full") | ONE | RANKS),
+    "dpo": (1, RUN | LORA | ONE | dict(preference="dpo", dataset="pairs.jsonl", precompute_ref_log_probs="true")),
+    "kto": (1, RUN | LORA | ONE | dict(preference="kto", dataset="labels.jsonl")),
+    "streaming": (1, RUN | LORA | ONE | dict(streaming=True, max_steps=6, shuffle_buffer=4)),
 }
 ONE_RANK = ("lora", "lora-evaluated", "full")
 TWO_RANKS = ("lora-2", "full-2")
+PREFERENCES = ("dpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Place:
 
     def flags(self, variant: str, output_dir: Path) -> dict:
         """Flags of the variant's run into `output_dir`."""
-        flags = VARIANTS[variant][1] | dict(model_name=self.model(), dataset=self.rows() / "rows.jsonl")
+        flags = dict(dataset="rows.jsonl") | VARIANTS[variant][1] | dict(model_name=self.model())
+        flags["dataset"] = self.rows() / flags["dataset"]
         if "validation_dataset" in flags:
             flags["validation_dataset"] = self.rows() / flags["validation_dataset"]
         return flags | dict(output_dir=output_dir)
@@ -153,4 +158,12 @@ def _make_model(folder: Path) -> None:
 def _make_rows(folder: Path) -> None:
     for name, numbers in (("rows", range(8)), ("validation", range(8, 11))):
         rows = [{"prompt": f"{i} plus {i}? ", "completion": f"{2 * i}" + "." * (i % 5)} for i in numbers]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        _write_rows(folder / f"{name}.jsonl", rows)
+    answers = [(f"{i} plus {i}? ", f"{2 * i}", "no " * (1 + i % 3)) for i in range(8)]
+    _write_rows(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), a, strict=True)) for a in answers])
+    labels = [{"prompt": p, "completion": (a, b)[i % 2], "label": not i % 2} for i, (p, a, b) in enumerate(answers)]
+    _write_rows(folder / "labels.jsonl", labels)
+
+
+def _write_rows(file: Path, rows: list) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -192,6 +192,15 @@ def odd_contents() -> dict:
         "lr -1": group(lr=-1.0),
         "lr text": group(lr="fast"),
         "eps infinite": group(eps=float("inf")),
+        "three betas": group(betas=(0.9, 0.99, 0.999)),
+        "beta of 2": group(betas=(0.9, 2.0)),
+        "one beta": group(betas=0.9),
+        "text as weight_decay": group(weight_decay="x"),
+        "no weight_decay": group(weight_decay=None),
+        "a number as switch": group(maximize=2),
+        "amsgrad": group(amsgrad=True),
+        "capturable": group(capturable=True),
+        "no moment": moment("exp_avg", lambda t: None),
         "Adam": group(decoupled_weight_decay=False),
     }
 

@@ -189,7 +189,7 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
     turns = []
     for message in messages:
         said = message.get(role_key) if isinstance(message, dict) else None
-        role = ROLE_WORDS.get(said, said)
+        role = ROLE_WORDS.get(said, said) if isinstance(said, str) else None
         if role not in ROLES:
             raise PlanError(f"{where}: {role_key} is {said!r}, must be user, assistant or system. Correct the row.")
         turns.append((role, _text(message, text_key, where)))

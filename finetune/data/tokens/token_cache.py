@@ -26,6 +26,7 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, new_folder, open_file
 from finetune.system.json_files import read_json
+from finetune.system.untrusted import untrusted
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
 MOST_BYTES = 20 * 2**30  # of all entries; the least recently used go first
@@ -149,10 +150,11 @@ def read_array(file: Path, digest: str | None, in_memory_bytes: int = IN_MEMORY_
         if found.hexdigest() != digest:
             raise ValueError(f"{file.name}: its content has changed")
         copy.seek(0)
-        if isinstance(copy, io.BytesIO):
-            return np.load(copy, allow_pickle=False)
-        np.lib.format.read_magic(copy)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(copy)
+        with untrusted(f"{file.name}: is not an array", "Delete it."):  # numpy's header is parsed as Python
+            if isinstance(copy, io.BytesIO):
+                return np.load(copy, allow_pickle=False)
+            np.lib.format.read_magic(copy)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(copy)
         offset = copy.tell()
         copy.flush()
         return np.memmap(copy, dtype, "r", offset, shape)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, write_failure, write_result
-from finetune.errors import EXPECTED, RankLostError, first_line
+from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.system import process
 from finetune.torch_engine.device import device_of
@@ -126,14 +126,25 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
         if env.folder and env.rank == 0:
             write_result(env, asdict(state))
         return state
-    except EXPECTED as error:
-        watchdog.announce_failure(error.exit_code, str(error))
-        if env.folder:
-            write_failure(env, error.exit_code, str(error))
-        if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
-            return TrainState(status="failed", exit_code=error.exit_code)
-        raise
-    except RuntimeError as error:
-        if not watchdog.caused_by_peer(error):
+    except (*EXPECTED, MemoryError, OSError, RuntimeError) as error:
+        failure = _expected(error, watchdog)
+        if failure is None:
             raise
-        raise RankLostError(f"a rank stopped responding ({first_line(error)}). Rerun with --resume auto.") from error
+        watchdog.announce_failure(failure.exit_code, str(failure))
+        if env.folder:
+            write_failure(env, failure.exit_code, str(failure))
+        if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
+            return TrainState(status="failed", exit_code=failure.exit_code)
+        raise failure from error
+
+
+def _expected(error: BaseException, watchdog):
+    """The failure with an exit code that this error is; None if it is not expected."""
+    if isinstance(error, EXPECTED):
+        return error
+    memory = process.out_of_memory(error)
+    if memory:
+        return OutOfMemoryError(memory)
+    if watchdog.caused_by_peer(error):
+        return RankLostError(f"a rank stopped responding ({first_line(error)}). Rerun with --resume auto.")
+    return None

@@ -9,6 +9,7 @@ MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
 # Keys of an optimizer's state that are shaped as the parameter; those of squares are never negative.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
+STATE_DEPENDS_ON = ("amsgrad", "capturable")  # switches of an optimizer that decide what its state is
 NEEDS = {torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"), torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
@@ -68,14 +69,31 @@ def _misfit_of_optimizer(content: dict, names: dict, optimizer, sealed: bool) ->
 def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
     if saved.get("decoupled_weight_decay") != own.get("decoupled_weight_decay"):
         return f"{kind} does not decay weights as the optimizer that was saved"
-    for key, value in saved.items():
-        for number in value if isinstance(value, tuple | list) else (value,):
-            number = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
-            if key == "lr" and (isinstance(number, bool) or not isinstance(number, int | float)):
-                return f"lr is {number!r}, must be a number"
+    for key in sorted(saved.keys() - {"params"}):
+        value, mine = saved[key], own[key]
+        values, expected = (v if isinstance(v, tuple | list) else (v,) for v in (value, mine))
+        if len(values) != len(expected) or any(_kind(v) != _kind(m) for v, m in zip(values, expected, strict=True)):
+            return f"{key} is {value!r:.80}, must be as {mine!r} is"
+        if key in STATE_DEPENDS_ON and value != mine:
+            return f"{key} is {value!r} in the checkpoint and {mine!r} in the optimizer"
+        for number in map(_number, values):
             if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
                 return f"{key} is {number}, must be finite and not negative"
+            if key == "betas" and number >= 1:
+                return f"betas is {value!r}, must be below 1"
     return None
+
+
+def _number(value):
+    return value.item() if torch.is_tensor(value) and not _unusable(value) and value.numel() == 1 else value
+
+
+def _kind(value) -> type:
+    """bool for a switch, which may be None (torch decides), float for a number."""
+    number = _number(value)
+    if number is None or isinstance(number, bool):
+        return bool
+    return float if isinstance(number, int | float) else type(number)
 
 
 def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str | None:
@@ -88,7 +106,7 @@ def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str |
         if lost:
             return f"the optimizer state of {name} is missing"
         for key in (*needed, *sorted(keys)) if name in kept else ():
-            if key not in state[name]:
+            if key not in state[name] or (key in needed and state[name][key] is None):
                 return f"the optimizer state of {name} has no {key}"
             fact = _misfit_of_value(key, state[name][key], p)
             if fact:

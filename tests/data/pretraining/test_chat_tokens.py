@@ -127,6 +127,14 @@ def test_text_that_no_tokenizer_can_be_made_of_is_refused_at_once(tmp_path, valu
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("role", [["human"], {"a": 1}, 5, None])
+def test_a_role_that_is_not_text_is_refused_in_one_line(tmp_path, role):
+    (tmp_path / "in.json").write_text(json.dumps([{"conversations": [{"from": role, "value": "Q"}]}]))
+    argv = ["--input-file", str(tmp_path / "in.json"), "--output-dir", str(tmp_path / "out"), "--tokenizer", "bpe:280"]
+    with pytest.raises(PlanError, match="row 1: from is .*, must be user, assistant or system"):
+        build_chat_dataset.main(argv)
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda p: p.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_an_input_without_an_end_is_not_read(tmp_path, make):
     make(tmp_path / "in.json")

@@ -170,13 +170,20 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("kind", [*ODD, *PLACED, "one flipped bit"])
+@pytest.mark.parametrize("kind", [*ODD, *PLACED, "an odd header", "one flipped bit"])
 def test_an_entry_that_is_not_as_it_was_written_is_set_aside_with_one_line(kind, cache, chat_tokenizer):
     kept, said = cache(), []
     entry = kept.entry(chat_tokenizer, LIMITS)
     kept.put(entry, small(), ("a:1", {"text": "x"}))
     assert kept.get(entry, 400, said.append)[1] == ("a:1", {"text": "x"}) and not said
-    if kind in ODD:
+    if kind == "an odd header":
+        file = entry / "tokens.npy"
+        file.write_bytes(file.read_bytes().replace(b"}", b" ", 1))
+        content = json.loads((entry / META).read_text())
+        content["digests"]["tokens"] = digest_of(file)
+        content.pop("sha256")
+        (entry / META).write_text(json.dumps(content | {"sha256": _key(content)}))
+    elif kind in ODD:
         signed(entry, ODD[kind])
     elif kind in PLACED:
         (entry / "tokens.npy").unlink()
