@@ -37,6 +37,15 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
 
 
+@pytest.mark.promise("ENV_03")
+def test_ranks_of_torchrun_are_those_that_train(base, tmp_path):
+    """None starts ranks of its own, which would speak too."""
+    argv = words(base, "--batch_size 2 --max_steps 1", output_dir=tmp_path / "out")
+    code, out, err = finish([*TORCHRUN, ROOT / "train.py", *argv])
+    assert code == 0, err
+    assert out.count(" 1/1 | loss ") == out.count("ranks: 2 (dp_shards 2)") == 1, out
+
+
 @pytest.mark.promise("ENV_03", "FT_09")
 @pytest.mark.slow
 def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
