@@ -112,27 +112,36 @@ def failure_without_mutation(tests: dict[str, list[str]], root: Path) -> str | N
 def tried(mutations: list[Mutation], tests: dict, roots: list[Path], limit_s: float) -> Iterator[Result]:
     """Runs the tests of each mutation's promise on a copy that has it; results as they come."""
     waiting, free, running = list(mutations), list(roots), {}
-    while waiting or running:
-        while waiting and free:
-            mutation, root = waiting.pop(0), free.pop()
-            before = mutation.apply(root)
-            process, output = start(root, [*tests[mutation.promise], "-k", mutation.promise])
-            running[process] = (mutation, root, before, output, time.monotonic())
-        wait([process.sentinel for process in running], timeout=1.0)
-        for process, (mutation, root, before, output, began) in list(running.items()):
-            seconds = time.monotonic() - began
-            if process.is_alive() and seconds < limit_s:
-                continue
-            late = process.is_alive()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what its tests started
-            process.join()
-            noticed_by, error = failures(output.read_text(encoding="utf-8", errors="replace"))
-            why = f"no end after {limit_s:.0f} s" if late else error or f"pytest ended with {process.exitcode}"
-            yield Result(mutation, None if late else noticed_by, why, seconds)
-            mutation.undo(root, before)
-            free.append(root)
-            del running[process]
+    try:
+        while waiting or running:
+            while waiting and free:
+                mutation, root = waiting.pop(0), free.pop()
+                before = mutation.apply(root)
+                process, output = start(root, [*tests[mutation.promise], "-k", mutation.promise])
+                running[process] = (mutation, root, before, output, time.monotonic())
+            wait([process.sentinel for process in running], timeout=1.0)
+            for process, (mutation, root, before, output, began) in list(running.items()):
+                seconds, late = time.monotonic() - began, process.is_alive()
+                if late and seconds < limit_s:
+                    continue
+                end(process)
+                del running[process]
+                mutation.undo(root, before)
+                free.append(root)
+                noticed_by, error = failures(output.read_text(encoding="utf-8", errors="replace"))
+                why = f"no end after {limit_s:.0f} s" if late else error or f"pytest ended with {process.exitcode}"
+                yield Result(mutation, None if late else noticed_by, why, seconds)
+    finally:
+        for process in running:
+            end(process)
+
+
+def end(process) -> None:
+    """Ends it with what its tests started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def start(root: Path, arguments: list[str]) -> tuple:
