@@ -7,7 +7,7 @@ QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/prom
 # Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-.PHONY: train test test-fast test-all test-rig tiers lint setup setup-test clean
+.PHONY: train test test-fast test-all test-rig mutations tiers lint setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
@@ -32,6 +32,10 @@ tiers: .venv/.installed-test
 test-rig: .venv/.installed-test
 	mkdir -p outputs
 	$(BIN)/python -m pytest -m rig --rig-json outputs/rig.json --rig-report outputs/rig-failures.jsonl $(RIG)
+
+# Breaks each promise of the guides and shows that a test of it fails; make mutations MUTATIONS="BM-09 --workers 1".
+mutations: .venv/.installed-test
+	$(BIN)/python -m tests.mutations.run --baseline --write $(MUTATIONS)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -45,6 +45,7 @@ def test_names_and_values_are_the_documented_ones():
 @pytest.mark.parametrize("word", [None, "auto", "AUTO"])
 def test_auto_and_none_choose_the_same(word):
     assert BackendManager(word, verbose=False).backend is HERE.backend
+    assert isinstance(HERE.backend, Backend) and HERE.backend in HERE.available
 
 
 @pytest.mark.promise("BM_05")
@@ -123,10 +124,26 @@ def test_the_baseline_has_every_documented_field_for_every_backend():
     for backend in Backend:
         caps = CAPABILITIES[backend]
         assert caps.quantization_bits and caps.notes and caps.precisions
+        assert bool(caps.distributed_backend) is caps.supports_distributed
     assert CAPABILITIES[Backend.CUDA].quantization_bits == (4, 8, 16)
     assert CAPABILITIES[Backend.MPS].quantization_bits == (8, 16)
     assert CAPABILITIES[Backend.CPU].quantization_bits == (8, 16)
-    assert PRECISION_MAP["cpu"] == ["fp32"] and QUANTIZATION_MAP["mps"] == ["mlx", "quanto"]
+    collectives = {str(backend): CAPABILITIES[backend].distributed_backend for backend in Backend}
+    assert collectives == {"cuda": "nccl", "mps": "gloo", "mlx": None, "cpu": "gloo", "xpu": "xccl"}
+    flash = [str(backend) for backend in Backend if CAPABILITIES[backend].supports_flash_attention]
+    assert flash == ["cuda"] and not CAPABILITIES[Backend.MLX].supports_fsdp
+    assert PRECISION_MAP == {
+        "cuda": ["fp32", "fp16", "bf16"],
+        "mps": ["fp32", "fp16"],
+        "mlx": ["fp32", "fp16"],
+        "cpu": ["fp32"],
+    }
+    assert QUANTIZATION_MAP == {
+        "cuda": ["bnb", "hqq", "quanto"],
+        "mps": ["mlx", "quanto"],
+        "mlx": ["mlx"],
+        "cpu": ["hqq"],
+    }
     with pytest.raises(ValueError, match="it has fp32"):
         allowed(PRECISION_MAP, "cpu", "bf16")
     assert allowed(QUANTIZATION_MAP, "cuda", "bnb") == "bnb"

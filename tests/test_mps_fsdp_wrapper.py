@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import os
+import re
+import resource
 import subprocess
 import sys
 
@@ -12,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 import mps_fsdp_wrapper
+from finetune.errors import StorageError
+from finetune.torch_engine.parallel import wrapper_checkpoint
 from mps_fsdp_wrapper import (
     MPSFSDPConfig,
     MPSFSDPWrapper,
@@ -64,6 +68,7 @@ def test_names_strings_and_torchs_own_enums_are_accepted_also_after_construction
     assert config.sharding_strategy is mps_fsdp_wrapper.ShardingStrategy.NO_SHARD and config.min_num_params == 2500
     config.sharding_strategy = ShardingStrategy.SHARD_GRAD_OP
     config.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
+    assert MPSFSDPWrapper(config, "cpu").config is config  # what is changed later has its effect
     assert config.sharding_strategy.name == "SHARD_GRAD_OP" and config.backward_prefetch.name == "BACKWARD_PRE"
     with pytest.raises(ValueError, match="HYBRID: unknown. Use one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"):
         config.sharding_strategy = "HYBRID"
@@ -112,9 +117,12 @@ def test_without_mps_the_wrapper_says_so_and_the_check_never_raises():
         pytest.skip("this machine has an Apple GPU")
     with pytest.raises(RuntimeError, match=r"MPS backend is not available \(torch .*\)"):
         MPSFSDPWrapper()
+    for name in ("MPSFSDPConfig", "create_mps_fsdp_wrapper", "wrap_model_for_mps", "check_mps_fsdp_compatibility"):
+        assert callable(getattr(mps_fsdp_wrapper, name))
     info = check_mps_fsdp_compatibility()
     assert info["mps_available"] is False and info["pytorch_version"] == torch.__version__ and info["warnings"]
     assert check_mps_fsdp_compatibility("nonsense")["warnings"]
+    assert check_mps_fsdp_compatibility("cpu")["warnings"] == []  # this torch is new enough: 2.13 > 2.7
 
 
 @pytest.mark.promise("FS_16")
@@ -172,31 +180,54 @@ SCRIPT = """
 import logging, sys
 import torch
 from torch import nn
-from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper
+from torch.distributed.fsdp import FSDPModule
+from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper, wrap_model_for_mps
+from quantization_wrapper import QuantizationConfig, quantize_model
 logging.basicConfig(level=logging.DEBUG, format="%(name)s %(levelname)s %(message)s", stream=sys.stdout)
 logging.getLogger("mps_fsdp_wrapper").setLevel(logging.INFO)
-debug = sys.argv[1] == "debug"
-wrapper = MPSFSDPWrapper(MPSFSDPConfig(debug_mode=debug, use_mixed_precision=False, forward_prefetch=not debug), "cpu")
-model = wrapper.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {nn.Linear})
-wrapper.config.profile_memory = debug
-with wrapper.profile_memory():
-    model(torch.ones(2, 8)).sum().backward()
-print({name: f"{value:.2f}" for name, value in wrapper.get_memory_stats().items()})
-print("grad", model[0].weight.grad.full_tensor().shape)
+def net():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+def units(model):
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule) and name]
+for debug in (False, True):
+    print("debug", debug)
+    config = MPSFSDPConfig(debug_mode=debug, use_mixed_precision=False, forward_prefetch=not debug)
+    wrapper = MPSFSDPWrapper(config, "cpu")
+    model = wrapper.wrap_model(net(), {nn.Linear})
+    wrapper.config.profile_memory = debug
+    with wrapper.profile_memory():
+        model(torch.ones(2, 8)).sum().backward()
+    print({name: f"{value:.2f}" for name, value in wrapper.get_memory_stats().items()})
+    print("grad", model[0].weight.grad.full_tensor().shape)
+print("by class", units(wrap_model_for_mps(net(), transformer_layer_cls=nn.Linear, device_type="cpu")))
+print("by size", units(wrap_model_for_mps(net(), min_num_params=50, device_type="cpu")))
+config = QuantizationConfig(method="nf4", group_size=32, compute_dtype=torch.bfloat16)
+model = quantize_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), config, ["0"])
+model = MPSFSDPWrapper(MPSFSDPConfig(), "cpu").wrap_model(model, {nn.Linear}, param_dtype=config.compute_dtype)
+out = model(torch.ones(2, 64))
+out.sum().backward()
+grad = model[1].weight.grad.full_tensor()
+print("quantized", [str(p.dtype) for name, p in model[0].named_parameters() if name != "bias"])
+print("computed in", out.dtype, bool(grad.isfinite().all() and grad.any()))
 """
 
 
-@pytest.mark.promise("FS_07", "FS_12", "FS_13", "FS_24")
-@pytest.mark.parametrize("debug", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_process_needs_no_launcher_and_logs_details_on_request_only(debug, tmp_path):
+@pytest.mark.promise("FS_04", "FS_07", "FS_12", "FS_13", "FS_17", "FS_24", "Q_04")
+def test_one_process_needs_no_launcher_and_logs_details_on_request_only():
     """On the CPU, with the staged group as its only one."""
-    argv = [sys.executable, "-c", SCRIPT, "debug" if debug else "plain"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "grad torch.Size([8, 8])" in done.stdout and "'allocated_gb'" in done.stdout
-    own = [line for line in done.stdout.splitlines() if line.startswith("mps_fsdp_wrapper")]
-    assert any("DEBUG unit 0: Linear" in line for line in own) == debug
-    assert any("INFO memory: +" in line for line in own) == debug
+    plain, _, rest = done.stdout.partition("debug True")
+    debug, _, rest = rest.partition("by class")
+    for part, detailed in ((plain, False), (debug, True)):
+        assert "grad torch.Size([8, 8])" in part
+        for name in ("allocated_gb", "reserved_gb", "process_memory_gb"):
+            assert re.search(rf"'{name}': '\d+\.\d\d'", part), part
+        own = [line for line in part.splitlines() if line.startswith("mps_fsdp_wrapper")]
+        assert any("DEBUG unit 0: Linear" in line for line in own) == detailed
+        assert any("DEBUG" in line for line in own) == any("INFO memory: +" in line for line in own) == detailed
+    assert rest.splitlines()[0].strip() == "['0', '1']" and "by size ['0']" in rest
+    assert "quantized ['torch.uint8', 'torch.int32']" in rest and "computed in torch.bfloat16 True" in rest
 
 
 @pytest.mark.promise("FS_07")
@@ -227,6 +258,20 @@ def test_a_checkpoint_resumes_bitwise_and_on_another_number_of_ranks(other, tmp_
         assert rank["off"] < 2e-6  # the tolerance above
     content = torch.load(path, weights_only=True)
     assert content["epoch"] == 3 and content["model_state_dict"]["layers.0.weight"].shape == (16, 16)
+
+
+@pytest.mark.promise("FS_10")
+def test_a_checkpoint_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path):
+    path, model = tmp_path / "model.pt", nn.Linear(64, 64)
+    wrapper_checkpoint.save(model, path, None, {"epoch": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size // 2, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="model.pt: cannot be written"):
+            wrapper_checkpoint.save(model, path, None, {"epoch": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.load(path, weights_only=True)["epoch"] == 1 and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

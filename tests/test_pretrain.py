@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.numpy import load_file
 
 import generate
 import pretrain
@@ -447,7 +448,11 @@ def test_rows_are_cut_to_seq_len_and_a_longer_one_is_accepted(here, tmp_path):
 def test_the_true_number_of_parameters_is_printed(here, tmp_path):
     """With gpt2's vocabulary the embeddings are most of a tiny model: the guide's table counts the network only."""
     done = train(here, *RECURSIVE, "data_paths=[data/tiny]", "max_steps=1", f"checkpoint_path={tmp_path / 'out'}")
-    assert "parameters: " in done.stdout and "in embedding and head" in done.stdout
+    held = load_file(tmp_path / "out/step_1/model.safetensors")
+    held = {name: tensor for name, tensor in held.items() if not name.startswith(("y0", "z0"))}  # never trained
+    total, outer = (sum(t.size for n, t in held.items() if n.startswith(names)) for names in ("", ("embed", "head")))
+    counts = f"{total:,} parameters: {total - outer:,} in the network, {outer:,} in embedding and head"
+    assert counts in done.stdout
     gpt2 = {(384, 4): 45.7e6, (768, 4): 105.5e6}
     for (size, layers), count in gpt2.items():
         arch = plan_of(f"arch.hidden_size={size}", f"arch.L_layers={layers}").settings.arch
@@ -465,6 +470,30 @@ def test_no_memory_ends_with_a_code_and_advice(device, said):
     for name in ("global_batch_size=4", "arch.hidden_size=16", "arch.seq_len=12"):
         assert name in str(found.value)
     assert found.value.exit_code == 71
+
+
+REFUSED_ALLOCATION = """
+from finetune.memory_advice import memory_advice
+from finetune.system import process
+def main():
+    with memory_advice("cpu ran out of memory"):
+        bytearray(2**60)
+process.exit_with(main)
+"""
+
+
+@pytest.mark.promise("TR_13")
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
+def test_a_loop_over_sizes_ends_where_memory_does(here):
+    """A model that does not fit in the address space, and an allocation of a step: both end with code 71."""
+    size = " ".join([*RECURSIVE, "data_paths=[data/tiny]", "arch.forward_dtype=float32", "arch.hidden_size=65536"])
+    one = f"{sys.executable} pretrain.py {size} seed=$seed || exit $?"
+    loop = f"ulimit -v {2**23}; for seed in 1 2; do {one}; done"
+    done = subprocess.run(["bash", "-c", loop], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 71 and done.stderr.startswith("error: out of memory"), done.stderr
+    assert done.stdout.count("Using device") == 1
+    in_a_step = pretraining.run(here, "-c", REFUSED_ALLOCATION)
+    assert (in_a_step.returncode, in_a_step.stderr) == (71, "error: cpu ran out of memory\n")
 
 
 @pytest.mark.promise("TR_15")

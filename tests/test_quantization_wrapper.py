@@ -55,6 +55,7 @@ def test_a_layer_may_have_another_method_or_none():
 @pytest.mark.promise("Q_03")
 def test_configs_say_what_a_method_has():
     assert QuantizationConfig(method=QuantizationMethod.HQQ_4BIT, bits=4, compute_dtype=torch.float16).backend == "hqq"
+    assert QuantizationConfig(method="nf4", compute_dtype=torch.float16).compute_dtype is torch.float16
     assert QuantizationConfig(method="bnb_nf4").method is QuantizationMethod.BNB_NF4
     assert [QuantizationConfig(method=m).bits for m in ("bnb_int8", "mlx_int8", "quanto_int2")] == [8, 8, 2]
     assert QuantizationConfig(method="bnb_nf4", block_size=128).group_size == 128
@@ -76,7 +77,7 @@ def test_the_older_adapter_object_applies_its_config():
     assert isinstance(adapter.quantize_model(torch.nn.ModuleDict({"a": torch.nn.Linear(64, 8)}))["a"], QuantizedLinear)
 
 
-@pytest.mark.promise("CLI_11")
+@pytest.mark.promise("CLI_11", "CLI_12")
 def test_unsupported_pairs_are_reported_with_those_that_exist():
     assert unsupported("nf4", 4, None, 64) is None
     assert "nf4 at 4 bits; bnb at 4/8 bits" in unsupported("quanto", 3, None, 64)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from finetune.config import DEFAULTS
 from finetune.distributed.env import RankEnv, listen_for_ranks, rank_env, rendezvous_address
 from finetune.errors import PlanError
 from tests.support import ranks
@@ -14,6 +15,7 @@ def test_every_launcher_gives_a_process_its_rank():
     assert rank_env({}) is None and rank_env({"WORLD_SIZE": "1"}) is None
     by_hand = rank_env({"RANK": "1", "WORLD_SIZE": "2"})
     assert (by_hand.rank, by_hand.size, by_hand.local_rank, by_hand.host, by_hand.port) == (1, 2, 1, "localhost", 12355)
+    assert (DEFAULTS["master_addr"], DEFAULTS["master_port"]) == ("localhost", 12355)
     torchrun = {
         "RANK": "5",
         "WORLD_SIZE": "8",

@@ -40,6 +40,21 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
 
 
+@pytest.mark.promise("ENV_03")
+def test_ranks_of_torchrun_are_those_that_train(base, tmp_path):
+    """None starts ranks of its own."""
+    argv = [*TORCHRUN, ROOT / "train.py", *words(base, "--batch_size 2", output_dir=tmp_path / "out")]
+    process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 2, process)
+        found = [p for p in descendants(process.pid) if b"\0RANK=" in environment_of(p)]
+        out, err = process.communicate(timeout=120)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == 0, err
+    assert len(found) == 2 and out.count("step    12/12") == out.count("ranks: 2 (dp_shards 2)") == 1
+
+
 @pytest.mark.promise("ENV_03", "FT_09")
 @pytest.mark.slow
 def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):

@@ -125,4 +125,5 @@ def test_the_guides_example_script_works_offline(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "train: 334 conversations" in done.stdout and "0 truncated" in done.stdout
+    assert "note:" not in done.stdout  # no Hub is asked
     assert (folder / "data/example-chat-dataset/tokenizer/tokenizer.json").is_file()

@@ -9,7 +9,7 @@ import pytest
 from dataset import build_chat_dataset, build_puzzle_dataset
 from finetune.data.pretraining.arrays import joined, read_split
 from finetune.data.pretraining.carry import Carry, earliest_halt
-from finetune.data.pretraining.chat_tokens import ChatTokenizer, truncated
+from finetune.data.pretraining.chat_tokens import ChatTokenizer, rows_of, truncated
 from finetune.data.sampler import Cursor
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
@@ -53,6 +53,8 @@ def test_a_long_row_loses_its_front_or_the_tail_of_its_answer(tokenizer):
     kept, target = truncated(ids, is_target, 8)
     assert len(kept) == 8 and target == [False] + [True] * 7
     assert kept[0] == tokenizer.id_of("<|assistant|>")
+    inputs, _, longer = rows_of([TURNS, [("user", "x"), ("assistant", "y")]], tokenizer, 12, "assistant")
+    assert inputs.shape == (2, 12) and longer == 1
 
 
 ROWS = {

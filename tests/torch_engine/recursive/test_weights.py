@@ -143,6 +143,20 @@ def test_every_flag_of_generation_is_accepted_and_a_missing_checkpoint_is_one_li
         generate.main(["--checkpoint", str(run.parent), "--prompt", "Hello", "--raw-weights"])
 
 
+@pytest.mark.promise("TR_09")
+def test_each_flag_of_sampling_has_its_effect(run, capsys):
+    def said(*flags) -> str:
+        argv = ["--checkpoint", run / "step_3", "--prompt", "What is 1 plus 1?", "--device", "cpu", *flags]
+        assert generate.main(list(map(str, argv))) == 0
+        return capsys.readouterr().out
+
+    greedy = said("--max-new-tokens", 8)
+    hot = ["--max-new-tokens", 8, "--temperature", 50, "--top-k", 0]
+    assert said(*hot, "--top-p", 0.0) == said(*hot[:-1], 1, "--top-p", 1.0) == greedy
+    assert said(*hot, "--top-p", 1.0) != greedy
+    assert len(said("--max-new-tokens", 2)) < len(greedy)
+
+
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo")
 
 

@@ -1,6 +1,7 @@
 """Models loaded for training: quantized while streamed, refused if they do not fit their config."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ import torch
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
+from finetune.estimate.memory import loading_bytes
+from finetune.plan.parts import Parts
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import cases, tiny
 from tests.support.build import load_model
 from tests.support.engines import CPU
+from tests.support.planned import SMALL
 from tests.support.stored_quantized import edited, theirs_of
 
 
@@ -88,3 +92,22 @@ def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):
         PlanError, match="--quantization_backend mlx: .*down_proj.weight: group_size 64: does not divide"
     ):
         load_model(tmp_path, settings, CPU)
+
+
+@pytest.mark.promise("CLI_09")
+def test_with_low_memory_one_weight_at_a_time_is_unquantized_as_predicted(tmp_path):
+    tiny.build("llama").save_pretrained(tmp_path)
+    used, predicted = [], []
+    for low_memory in (False, True):
+        settings = dataclasses.replace(QLORA, low_memory=low_memory, loading_workers=8)
+        names = set()
+        threading.setprofile(lambda *event, names=names: names.add(threading.current_thread().name))
+        try:
+            load_model(tmp_path, settings, CPU)
+        finally:
+            threading.setprofile(None)
+        used.append(sum(name.startswith("loading_") for name in names))
+        predicted.append(loading_bytes(Parts(settings), SMALL))
+    assert used[0] > 1 and used[1] == 1
+    widest = max(rows * columns for _, rows, columns in SMALL.linears)
+    assert predicted[0] - predicted[1] >= 7 * 2 * widest  # 7 matrices less, of 16 bits at least
