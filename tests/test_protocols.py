@@ -27,9 +27,9 @@ def check(reports: list, implementation: str) -> None:
         assert not found["gradients left"], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layouts", "implementation"),
-    [pytest.param(["DDP 2", "TP 2", "PP 2"], "Local", marks=pytest.mark.slow), (["FSDP2 2", "CP 2"], "FSDP2")],
+    ("layouts", "implementation"), [(["DDP 2", "TP 2", "PP 2"], "Local"), (["FSDP2 2", "CP 2"], "FSDP2")]
 )
 def test_two_ranks_are_one_process(layouts, implementation, tmp_path):
     arguments = dict(layouts=layouts, distribution="ptd", kinds=KINDS)

@@ -68,7 +68,8 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, victim):
     processes = by_hand(base, tmp_path / "out", LONG)
     try:

@@ -59,6 +59,7 @@ def test_a_run_resumed_at_a_step_is_bitwise_the_uninterrupted_one(mlx_run, tmp_p
     same_files(folder / "checkpoints" / "step-12", mlx_run / "checkpoints" / "step-12", STATE)
 
 
+@pytest.mark.slow
 def test_the_command_line_resumes_the_run(mlx_run, tmp_path):
     folder = copy_up_to(mlx_run, 9, tmp_path / "out")
     code, out, err = finish(command(output_dir=folder, resume="auto"))

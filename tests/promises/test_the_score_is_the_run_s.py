@@ -31,7 +31,7 @@ KINDS = {
 
 
 # Those that share code with another one.
-SLOW = ("dora", "nf4, dense copies", "bnb 8", "quanto 4", "mlx 4", "double", "autocast")
+SLOW = ("dora", "nf4, dense copies", "bnb 8", "quanto 4", "mlx 4", "double", "autocast", "bf16")
 
 
 def scored(folder, rows, capsys, *more) -> tuple[dict, str]:

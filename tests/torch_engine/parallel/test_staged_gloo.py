@@ -31,6 +31,7 @@ def test_tensors_of_many_chunks_equal_gloo_and_buffers_are_reused(tmp_path):
         assert max(rank) <= 16  # of one operation's chunks; 8 operations of up to 12 chunks ran
 
 
+@pytest.mark.slow
 def test_messages_of_one_source_and_tag_arrive_in_the_order_of_their_receives(tmp_path):
     assert ranks.run(2, staged_cases.messages_of_one_tag, tmp_path, rounds=30, count=20) == [0, 0]
 
