@@ -109,7 +109,7 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
         return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path)
     total = data.total_steps(plan_with_data)
     if finished(plan, total):
-        say(f"already complete: {plan.settings.checkpoint_path} holds all {total} steps")
+        say(f"already complete: {plan.settings.checkpoint_path} is at its last step, {total}")
         return plan, TrainState(status="finished", step=total, total_steps=total)
     return plan, None
 

@@ -34,7 +34,7 @@ REMEDIES = {
 WORDS = {
     **CUTS,
     "dropped_empty": "rows without an answer to learn",
-    "duplicates": "rows that occur before, token for token",
+    "duplicates": "rows that repeat an earlier one, token for token",
     "in validation": "training rows that are validation rows too",
     "in score": "training rows that are scored too",
     "no end": "rows whose last target is not an end token",

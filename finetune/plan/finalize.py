@@ -42,7 +42,7 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     if len(lengths) < rows_per_step:
         raise PlanError(
             f"--dataset {dataset_words(s.dataset)}: {len(lengths)} rows are fewer than the {rows_per_step} of one "
-            f"step. Use --batch_size {max(1, len(lengths) // batches)} or more rows."
+            f"step. Use --batch_size {max(1, len(lengths) // batches)}, or add rows."
         )
     return changes
 

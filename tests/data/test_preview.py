@@ -42,7 +42,7 @@ def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path)
         f"{train}:3:",
         "⟦a2<|im_end|>⟧",
         f"check: rows without an answer to learn (1), first {train}:10: fill in the answers, or remove the rows",
-        f"check: rows that occur before, token for token (1), first {train}:9: remove all but one of each",
+        f"check: rows that repeat an earlier one, token for token (1), first {train}:9: remove all but one of each",
         f"check: training rows that are validation rows too (2), first {train}:3: remove them from the training rows",
         f"check: training rows that are scored too (1), first {train}:5: remove them",
         f"check: truncated at the start of the prompt (1), first {train}:11: raise --context_length",
@@ -79,7 +79,7 @@ def test_a_preview_of_several_datasets_has_a_line_for_each(odd, flags):
     code, out, err = finish(argv)
     assert code == 0, err
     assert "data, train (weight 2): " in out and "data, train (weight 1): " in out
-    assert f"check: rows that occur before, token for token (2), first {odd['dataset']}:9: remove all but one" in out
+    assert f"check: rows that repeat an earlier one, token for token (2), first {odd['dataset']}:9: remove all but one" in out
 
 
 def test_bad_data_ends_a_dry_run_as_it_ends_the_run(flags, tmp_path):
