@@ -133,7 +133,8 @@ def check_shared_columns(datasets: list[DatasetSource]) -> None:
     shared = [read for read in datasets if not read.source.columns]
     if shared and not any(read.cache and read.cache.holds_some() for read in shared):  # kept tokens have no columns
         columns = tuple(dict.fromkeys(column for read in shared for column in read.raw.columns))
-        check_named_columns(columns, shared[0].options, " and ".join(dict.fromkeys(read.source.name for read in shared)))
+        names = " and ".join(dict.fromkeys(read.source.name for read in shared))
+        check_named_columns(columns, shared[0].options, names)
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own: bool = True) -> None:
