@@ -40,6 +40,13 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--base", metavar="ID|DIR", help="the base model of an mlx-lm adapter (default: the one its config names)"
     )
+    parser.add_argument(
+        "--verify",
+        default="layers",
+        choices=("layers", "logits"),
+        help="compare what was written with base + adapter: each layer, or also the full models' logits, which takes "
+        "the memory of one in fp32 (default: layers)",
+    )
     older = parser.add_argument_group("Plain checkpoints and the older scripts")
     older.add_argument("--plain", metavar="FILE", help="write --checkpoint as one file of five keys for torch.load")
     older.add_argument(
@@ -65,13 +72,13 @@ def refuse_unread(args) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
     if args.from_older:
-        unread = ("base", "to")
+        unread = ("base", "to", "verify")
     elif args.plain:
-        unread = ("output_dir", "base", "to", *older)
+        unread = ("output_dir", "base", "to", "verify", *older)
     else:
-        unread = ("base", *older) if args.to == "hf" else ("dtype", *older)
+        unread = ("base", *older) if args.to == "hf" else ("dtype", "verify", *older)
     for name in unread:
-        if getattr(args, name) not in (None, "auto", "hf"):
+        if getattr(args, name) not in (None, "auto", "hf", "layers"):
             raise PlanError(f"--{name} {getattr(args, name)}: is not read by this form of the command. Omit it.")
 
 
@@ -144,6 +151,37 @@ def plain(args) -> int:
     return 0
 
 
+def merge_into(target: Path, checkpoint: Path, args) -> None:
+    """Writes base + adapter as one model folder, checked before it is there. Raises PlanError."""
+    from finetune import open_checkpoint
+    from finetune.backend.machine import system_memory
+    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.torch_engine.device import DTYPES
+    from finetune.torch_engine.weights import merge
+    from finetune.torch_engine.weights.stream import config_dtype
+
+    files = open_checkpoint.base_of(str(checkpoint))
+    merging = merge.Merge.of(checkpoint, files.folder)
+    if args.verify == "logits" and merging.fp32_bytes > system_memory()[1]:
+        needed, there = (size / 2**30 for size in (merging.fp32_bytes, system_memory()[1]))
+        raise PlanError(
+            f"--verify logits: the full model takes {needed:.1f} GiB in fp32, {there:.1f} GiB are available. "
+            "Use --verify layers."
+        )
+    dtype = config_dtype(files.config) if args.dtype == "auto" else DTYPES[args.dtype]
+    with storage(target), new_folder(target) as folder:
+        merging.write(folder, dtype)
+        del merging
+        lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype))]
+        if args.verify == "logits":
+            off = merge.compare_logits(checkpoint, files, folder)
+            lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
+        load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
+    say(f"merged into {target}: {lines[0]}")
+    for line in lines[1:]:
+        say(line)
+
+
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
@@ -157,23 +195,16 @@ def main(argv=None) -> int:
             raise PlanError(f"--{flag}: is required. See --help.")
     if args.to != "hf":
         return convert_adapter(args)
-    from finetune import open_checkpoint
-    from finetune.model_files.tokenizer import load_tokenizer
-    from finetune.plan.parts import Parts
-    from finetune.torch_engine.weights.save import merge_to_folder
-    from finetune.trained_base import settings_of_run
-
     checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
     if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
         raise PlanError(
             f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
         )
     check_new(target, "--output_dir")
-    files = open_checkpoint.base_of(args.checkpoint)
-    with storage(target), new_folder(target) as folder:
-        off = merge_to_folder(checkpoint, files, folder, args.dtype)
-        load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
-    say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
+    merge_into(target, checkpoint, args)
+    from finetune.plan.parts import Parts
+    from finetune.trained_base import settings_of_run
+
     trained = settings_of_run(checkpoint)
     was = Parts(trained).quantization if trained else None
     if was:
