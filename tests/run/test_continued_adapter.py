@@ -84,12 +84,12 @@ def test_more_rank_and_another_alpha_leave_the_function_unchanged(first, tiny_mo
 @pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
 def test_ten_steps_are_those_of_peft_continued_from_the_same_adapter(first, tiny_model, tmp_path, kind):
     """All rows in each step, so that their order does not matter; SGD, so that the adapter after ten steps sums
-    ten gradients. fp32: the same sums in another order, documents packed here and alone there; DoRA's norm is
-    expanded here.
+    ten gradients. fp32: the same sums in another order, documents packed here and alone there, which later steps
+    enlarge in the norm of gradients.
     """
     texts = ["a lamp for a desk", "candles are wax", "what is two plus two", "one more lamp"]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = first(**KINDS[kind]) | {"dataset": str(tmp_path / "texts.jsonl"), "lr": 1e-2, "max_steps": 10}
+    flags = first(**KINDS[kind], lr=0.01) | {"dataset": str(tmp_path / "texts.jsonl"), "lr": 1e-3, "max_steps": 10}
     plain = dict(lr_scheduler="constant", warmup_steps=0, optimizer="sgd", apply_gradient_clipping=False)
     fine_tune(**flags | plain)
     base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -99,7 +99,7 @@ def test_ten_steps_are_those_of_peft_continued_from_the_same_adapter(first, tiny
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     rows = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts]
     trained = [p for p in theirs.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+    optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
     targets = sum(len(row) - 1 for row in rows)
     steps = read_events(tmp_path / "second", "step")
     for step in steps:
@@ -111,7 +111,7 @@ def test_ten_steps_are_those_of_peft_continued_from_the_same_adapter(first, tiny
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in trained]).norm().item()
         assert abs(step["loss"] - loss.item()) <= 1e-5 * loss.item()
-        assert abs(step["grad_norm"] - norm) <= (3e-4 if kind == "dora" else 3e-5) * norm
+        assert abs(step["grad_norm"] - norm) <= 1e-4 * norm
         optimizer.step()
     assert len(steps) == 10
     named = {n.replace(".default", "").replace("_vector.weight", "_vector"): p for n, p in theirs.named_parameters()}
