@@ -25,6 +25,7 @@ class Passes:
     advice: Callable[[Batch], AbstractContextManager]
     everywhere: bool = False
     stop: Callable[[], bool] | None = None
+    adapters_on: bool = False
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
         """Those that this rank computes."""
@@ -53,14 +54,20 @@ class Passes:
         return found
 
     def log_probs_before_training(self, microbatches: list[Batch]) -> list[np.ndarray]:
-        """Of each microbatch, each document's log-probability under the base with its adapters off."""
-        return self.map(_log_probs_before_training, microbatches)
+        """Of each microbatch, each document's log-probability under the base with its adapters off; with `adapters_on`,
+        under the model as it is now.
+        """
+        return self.map(_log_probs if self.adapters_on else _log_probs_before_training, microbatches)
 
     def sum(self, numbers: list[float]) -> list[float]:
         """Over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
 
+def _log_probs(forward, batch: Batch) -> np.ndarray:
+    return forward.document_log_probs(batch).cpu().double().numpy()
+
+
 def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:
     with adapters_off(forward.model):
-        return forward.document_log_probs(batch).cpu().double().numpy()
+        return _log_probs(forward, batch)
