@@ -6,7 +6,7 @@ to end.
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Batch:
     rows: tuple[int, ...]
     _: KW_ONLY
     desirable_D: np.ndarray | None = None
-    reference_D: np.ndarray | None = None
+    reference_D: Any = None  # a numpy array, or a tensor of the engine's
     mismatched: bool = False
 
     @property

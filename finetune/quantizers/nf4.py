@@ -99,7 +99,7 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
     if packed_OP.is_cuda and importlib.util.find_spec("triton"):
         from finetune.quantizers import nf4_triton
 
-        levels = torch.tensor(LEVELS, device=packed_OP.device)
+        levels = _levels(packed_OP.device)
         return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
     absmax_OK = _absmax(tensors)
     if packed_OP.device.type == "cpu" and fmt.group_size < LIBRARY_BELOW and _library_kernel_is_equal():
@@ -143,8 +143,14 @@ def _library_kernel_is_equal() -> bool:
 
 
 @cache
+def _levels(device) -> torch.Tensor:
+    """The codebook on a device. Made once: the copy of a Python list waits for the device."""
+    return torch.tensor(LEVELS, device=device)
+
+
+@cache
 def _level_pairs(device) -> torch.Tensor:
-    levels = torch.tensor(LEVELS, device=device)
+    levels = _levels(device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)
     return pairs.view(torch.int64).reshape(-1)
 

@@ -378,7 +378,8 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
         for word in PADDED_INPUTS:
             try:
                 given = {"ids": ids, "positions": positions, "real": real.long()}
-                rows = padded_logits(model, word, **{n: t.to(model.device) for n, t in given.items()})
+                given = {name: tensor.to(model.device) for name, tensor in given.items()}
+                rows = padded_logits(model, word, **given, lengths=list(lengths))
             except MODEL_ERRORS as error:
                 _reraise_if_not_the_models(error)
                 off[word] = _first_line(error)

@@ -12,9 +12,42 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     return torch.device(backend, local_rank)
 
 
+def to_device(array, device: torch.device) -> torch.Tensor:
+    """A host array or tensor on `device`; the host does not wait until the device has done its earlier work."""
+    tensor = torch.as_tensor(array)
+    if tensor.device.type == device.type or device.type in ("cpu", "mps"):  # MPS copies so from its own memory only
+        return tensor.to(device)
+    if device.type == "cuda":  # from pageable memory the copy waits for the device
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def indices_to_device(indices: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """int64 host tensors on `device`, in one copy."""
+    if device.type == "cpu" or not indices:
+        return indices
+    packed = to_device(torch.cat([index.reshape(-1) for index in indices]), device)
+    parts = packed.split([index.numel() for index in indices])
+    return [part.view(index.shape) for part, index in zip(parts, indices, strict=True)]
+
+
+def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of floating-point tensors in host memory, as fp64: one wait for the device, however many they are."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().double()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def fp64_device(device: torch.device) -> torch.device:
     """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
     return device if device.type == "cuda" else torch.device("cpu")
+
+
+def fp64_or_fp32(device: torch.device) -> torch.dtype:
+    """The widest type that `device` surely has."""
+    return torch.float64 if fp64_device(device) == device else torch.float32
 
 
 def set_num_threads(local_ranks: int = 1) -> None:

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from finetune.engine import Batch
@@ -52,8 +51,8 @@ class Passes:
         self.parallel.reshard()
         return found
 
-    def log_probs_before_training(self, microbatches: list[Batch]) -> list[np.ndarray]:
-        """Of each microbatch, each document's log-probability under the base with its adapters off."""
+    def log_probs_before_training(self, microbatches: list[Batch]) -> list[torch.Tensor]:
+        """Of each microbatch, each document's log-probability under the base with its adapters off, on the device."""
         return self.map(_log_probs_before_training, microbatches)
 
     def sum(self, numbers: list[float]) -> list[float]:
@@ -61,6 +60,6 @@ class Passes:
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
 
-def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:
+def _log_probs_before_training(forward, batch: Batch) -> torch.Tensor:
     with adapters_off(forward.model):
-        return forward.document_log_probs(batch).cpu().double().numpy()
+        return forward.document_log_probs(batch)

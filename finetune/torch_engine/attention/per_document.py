@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
 from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
-from finetune.torch_engine.device import uses_onednn
+from finetune.torch_engine.device import indices_to_device, uses_onednn
 
 NAME = "documents"
 
@@ -31,13 +31,15 @@ def dense_up_to(tensor) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """N documents padded to length L.
-    `gather_NL`: token indices in the flat row (0 for padding); `real_NL`: not padding.
+    """N documents padded to length L, M of whose N * L slots hold a token.
+    `gather_NL`: each slot's token in the flat row (0 for padding). `slots_M`, `tokens_M`: the slots that hold a token,
+    and that token. All made on the host: what a device must count, the host waits for.
     """
 
     length: int
     gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
-    real_NL: torch.Tensor | None
+    slots_M: torch.Tensor | None
+    tokens_M: torch.Tensor | None
     num_documents: int
 
 
@@ -56,9 +58,10 @@ def documents_of(position_ids_T, device) -> Documents:
     starts = (positions == 0).nonzero().flatten().tolist()
     lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
     if len(set(lengths)) == 1:
-        return Documents((Group(lengths[0], None, None, len(lengths)),), None)
+        return Documents((Group(lengths[0], None, None, None, len(lengths)),), None)
     order = sorted(range(len(starts)), key=lambda i: -lengths[i])
-    groups, scatter, offset = [], torch.empty(len(positions), dtype=torch.int64), 0
+    shapes, offset = [], 0
+    indices = [torch.empty(len(positions), dtype=torch.int64)]  # scatter_T, then three of each group
     while order:
         longest = lengths[order[0]]
         members = [i for i in order if lengths[i] * GROUP_WASTE >= longest]
@@ -67,28 +70,36 @@ def documents_of(position_ids_T, device) -> Documents:
         length_N1 = torch.tensor([lengths[i] for i in members]).unsqueeze(1)
         column_L = torch.arange(longest)
         real_NL = column_L < length_N1
-        gather_NL = torch.where(real_NL, start_N1 + column_L, 0)
-        scatter[gather_NL[real_NL]] = offset + real_NL.flatten().nonzero().flatten()
-        groups.append(Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members)))
+        gather_NL = torch.where(real_NL, start_N1 + column_L, 0).flatten()
+        slots_M = real_NL.flatten().nonzero().flatten()
+        tokens_M = gather_NL[slots_M]
+        indices[0][tokens_M] = offset + slots_M
+        indices += [gather_NL, slots_M, tokens_M]
+        shapes.append((longest, len(members)))
         offset += real_NL.numel()
-    return Documents(tuple(groups), scatter.to(device))
+    scatter_T, *of_groups = indices_to_device(indices, torch.device(device))
+    groups = (
+        Group(length, *of_groups[3 * i : 3 * i + 3], num_documents) for i, (length, num_documents) in enumerate(shapes)
+    )
+    return Documents(tuple(groups), scatter_T)
 
 
-class _ToGroup(torch.autograd.Function):
-    """[T, H, D] -> [N * L, H, D]. Each real token occurs in exactly one group, so backward is a gather too."""
+class _Gather(torch.autograd.Function):
+    """Rows of x at `index`, of which backward copies those at `slots` to the rows `tokens` of x, each one once.
+    Flat rows to a group's slots, or all groups' slots back to the flat row.
+    """
 
     @staticmethod
-    def forward(ctx, x_THD, gather, real):
-        ctx.save_for_backward(gather, real)
-        ctx.num_tokens = x_THD.shape[0]
-        return x_THD.index_select(0, gather)
+    def forward(ctx, x, index, slots, tokens):
+        ctx.save_for_backward(slots, tokens)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad):
-        gather, real = ctx.saved_tensors
-        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
-        out[gather[real]] = grad[real]
-        return out, None, None
+        slots, tokens = ctx.saved_tensors
+        rows = grad if slots is None else grad.index_select(0, slots)
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, tokens, rows), None, None, None
 
 
 def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
@@ -168,17 +179,17 @@ def document_attention(module, query, key, value, attention_mask, documents=None
         for x in (query, key, value):
             x = x[0].transpose(0, 1)
             if group.gather_NL is not None:
-                x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
+                x = _Gather.apply(x, group.gather_NL, group.slots_M, group.tokens_M)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
         outputs.append(_group_attention(*parts, *how).flatten(0, 1))
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0), None
     if not dense:
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return flat[documents.scatter_T].unsqueeze(0), None
+        return _Gather.apply(flat, documents.scatter_T, None, documents.scatter_T).unsqueeze(0), None
     # Each group adds its own rows; those of the others are zero.
     for group, rows in zip(long, outputs, strict=True):
-        out = out.index_add(1, group.gather_NL[group.real_NL], rows[group.real_NL].unsqueeze(0))
+        out = out.index_add(1, group.tokens_M, rows[group.slots_M].unsqueeze(0))
     return out, None
 
 
@@ -196,6 +207,7 @@ def own_implementation(model) -> str:
 
 
 def register() -> None:
-    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: groups imply the mask."""
+    """Registers NAME for `model.set_attn_implementation`. The layout implies the mask: without a mask function of this
+    name transformers makes none, nor does it look for documents in the position ids, for which the host would wait.
+    """
     AttentionInterface.register(NAME, document_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

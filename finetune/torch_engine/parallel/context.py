@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
 from finetune.torch_engine.attention.per_document import dense_up_to, scoring_of
+from finetune.torch_engine.device import indices_to_device
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"
@@ -74,7 +75,8 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, device) -> tup
     )
     back = torch.from_numpy(np.argsort(order))
     pieces = _query_chunks(mine_L, len(positions_T) // (2 * num_ranks), starts)
-    context = Context(pieces, back.to(device), torch.from_numpy(order).to(device), groups.process_groups["cp"])
+    back_T, order_T = indices_to_device([back, torch.from_numpy(order)], device)
+    context = Context(pieces, back_T, order_T, groups.process_groups["cp"])
     return part, context
 
 
@@ -161,6 +163,5 @@ def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
 
 
 def register() -> None:
-    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: pieces imply the mask."""
+    """Registers NAME for `model.set_attn_implementation`, without a mask function: pieces imply the mask."""
     AttentionInterface.register(NAME, context_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
