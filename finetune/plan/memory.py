@@ -21,7 +21,7 @@ def resolve_memory(draft: Draft) -> None:
     auto_cache = draft.values["cache_dequantized"] == "auto" and draft.values["train_type"] == "qlora"
     resolve_dequant_cache(draft, auto_cache)
     resolve_activation_offload(draft)
-    resolve_flash_attention(draft)
+    resolve_attention(draft)
     resolve_batch(draft, auto_cache)
 
 
@@ -58,14 +58,21 @@ def resolve_activation_offload(draft: Draft) -> None:
         draft.adjust("use_activation_cpu_offload", False, reason)
 
 
-def resolve_flash_attention(draft: Draft) -> None:
-    if not draft.values["use_flash_attention"]:
-        return
-    if draft.capabilities.supports_flash_attention or draft.assumes_accelerator:
-        draft.notices.append("flash attention: torch's own kernels, which it takes for bf16 and fp16")
-        return
-    default = f"no flash attention kernels on {draft.backend}"
+def resolve_attention(draft: Draft) -> None:
+    """Refuses kernels that this device or precision lacks; which one each layer gets is tried on the loaded model."""
+    values, available = draft.values, draft.capabilities.supports_flash_attention or draft.assumes_accelerator
+    word, default = values["attention"], f"no flash attention kernels on {draft.backend}"
     reason = draft.capabilities.reasons.get("flash_attention", default)
+    if Parts(TrainConfig(**values)).attention.required:
+        if not available:
+            raise PlanError(f"--attention {word}: {reason}. Use auto, groups or sdpa.")
+        if values["precision"] == "fp32":
+            raise PlanError(f"--attention {word}: its kernels compute in 16 bits only. Use --precision bf16, or auto.")
+    if not values["use_flash_attention"]:
+        return
+    if available:
+        draft.notices.append(f"use_flash_attention: --attention {word} says which kernels; they take bf16 and fp16")
+        return
     draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")
 
 

@@ -40,6 +40,29 @@ def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def rounds_to_tf32(device: torch.device) -> bool:
+    """True if fp32 products on `device` have 10 bits: switched on in torch, or forced by the environment, as NVIDIA's
+    containers do.
+    """
+    if device.type != "cuda":
+        return False
+    forced = os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
+    return forced or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def has_flash_kernels(device: torch.device) -> bool:
+    """True if torch's flash attention runs there: from CUDA capability 8.0 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def prepare_attention(device: torch.device) -> None:
+    """SDPA without cuDNN, in this process: it plans for each new shape, a second or so each, and lengths always
+    differ.
+    """
+    if device.type != "cpu":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def fp64_device(device: torch.device) -> torch.device:
     """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
     return device if device.type == "cuda" else torch.device("cpu")
@@ -63,6 +86,7 @@ def set_num_threads(local_ranks: int = 1) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
+TF32_EPS = 2.0**-10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

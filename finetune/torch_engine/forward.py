@@ -12,6 +12,7 @@ from finetune.engine import IGNORE_INDEX, Batch
 from finetune.plan.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
+from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
@@ -116,6 +117,7 @@ class ModelForward:
         self.recorded: tuple[Layout, torch.Tensor] | None = None
         coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
+        self.attention = Attention(plan.attention)
         self.parameter_counts = parameter_counts(model)
 
     def use(self, layout: Layout) -> None:
@@ -167,7 +169,7 @@ class ModelForward:
         """(the model's keyword arguments, its targets) for the batch, or for this rank's shard of its sequence."""
         shard_context = None
         if self.shards_sequences:
-            batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.device)
+            batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.attention)
         if self.balance is not None:
             real = (batch.document_ids_BS >= 0) & bool(batch.rows)  # an empty batch has no rows
             self.balance.use_rows(np.flatnonzero(real), real.size, self.device)
@@ -180,8 +182,9 @@ class ModelForward:
         targets = Targets(at_T, labels_T, rows_T, columns_T)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         if self.layout.padding_free:
-            documents = shard_context or per_document.documents_of(batch.position_ids_BS, self.device)
-            inputs["documents"] = documents
+            inputs["documents"] = shard_context
+            if shard_context is None:
+                inputs["documents"] = per_document.documents_of(batch.position_ids_BS, self.device, self.attention)
             if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:

@@ -6,7 +6,8 @@ right padding, so no key mask is needed. The projections around it never see pad
 T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,11 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
+from finetune.quantizers.linear import autocasts, without_autocast
+from finetune.torch_engine.attention import varlen
 from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
-from finetune.torch_engine.device import indices_to_device, uses_onednn
+from finetune.torch_engine.attention.varlen import MAX_HEAD_SIZE, Attention
+from finetune.torch_engine.device import has_flash_kernels, indices_to_device, to_device, uses_onednn
 
 NAME = "documents"
 
@@ -43,25 +47,49 @@ class Group:
     num_documents: int
 
 
-@dataclass(frozen=True)
 class Documents:
-    """Document layout of one flat row. `scatter_T`: index of each token in the concatenated groups."""
+    """Document layout of one flat row, made on the host: bounds for kernels that take them, groups for the others.
 
-    groups: tuple[Group, ...]
-    scatter_T: torch.Tensor | None
-    indices: dict = field(default_factory=dict, compare=False)  # dense_attention.Index by what it depends on
+    `bounds_N`: first token of each document, and the number of tokens, int32; None where no kernel takes them.
+    `attention`: which kernels the plan allows.
+    """
+
+    def __init__(self, starts: list[int], num_tokens: int, device: torch.device, attention: Attention):
+        self.starts, self.num_tokens, self.device, self.attention = starts, num_tokens, device, attention
+        self.lengths = [b - a for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
+        self.longest = max(self.lengths)
+        self.bounds_N = None
+        if attention.takes_bounds(device):
+            self.bounds_N = to_device(torch.tensor([*starts, num_tokens], dtype=torch.int32), device)
+        self.indices: dict = {}  # dense.Index by what it depends on
+
+    @cached_property
+    def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
+        """(groups, index of each token in the concatenated groups; None if the row is one group)."""
+        return _grouped(self.starts, self.lengths, self.num_tokens, self.device)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.grouped[0]
+
+    @property
+    def scatter_T(self) -> torch.Tensor | None:
+        return self.grouped[1]
 
 
-def documents_of(position_ids_T, device) -> Documents:
+def documents_of(position_ids_T, device, attention: Attention | None = None) -> Documents:
     """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
     positions = torch.as_tensor(position_ids_T).reshape(-1)
     starts = (positions == 0).nonzero().flatten().tolist()
-    lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
+    return Documents(starts, len(positions), torch.device(device), attention or Attention())
+
+
+def _grouped(starts: list[int], lengths: list[int], num_tokens: int, device: torch.device) -> tuple:
     if len(set(lengths)) == 1:
-        return Documents((Group(lengths[0], None, None, None, len(lengths)),), None)
+        return (Group(lengths[0], None, None, None, len(lengths)),), None
     order = sorted(range(len(starts)), key=lambda i: -lengths[i])
     shapes, offset = [], 0
-    indices = [torch.empty(len(positions), dtype=torch.int64)]  # scatter_T, then three of each group
+    indices = [torch.empty(num_tokens, dtype=torch.int64)]  # scatter_T, then three of each group
     while order:
         longest = lengths[order[0]]
         members = [i for i in order if lengths[i] * GROUP_WASTE >= longest]
@@ -77,11 +105,11 @@ def documents_of(position_ids_T, device) -> Documents:
         indices += [gather_NL, slots_M, tokens_M]
         shapes.append((longest, len(members)))
         offset += real_NL.numel()
-    scatter_T, *of_groups = indices_to_device(indices, torch.device(device))
+    scatter_T, *of_groups = indices_to_device(indices, device)
     groups = (
         Group(length, *of_groups[3 * i : 3 * i + 3], num_documents) for i, (length, num_documents) in enumerate(shapes)
     )
-    return Documents(tuple(groups), scatter_T)
+    return tuple(groups), scatter_T
 
 
 class _Gather(torch.autograd.Function):
@@ -109,17 +137,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and not drops:
         mask = causal_mask(length, window, q_NHLD.device) if windowed else None
-        out = F.scaled_dot_product_attention(
-            q_NHLD,
-            k_NKLD,
-            v_NKLD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=q_NHLD.shape[1] != k_NKLD.shape[1],
-        )
-        return out.transpose(1, 2)
+        return fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout, scaling).transpose(1, 2)
     n, heads, _, size = q_NHLD.shape
     kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
     q = q_NHLD.reshape(n * kv, per * length, size)
@@ -136,6 +154,21 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
         probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
     out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
     return out.view(n, heads, length, size).transpose(1, 2)
+
+
+def fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout: float, scaling: float) -> torch.Tensor:
+    """SDPA under `mask`, or a causal one if that is None, by a fused kernel.
+
+    On a GPU only flash kernels take fewer key/value heads, and they take no mask: for others keys and values are
+    expanded, or SDPA would compute every score at once, L x L numbers per head.
+    """
+    per_key = q_NHLD.shape[1] // k_NKLD.shape[1]
+    if per_key > 1 and q_NHLD.device.type not in ("cpu", "mps"):
+        small = q_NHLD.dtype.itemsize == 2 and max(q_NHLD.shape[3], v_NKLD.shape[3]) <= MAX_HEAD_SIZE
+        if mask is not None or not small or not has_flash_kernels(q_NHLD.device):
+            k_NKLD, v_NKLD, per_key = k_NKLD.repeat_interleave(per_key, 1), v_NKLD.repeat_interleave(per_key, 1), 1
+    options = {"is_causal": mask is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": per_key > 1}
+    return F.scaled_dot_product_attention(q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, **options)
 
 
 class Scoring(NamedTuple):
@@ -161,15 +194,20 @@ def document_attention(module, query, key, value, attention_mask, documents=None
         raise ValueError("the model passes neither documents nor positions on to attention")
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
-    how, device = scoring_of(query, **scoring), query.device.type
-    if torch.is_autocast_enabled(device):
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    how = scoring_of(query, **scoring)
+    if autocasts(query):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    if documents.bounds_N is not None:
+        kernel = documents.attention.kernel(query, key, value, how)
+        if kernel is not None:
+            bounds, longest = (documents.bounds_N,) * 2, (documents.longest,) * 2
+            return varlen.attend(kernel, query, key, value, bounds, longest, how), None
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
-    limit = dense_up_to(query) if plain else 0
+    limit = dense_up_to(query) if plain and documents.attention.own_products else 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
         index = _index(documents, dense, query, key, how.window)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(query):
             out = DenseAttention.apply(query, key, value, index, how.scaling)
         if len(dense) == len(documents.groups):
             return out, None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quantization_wrapper
-from finetune.quantizers.linear import FrozenLinear, QuantizedLinear
+from finetune.quantizers.linear import FrozenLinear, QuantizedLinear, compute_dtype
 from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.layers import LoRAProduct
 
@@ -140,8 +140,7 @@ def run_trained(base, inputs, counts, last_bias: bool = True):
 def _trained_product(base, ends_E, name, x):
     weights_EOI = getattr(base, name)
     weights_EOI = weights_EOI.transpose(1, 2) if base.is_transposed else weights_EOI
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = compute_dtype(x)
     return grouped.products(x.to(dtype), weights_EOI.to(dtype), ends_E)
 
 
@@ -153,9 +152,7 @@ def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     num_chosen = top_k_index.shape[-1]
     sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = grouped.count_choices(sorted_TK, base.num_experts)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    counts = counts if grouped.works(hidden.device, dtype) else counts.tolist()
+    counts = counts if grouped.works(hidden.device, compute_dtype(hidden)) else counts.tolist()
     out = run(hidden[order_TK // num_chosen], counts)
     if base.has_post_expert_norm:
         out = base.post_expert_norm(out)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from finetune.errors import is_out_of_memory
+from finetune.quantizers.linear import compute_dtype, without_autocast
 
 ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a multiple of
 
@@ -96,11 +97,6 @@ def expert_of_rows(num_rows: int, ends_E) -> torch.Tensor:
     return torch.searchsorted(ends_E, torch.arange(num_rows, device=ends_E.device, dtype=torch.int32), right=True)
 
 
-def _compute_dtype(x) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class GroupedProduct(torch.autograd.Function):
     """x W_e^T of frozen weights, `weights_of(stored, dtype)` [E, O, I] in forward and again in backward; with an
     adapter, A [E * R, I] and B [O, R * E], s (x A_e^T) B_e^T is added. Saves x and the stored tensors.
@@ -108,8 +104,8 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, ends_E, lora_a, lora_b, scaling, weights_of, *stored):
-        dtype = _compute_dtype(x)
-        with torch.autocast(x.device.type, enabled=False):
+        dtype = compute_dtype(x)
+        with without_autocast(x):
             rows = x.to(dtype)
             out = products(rows, weights_of(stored, dtype), ends_E)
             low = None
@@ -125,7 +121,7 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx, grad):
         rows, ends_E, low, lora_a, lora_b, *stored = ctx.saved_tensors
         grad, grad_x, grad_a, grad_b = grad.to(ctx.dtype).contiguous(), None, None, None
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             if ctx.needs_input_grad[0]:
                 grad_x = products(grad, ctx.weights_of(stored, ctx.dtype), ends_E, False)
             if lora_a is not None:

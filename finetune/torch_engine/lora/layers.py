@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.quantizers.linear import QuantizedLinear, rows_of, shaped_like
+from finetune.quantizers.linear import QuantizedLinear, compute_dtype, rows_of, shaped_like, without_autocast
 
 
 class LoRAProduct(torch.autograd.Function):
@@ -18,9 +18,8 @@ class LoRAProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, *stored):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
+        dtype = compute_dtype(x)
+        with without_autocast(x):
             rows = rows_of(x, dtype)
             keep = None if keep is None else keep.to(dtype)
             dropped = rows if keep is None else rows * keep
