@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, c
 
 # What torch raises where a device, its driver or a kernel is missing.
 PROBE_FAILURES = (RuntimeError, AssertionError, ImportError, AttributeError, OSError, TypeError, ValueError)
+PROBE_FAILURES += (subprocess.SubprocessError,)  # a compiler that a kernel needs when it first runs
 # What is cached of a device, and of each pair of a quantizer and its bits that passed.
 FACTS = {
     "device_name": str,
