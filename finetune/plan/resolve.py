@@ -220,10 +220,10 @@ def quantization(draft: Draft) -> None:
 def probe_error(draft: Draft, name: str, bits: int) -> str | None:
     """Why a quantizer cannot be used here in the run's precision, by its probe; None if it passed or was not probed."""
     found, compute = draft.facts.probe_quantizer(name, bits), Parts(TrainConfig(**draft.values)).precision.compute
-    if found is None or found["error"]:
-        return found and found["error"]
+    if found is None:
+        return None
     why = found.get("failed", {}).get(compute)
-    return why and f"is wrong in {compute} on {draft.backend}: {why}"
+    return found["error"] or (f"is wrong in {compute} on {draft.backend}: {why}" if why else None)
 
 
 def quantized_on_cpu(draft: Draft) -> None:

@@ -162,7 +162,7 @@ def triton_error(device: torch.device, dtype: torch.dtype) -> str | None:
             wanted = in_plain_torch(tensors["packed"], _absmax(tensors), 64)[:, :TRIAL_COLUMNS].to(dtype)
             if not torch.equal(found, wanted):
                 return f"other numbers than plain torch's in {str(dtype).removeprefix('torch.')}"
-    except (*TRITON_FAILURES, *_triton_errors()) as error:
+    except (*TRITON_FAILURES, *triton_errors()) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
@@ -181,7 +181,7 @@ def _trial_tensors(device) -> list[dict[str, torch.Tensor]]:
     return [{name: tensor.to(device) for name, tensor in kind.items()} for kind in (single, double)]
 
 
-def _triton_errors() -> tuple[type[Exception], ...]:
+def triton_errors() -> tuple[type[Exception], ...]:
     """Triton's own: what its compiler raises is no RuntimeError."""
     try:
         from triton.errors import TritonError

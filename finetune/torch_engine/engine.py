@@ -22,10 +22,11 @@ from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
-from finetune.torch_engine.device import to_host
+from finetune.torch_engine.device import DTYPES, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation import generate
+from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
@@ -66,13 +67,15 @@ class TorchEngine(EngineBase):
         return self.forward.parameter_counts
 
     def notices(self) -> list[str]:
-        left = [] if self.plan.all_weights else fused.unreached(self.model)
-        if not left:
-            return []
-        return [
-            f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
-            "interface to them"
-        ]
+        found, left = [], [] if self.plan.all_weights else fused.unreached(self.model)
+        if left:
+            found.append(
+                f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
+                "interface to them"
+            )
+        if self.forward.not_fused and self.device.type not in ("cpu", "mps"):
+            found.append(f"norms, SwiGLU and RoPE in several launches each: no Triton ({self.forward.not_fused})")
+        return found
 
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone: weights, moments and random state are exactly as before.
@@ -199,7 +202,10 @@ class TorchEngine(EngineBase):
 
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
-        self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
+        # On a CPU a cast costs less than it would keep in memory.
+        dtype = None if self.device.type == "cpu" else DTYPES[self.plan.precision.compute]
+        with cast_once(self.model, dtype):
+            self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
         return losses, observed
 
     def _loss(self, batch: Batch, totals: Totals, losses: list, observed: list) -> torch.Tensor:

@@ -101,7 +101,8 @@ class ModelForward:
 
     `layout` is None until `use` was called; `head`: our chunked head, None where the model's own computes logits.
     `recorded`: the layout and logits of the full model, see checks.record_reference. `shards_sequences`: context
-    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model.
+    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model. `not_fused`:
+    why norms, SwiGLU and RoPE are transformers' own operations, see kernels.fuse; None if what could be is one each.
     """
 
     def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
@@ -118,6 +119,7 @@ class ModelForward:
         coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.attention = Attention(plan.attention)
+        self.not_fused: str | None = None
         self.parameter_counts = parameter_counts(model)
 
     def use(self, layout: Layout) -> None:

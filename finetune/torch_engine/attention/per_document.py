@@ -215,7 +215,7 @@ def document_attention(module, query, key, value, attention_mask, documents=None
     for group in long:
         parts = []
         for x in (query, key, value):
-            x = x[0].transpose(0, 1)
+            x = x.squeeze(0).transpose(0, 1)
             if group.gather_NL is not None:
                 x = _Gather.apply(x, group.gather_NL, group.slots_M, group.tokens_M)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))

@@ -111,7 +111,7 @@ def window_of(how) -> tuple[int, int]:
 
 def attend(kernel, query, key, value, bounds, longest, how) -> torch.Tensor:
     """[1, H, T, D], [1, K, U, D] twice -> [1, T, H, D]; `bounds` and `longest`: of queries and of keys."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options = {"scale": how.scaling, "window_size": window_of(how), "enable_gqa": query.shape[1] != key.shape[1]}
     return kernel(q, k, v, *bounds, *longest, **options).unsqueeze(0)
 

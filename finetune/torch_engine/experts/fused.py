@@ -114,7 +114,7 @@ class Experts(ExpertsPair):
         if name not in factors:
             return FrozenLinear.apply(x, bias, None, weight_of, *stored)
         a, b = factors[name][expert]
-        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, *stored)
+        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, None, None, *stored)
 
     def grouped_product(self, ends_E, name, x):
         """Applies each row's expert's weight and adapter."""
