@@ -329,6 +329,13 @@ class TrainConfig:
         choices=ATTENTIONS,
         resumable=True,
     )
+    compile: str = memory_flag(
+        "auto",
+        "torch.compile each decoder layer while it trains; auto: on a GPU, where a timed microbatch says that it pays "
+        "in this run",
+        choices=AUTO_BOOL,
+        resumable=True,
+    )
     use_flash_attention: bool = memory_flag(False, "older spelling of --attention auto, where flash kernels are")
     backend: str | None = machine_flag(
         None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto"

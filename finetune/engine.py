@@ -123,6 +123,11 @@ class Engine(Protocol):
         Raises OutOfMemoryError.
         """
 
+    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
+        """(true or false, why), as two timed microbatches say, in a run of so many steps; nothing is learned from them.
+        Asked only where the plan left it open.
+        """
+
     # ---- step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:

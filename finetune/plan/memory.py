@@ -22,6 +22,7 @@ def resolve_memory(draft: Draft) -> None:
     resolve_dequant_cache(draft, auto_cache)
     resolve_activation_offload(draft)
     resolve_attention(draft)
+    resolve_compile(draft)
     resolve_batch(draft, auto_cache)
 
 
@@ -74,6 +75,27 @@ def resolve_attention(draft: Draft) -> None:
         draft.notices.append(f"use_flash_attention: --attention {word} says which kernels; they take bf16 and fp16")
         return
     draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")
+
+
+def resolve_compile(draft: Draft) -> None:
+    """Where nothing is compiled; what is left open is timed on the loaded model."""
+    values, dims = draft.values, draft.dims
+    if values["compile"] == "false":
+        return
+    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(dims, name) > 1]
+    why = None
+    if "DISABLE_COMPILE" in draft.facts.environment:
+        why = "DISABLE_COMPILE is set"
+    elif draft.backend is Backend.MPS:
+        why = "torch.compile is not used on MPS"
+    elif split:
+        why = f"layers of --{split[0]}_degree {getattr(dims, split[0])} communicate within their forward"
+    elif draft.facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        why = "DeepSpeed gathers weights within a layer's forward"
+    if why:
+        draft.adjust("compile", "false", why)
+    elif values["compile"] == "auto" and (draft.backend is not Backend.CUDA or dims.world_size > 1):
+        values["compile"] = "false"
 
 
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:

@@ -332,7 +332,9 @@ ATTENTION_KERNELS = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What trades speed for memory. `loading_workers`: -1: as many as the machine takes."""
+    """What trades speed for memory or time to start. `loading_workers`: -1: as many as the machine takes. `compiles`:
+    each decoder layer; None: if a timed microbatch says that it pays.
+    """
 
     recompute: bool = False
     reentrant: bool = False
@@ -341,6 +343,7 @@ class MemoryPlan:
     cache_dequantized: bool = False
     low_memory: bool = False
     loading_workers: int = -1
+    compiles: bool | None = False
 
     @classmethod
     def of(cls, settings: TrainConfig) -> "MemoryPlan":
@@ -353,6 +356,7 @@ class MemoryPlan:
             s.cache_dequantized == "true",
             s.low_memory,
             s.loading_workers,
+            {"true": True, "false": False}.get(s.compile),
         )
 
 

@@ -5,6 +5,8 @@ See finetune/engine.py for the protocol.
 
 import contextlib
 import itertools
+import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from finetune import objectives
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError
+from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.objectives import Totals
@@ -22,6 +24,7 @@ from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
+from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
@@ -32,6 +35,9 @@ from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
+
+# What torch.compile raises where a layer cannot be traced, or a compiler is missing.
+COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
 
 
 class TorchEngine(EngineBase):
@@ -106,6 +112,40 @@ class TorchEngine(EngineBase):
             self.optimizer.state.clear()
             self.state.set_rng_state(before)
             memory_stats.trim_heap()
+
+    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
+        """See Engine. Compiled from now on, if it pays."""
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        try:
+            eager_s = min(self._seconds(batch) for _ in range(3))
+            compile_layers(self.model)
+            first = self._seconds(batch)
+            compiled_s = min(self._seconds(batch) for _ in range(2))
+            # Another shape comes and compiles once more, for any length from then on.
+            used, reason = choose(eager_s, compiled_s, 2 * (first - compiled_s), steps)
+        except COMPILE_FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            used, reason = "false", f"compiling fails here: {first_line(error)}"
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.state.set_rng_state(before)
+        if used == "false":
+            stop_compiling(self.model)
+        return used, reason
+
+    def _seconds(self, batch: Batch) -> float:
+        """Of a forward and a backward, which leave gradients only."""
+        synchronize = torch.get_device_module(self.device).synchronize
+        synchronize()
+        start = time.perf_counter()
+        (batch,), statistic = self.objective.prepare(self._passes(), [batch])
+        self.model.train()
+        with self._memory_advice(batch), self._offload():
+            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistic))
+            loss.backward()
+        synchronize()
+        return time.perf_counter() - start
 
     # ---- the step
 

@@ -1,6 +1,7 @@
 """Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -120,6 +121,7 @@ class ModelForward:
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.attention = Attention(plan.attention)
         self.not_fused: str | None = None
+        self.layouts: deque = deque(maxlen=8)  # a compiled graph's backward knows its layout by number only
         self.parameter_counts = parameter_counts(model)
 
     def use(self, layout: Layout) -> None:
@@ -187,6 +189,7 @@ class ModelForward:
             inputs["documents"] = shard_context
             if shard_context is None:
                 inputs["documents"] = per_document.documents_of(batch.position_ids_BS, self.device, self.attention)
+                self.layouts.append(inputs["documents"])
             if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:

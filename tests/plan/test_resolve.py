@@ -226,6 +226,20 @@ def test_a_quantizer_that_is_wrong_in_the_runs_type_is_passed_over_or_refused():
         plan_of(caps=caps, precision="bf16", quantization_backend="nf4")
 
 
+def test_layers_are_compiled_where_that_may_pay_and_nobody_forbids_it():
+    def word(backend=Backend.CUDA, environment=None, **overrides):
+        caps = capabilities(backend, supports_bfloat16=True)
+        facts = Facts(backend, caps, environment=environment or {}, num_devices=overrides.pop("num_devices", 1))
+        plan = resolve_plan({"dataset": "x", "train_type": "lora", **overrides}, facts, NOW)
+        return plan.settings.compile, plan.memory.compiles
+
+    assert word() == ("auto", None) and word(Backend.CPU) == ("false", False)
+    assert word(Backend.CPU, compile="true") == ("true", True) and word(Backend.MPS, compile="true") == ("false", False)
+    assert word(environment={"DISABLE_COMPILE": "1"}, compile="true") == ("false", False)
+    assert word(num_devices=2) == ("false", False) and word(num_devices=2, compile="true") == ("true", True)
+    assert word(num_devices=2, cp_degree=2, compile="true") == ("false", False)
+
+
 def test_attention_kernels_that_are_not_here_are_refused_with_what_is():
     for word in ("varlen", "flash"):
         with pytest.raises(PlanError, match=f"--attention {word}: no flash attention kernels on cpu. Use auto, groups"):

@@ -6,9 +6,11 @@ right padding, so no key mask is needed. The projections around it never see pad
 T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,11 @@ class Group:
     num_documents: int
 
 
+# Layouts that someone holds, by number: what an operation of a compiled graph is given.
+LAYOUTS: WeakValueDictionary = WeakValueDictionary()
+NUMBERS = itertools.count(2)
+
+
 class Documents:
     """Document layout of one flat row, made on the host: bounds for kernels that take them, groups for the others.
 
@@ -62,6 +69,8 @@ class Documents:
         if attention.takes_bounds(device):
             self.bounds_N = to_device(torch.tensor([*starts, num_tokens], dtype=torch.int32), device)
         self.indices: dict = {}  # dense.Index by what it depends on
+        self.number = next(NUMBERS)
+        LAYOUTS[self.number] = self
 
     @cached_property
     def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
@@ -202,6 +211,14 @@ def document_attention(module, query, key, value, attention_mask, documents=None
         if kernel is not None:
             bounds, longest = (documents.bounds_N,) * 2, (documents.longest,) * 2
             return varlen.attend(kernel, query, key, value, bounds, longest, how), None
+    if torch.compiler.is_compiling() and not how.dropout:
+        sinks_H, options = how.sinks_H, (how.scaling, how.window, how.softcap)
+        return torch.ops.finetune_attention.groups(query, key, value, sinks_H, documents.number, *options), None
+    return grouped_attention(query, key, value, documents, how), None
+
+
+def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> torch.Tensor:
+    """Attention of documents of similar length together: [1, T, H, D]."""
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
     limit = dense_up_to(query) if plain and documents.attention.own_products else 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
@@ -210,7 +227,7 @@ def document_attention(module, query, key, value, attention_mask, documents=None
         with without_autocast(query):
             out = DenseAttention.apply(query, key, value, index, how.scaling)
         if len(dense) == len(documents.groups):
-            return out, None
+            return out
     outputs, long = [], [group for group in documents.groups if group.length > limit]
     for group in long:
         parts = []
@@ -221,14 +238,64 @@ def document_attention(module, query, key, value, attention_mask, documents=None
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
         outputs.append(_group_attention(*parts, *how).flatten(0, 1))
     if documents.scatter_T is None:
-        return outputs[0].unsqueeze(0), None
+        return outputs[0].unsqueeze(0)
     if not dense:
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _Gather.apply(flat, documents.scatter_T, None, documents.scatter_T).unsqueeze(0), None
+        return _Gather.apply(flat, documents.scatter_T, None, documents.scatter_T).unsqueeze(0)
     # Each group adds its own rows; those of the others are zero.
     for group, rows in zip(long, outputs, strict=True):
         out = out.index_add(1, group.tokens_M, rows[group.slots_M].unsqueeze(0))
-    return out, None
+    return out
+
+
+# ---- to torch.compile, groups are one operation: a graph of them would hold for one set of lengths only
+
+LIBRARY = torch.library.Library("finetune_attention", "DEF")
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt documents, float scaling, int? window, float? softcap"
+LIBRARY.define(f"groups({ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"groups_backward(Tensor grad, {ARGUMENTS}) -> Tensor[]")
+
+
+@torch.library.impl(LIBRARY, "groups", "CompositeExplicitAutograd")
+def _groups(q, k, v, sinks, documents, scaling, window, softcap):
+    how = Scoring(scaling, 0.0, window, softcap, sinks)
+    with torch.no_grad():
+        return grouped_attention(q, k, v, LAYOUTS[documents], how).contiguous()
+
+
+@torch.library.impl(LIBRARY, "groups_backward", "CompositeExplicitAutograd")
+def _groups_backward(grad, q, k, v, sinks, documents, scaling, window, softcap):
+    """Computes the attention again: what a graph keeps between its forward and its backward are tensors only."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    how = Scoring(scaling, 0.0, window, softcap, None if sinks is None else inputs[3])
+    with torch.enable_grad():
+        out = grouped_attention(*inputs[:3], LAYOUTS[documents], how)
+    return [x.contiguous() for x in torch.autograd.grad(out, inputs, grad)]
+
+
+@torch.library.register_fake("finetune_attention::groups", lib=LIBRARY)
+def _groups_on_meta(q, k, v, sinks, documents, scaling, window, softcap):
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+@torch.library.register_fake("finetune_attention::groups_backward", lib=LIBRARY)
+def _groups_backward_on_meta(grad, q, k, v, sinks, documents, scaling, window, softcap):
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, grad):
+    arguments = *ctx.saved_tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap
+    found = torch.ops.finetune_attention.groups_backward(grad, *arguments)
+    return *found, *[None] * (8 - len(found))
+
+
+torch.library.register_autograd("finetune_attention::groups", _differentiate, setup_context=_keep, lib=LIBRARY)
 
 
 def _index(documents: Documents, groups, query, key, window) -> Index:

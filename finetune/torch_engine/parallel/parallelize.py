@@ -1,8 +1,9 @@
-"""Distributes a model over the ranks, in this order: TP, EP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
+"""Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter, ParallelPlan, Parts
 from finetune.torch_engine import checks
+from finetune.torch_engine.compile import compile_layers
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.kernels import fuse
@@ -37,6 +38,8 @@ def parallelize(
         forward.pipeline = Stage(model, groups, how.pp_schedule)
     if memory.recompute:
         checkpoint_activations(model, memory.reentrant)
+    if memory.compiles:
+        compile_layers(model)
     root = None
     if groups.sharded and how.distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)
