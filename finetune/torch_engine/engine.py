@@ -333,7 +333,7 @@ class TorchEngine(EngineBase):
 
     def _offload(self):
         if self.plan.memory.offload_activations:
-            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+            return memory_stats.offloaded(self.model, pinned=self.device.type == "cuda")
         return contextlib.nullcontext()
 
     def _memory_advice(self, batch: Batch):
