@@ -1,6 +1,8 @@
-"""Merges an adapter or trained added layers into the base: a model folder for transformers, vLLM and mlx-lm.
+"""Writes a checkpoint as other programs read it: by default base and adapter merged, for transformers and vLLM.
 
 python export.py --checkpoint outputs/my-run --output_dir merged
+python export.py --checkpoint outputs/my-run --output_dir gguf --to gguf --outtype q8_0    llama.cpp, LM Studio
+python export.py --checkpoint outputs/my-run --output_dir ollama --to ollama    a GGUF and its Modelfile
 python export.py --checkpoint outputs/my-run --output_dir for-mlx --to mlx-lm    the adapter for mlx_lm.generate
 python export.py --checkpoint adapters --output_dir ours --to peft               an adapter of mlx_lm.lora for peft
 python export.py --checkpoint outputs/my-run --plain checkpoint.pt          one file for torch.load
@@ -20,6 +22,11 @@ from finetune.system import process
 from finetune.system.files import check_new, new_folder
 from finetune.system.terminal import say
 
+MERGED = ("hf", "mlx", "gguf", "ollama")
+ADAPTERS = ("peft", "mlx-lm", "gguf-lora")
+MLX_BITS = ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit")
+MLX_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
 
 def build_parser() -> Parser:
     parser = Parser(prog="export.py", description=__doc__)
@@ -34,11 +41,27 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--to",
         default="hf",
-        choices=("hf", "peft", "mlx-lm"),
-        help="hf: the merged model; peft, mlx-lm: the adapter alone, in that format (default: hf)",
+        choices=(*MERGED, *ADAPTERS),
+        help="the merged model: hf, mlx (converted by mlx-lm), gguf, ollama (GGUF and Modelfile); or the adapter "
+        "alone: peft, mlx-lm, gguf-lora (default: hf)",
+    )
+    parser.add_argument(
+        "--outtype",
+        default="auto",
+        metavar="TYPE",
+        help="with gguf and ollama: f32, f16, bf16, q8_0, or q4_k_m and its like by llama.cpp's quantizer; with "
+        "gguf-lora: f32, f16; with mlx: f32, f16, bf16, or 2bit to 8bit (default: f16; f32 for an adapter; the base's "
+        "for mlx)",
     )
     parser.add_argument(
         "--base", metavar="ID|DIR", help="the base model of an mlx-lm adapter (default: the one its config names)"
+    )
+    parser.add_argument(
+        "--verify",
+        default="layers",
+        choices=("layers", "logits"),
+        help="compare what was written with base + adapter: each layer, or also the full models' logits, which takes "
+        "the memory of one in fp32 (default: layers)",
     )
     older = parser.add_argument_group("Plain checkpoints and the older scripts")
     older.add_argument("--plain", metavar="FILE", help="write --checkpoint as one file of five keys for torch.load")
@@ -65,14 +88,38 @@ def refuse_unread(args) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
     if args.from_older:
-        unread = ("base", "to")
+        unread = ("base", "to", "outtype", "verify")
     elif args.plain:
-        unread = ("output_dir", "base", "to", *older)
+        unread = ("output_dir", "base", "to", "outtype", "verify", *older)
+    elif args.to in MERGED:
+        unread = ("base", *(("outtype",) if args.to == "hf" else ("dtype",)), *older)
     else:
-        unread = ("base", *older) if args.to == "hf" else ("dtype", *older)
+        unread = ("dtype", "verify", *(() if args.to == "gguf-lora" else ("outtype",)), *older)
     for name in unread:
-        if getattr(args, name) not in (None, "auto", "hf"):
+        if getattr(args, name) not in (None, "auto", "hf", "layers"):
             raise PlanError(f"--{name} {getattr(args, name)}: is not read by this form of the command. Omit it.")
+
+
+def settle_outtype(args) -> None:
+    """Replaces --outtype auto. Raises PlanError for a type that this form does not write, or cannot write here."""
+    from finetune.model_files import gguf_files
+
+    known = {
+        "gguf": (*gguf_files.CONVERTED, *gguf_files.QUANTIZED),
+        "gguf-lora": ("f32", "f16"),
+        "mlx": ("auto", *MLX_DTYPES, *MLX_BITS),
+    }[args.to if args.to != "ollama" else "gguf"]
+    if args.outtype == "auto" and args.to != "mlx":
+        args.outtype = "f32" if args.to == "gguf-lora" else "f16"
+    if args.outtype not in known:
+        raise PlanError(f"--outtype {args.outtype}: --to {args.to} writes {', '.join(known)}. Use one of them.")
+    if args.to == "mlx":
+        from backend_manager import package_version
+
+        if package_version("mlx-lm") is None:
+            raise PlanError("--to mlx: mlx-lm is not installed. pip install mlx-lm.")
+    else:
+        gguf_files.check_tools(f"--outtype {args.outtype}", args.outtype)
 
 
 def convert_adapter(args) -> int:
@@ -84,7 +131,6 @@ def convert_adapter(args) -> int:
     from finetune.model_files.files import find_model
 
     source, target = Path(args.checkpoint), Path(args.output_dir)
-    check_new(target, "--output_dir")
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
     files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
@@ -144,6 +190,122 @@ def plain(args) -> int:
     return 0
 
 
+def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
+    """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
+    from finetune import open_checkpoint
+    from finetune.backend.machine import system_memory
+    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.torch_engine.device import DTYPES
+    from finetune.torch_engine.weights import merge
+    from finetune.torch_engine.weights.stream import config_dtype
+
+    merging = merge.Merge.of(checkpoint, files.folder)
+    if args.verify == "logits" and merging.fp32_bytes > system_memory()[1]:
+        needed, there = (size / 2**30 for size in (merging.fp32_bytes, system_memory()[1]))
+        raise PlanError(
+            f"--verify logits: the full model takes {needed:.1f} GiB in fp32, {there:.1f} GiB are available. "
+            "Use --verify layers."
+        )
+    dtype = config_dtype(files.config) if args.dtype == "auto" else DTYPES[args.dtype]
+    merging.write(folder, dtype)
+    del merging
+    lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype))]
+    if args.verify == "logits":
+        off = merge.compare_logits(checkpoint, files, folder)
+        lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
+    load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
+    return lines
+
+
+def export_merged(checkpoint: Path, target: Path, args) -> None:
+    """Writes the merged model as --to says; of a checkpoint without an adapter, the model as it is."""
+    import tempfile
+
+    from finetune import open_checkpoint
+
+    adapted = any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json"))
+    if not adapted and args.to == "hf":
+        raise PlanError(
+            f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
+        )
+    if args.to != "hf":
+        settle_outtype(args)
+    files = open_checkpoint.base_of(str(checkpoint))
+    if not adapted and not any(Path(files.folder).glob("model*.safetensors")):
+        raise PlanError(f"--checkpoint {checkpoint}: has no model.safetensors. Give the --output_dir of its run.")
+    with storage(target), new_folder(target) as folder:
+        if args.to == "hf":
+            lines = merge_into(folder, checkpoint, files, args)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".merged-") as beside:
+                model, lines = (Path(beside), merge_into(Path(beside), checkpoint, files, args)) if adapted else (
+                    Path(files.folder), ["converted as it is"],
+                )  # fmt: skip
+                write = {"mlx": write_mlx, "gguf": write_gguf, "ollama": write_ollama}[args.to]
+                lines += write(model, folder, Path(files.name).name, args)
+    say(f"{'merged into' if adapted else 'written to'} {target}: {lines[0]}")
+    for line in lines[1:]:
+        say(line)
+
+
+def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
+    from finetune.model_files import gguf_files
+
+    file = f"{name}-{args.outtype}.gguf"
+    return [f"{file}: {gguf_files.write_gguf(model, folder / file, args.outtype)}"]
+
+
+def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
+    from finetune.model_files import gguf_files, ollama
+    from finetune.model_files.tokenizer import end_ids, load_tokenizer
+
+    file = "model.gguf"
+    lines = [f"{file}: {gguf_files.write_gguf(model, folder / file, args.outtype)}"]
+    tokenizer = load_tokenizer(model)
+    stops = [tokenizer.convert_ids_to_tokens(i) for i in sorted(end_ids(tokenizer, model))]
+    text, notice = ollama.modelfile(model, tokenizer, [stop for stop in stops if stop], file)
+    (folder / "Modelfile").write_text(text, encoding="utf-8")
+    run = f"try it: ollama create {name.lower()} -f {args.output_dir}/Modelfile && ollama run {name.lower()}"
+    return [*lines, *([notice] if notice else []), run]
+
+
+def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
+    import subprocess
+
+    from finetune.system.isolated import python_command
+
+    how = []
+    if args.outtype in MLX_BITS:
+        how = ["--quantize", "--q-bits", args.outtype.removesuffix("bit")]
+    elif args.outtype != "auto":
+        how = ["--dtype", MLX_DTYPES[args.outtype]]
+    made = folder / ".mlx"
+    command = python_command("mlx_lm", "convert", "--hf-path", str(model), "--mlx-path", str(made), *how)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [""])[-1]
+        raise PlanError(f"--to mlx: mlx-lm's converter ended with {done.returncode} ({said[:300]}). Use --to hf.")
+    for file in sorted(made.iterdir()):
+        file.replace(folder / file.name)
+    made.rmdir()
+    return [f"try it: python -m mlx_lm generate --model {args.output_dir} --prompt ..."]
+
+
+def gguf_lora(checkpoint: Path, target: Path, args) -> int:
+    """Writes the adapter as llama.cpp puts it beside a base of its own."""
+    from finetune import open_checkpoint
+    from finetune.model_files import gguf_files
+
+    settle_outtype(args)
+    files = open_checkpoint.base_of(str(checkpoint))
+    with storage(target), new_folder(target) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = gguf_files.write_gguf_lora(Path(files.folder), checkpoint, folder / "adapter.gguf", args.outtype)
+    say(f"adapter for llama.cpp in {target}/adapter.gguf: {held}, on {files.name}")
+    return 0
+
+
 def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
@@ -155,25 +317,16 @@ def main(argv=None) -> int:
     for flag in ("checkpoint", "output_dir"):
         if not getattr(args, flag):
             raise PlanError(f"--{flag}: is required. See --help.")
-    if args.to != "hf":
+    checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
+    check_new(target, "--output_dir")
+    if args.to == "gguf-lora":
+        return gguf_lora(checkpoint, target, args)
+    if args.to in ADAPTERS:
         return convert_adapter(args)
-    from finetune import open_checkpoint
-    from finetune.model_files.tokenizer import load_tokenizer
+    export_merged(checkpoint, target, args)
     from finetune.plan.parts import Parts
-    from finetune.torch_engine.weights.save import merge_to_folder
     from finetune.trained_base import settings_of_run
 
-    checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
-    if not any((checkpoint / name).is_file() for name in ("adapter_config.json", "trained_blocks.json")):
-        raise PlanError(
-            f"--checkpoint {checkpoint}: has no adapter_config.json. Give the --output_dir of a run with an adapter."
-        )
-    check_new(target, "--output_dir")
-    files = open_checkpoint.base_of(args.checkpoint)
-    with storage(target), new_folder(target) as folder:
-        off = merge_to_folder(checkpoint, files, folder, args.dtype)
-        load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
-    say(f"merged into {target}: logits within {off:.1e} of base + adapter (relative to the largest)")
     trained = settings_of_run(checkpoint)
     was = Parts(trained).quantization if trained else None
     if was:

@@ -1,8 +1,11 @@
-"""Generates text from a base model, an adapter, a merged or a recursive model; one prompt, or --interactive.
+"""Generates text from a base model, an adapter, a merged or a recursive model: one prompt, a file of them, or a chat.
 
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
+python generate.py --checkpoint outputs/my-run --interactive        /reset, /system TEXT and /save FILE are commands
+python generate.py --checkpoint outputs/my-run --prompts questions.txt --compare base
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +29,17 @@ def build_parser() -> Parser:
     parser.add_argument("--system", help="system message, for chat models")
     parser.add_argument("--raw", action="store_true", help="continue the prompt verbatim, without the chat template")
     parser.add_argument(
-        "--interactive", action="store_true", help="read one prompt per line, until an empty line or end of input"
+        "--interactive",
+        action="store_true",
+        help="a conversation: one message per line, until an empty line or end of input. /reset forgets what was said, "
+        "/system TEXT sets the system message and forgets, /save FILE writes the conversation as a row of chat data",
+    )
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="answer each line of a text file, or each row's prompt of a .jsonl file"
+    )
+    parser.number("batch_size", 8, "prompts of --prompts answered at once")
+    parser.add_argument(
+        "--compare", metavar="base|DIR|ID", help="the answers of another model too: the adapter's base, or a checkpoint"
     )
     parser.number("max_new_tokens", 100, "maximum new tokens per answer")
     parser.number("temperature", 0.0, "0: greedy")
@@ -42,22 +55,119 @@ def build_parser() -> Parser:
     return parser
 
 
-def prompt_ids(tokenizer, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Token ids of a prompt as in training: rendered by the chat template if the tokenizer has one."""
+def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
+    """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
+    Otherwise, or with `raw`, the last turn's text as it is.
+    """
     if raw or not tokenizer.chat_template:
-        return tokenizer(prompt).input_ids
+        return tokenizer(turns[-1][1]).input_ids
     from finetune.data.chat_template import TemplateRenderer, request_of
     from finetune.data.messages import escaped, special_pattern
 
     specials = special_pattern(tokenizer)
-    messages = [{"role": "system", "content": escaped(system, specials)}] if system else []
-    messages.append({"role": "user", "content": escaped(prompt, specials)})
+    messages = [
+        {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
+    ]
     with TemplateRenderer(tokenizer) as renderer:
         request = request_of(messages, None, [(len(messages), True)], "--prompt")
         (texts,) = renderer.render([request], ["--prompt"])
     if isinstance(texts, PlanError):
         raise texts
     return tokenizer(texts[0], add_special_tokens=False).input_ids
+
+
+def begun(system: str | None) -> list[tuple[str, str]]:
+    """The turns of a new conversation."""
+    return [("system", system)] if system else []
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of --prompts. Raises PlanError for a file without any, and for a row without one."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"--prompts {file}: cannot be read ({error}). Give a text file in UTF-8.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if file.suffix not in (".jsonl", ".json"):
+            found.append(line)
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, RecursionError, TypeError, LookupError):
+            prompt = None
+        if not isinstance(prompt, str) or not prompt:
+            raise PlanError(f"--prompts {file}:{number}: is not an object with a prompt. Give one per line.")
+        found.append(prompt)
+    if not found:
+        raise PlanError(f"--prompts {file}: has no prompt. Give one per line.")
+    return found
+
+
+def answers_of(opened, prompts: list[str], args) -> list[str]:
+    """The answers of an opened model to prompts that do not know of each other, in batches."""
+    engine, tokenizer, ends = opened
+    engine.seed(args.seed)
+    found = []
+    for at in range(0, len(prompts), args.batch_size):
+        part = prompts[at : at + args.batch_size]
+        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw) for prompt in part]
+        sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+        new = engine.generate(ids, args.max_new_tokens, ends, **sampling)
+        found += [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    return found
+
+
+def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
+    """Each prompt with its answers, named if several models gave one."""
+    for i, prompt in enumerate(prompts):
+        say(f"> {prompt}")
+        for name, answers in by_model.items():
+            say(f"{name}: {answers[i]}" if len(by_model) > 1 else answers[i])
+
+
+def converse(reply, args) -> None:
+    """--interactive. `reply(turns)` prints an answer and returns it; recursive models are answered in the same way."""
+    turns = begun(args.system)
+    if args.prompt is not None:
+        turns.append(("user", args.prompt))
+        turns.append(("assistant", reply(turns)))
+    if not args.interactive:
+        return
+    prompting = "> " if sys.stdin.isatty() else ""
+    say(prompting, end="")
+    for line in sys.stdin:
+        text = line.strip()
+        if not text:
+            break
+        word, _, rest = text.partition(" ")
+        if word in ("/reset", "/system"):
+            system = rest.strip() or None if word == "/system" else next((t for r, t in turns if r == "system"), None)
+            turns = begun(system)
+            say("(a new conversation)")
+        elif word == "/save":
+            say(saved(turns, rest.strip()))
+        elif word.startswith("/") and word[1:].isalpha():
+            say(f"{word}: is not a command. Use /reset, /system TEXT or /save FILE.")
+        else:
+            turns.append(("user", line.rstrip("\n")))
+            turns.append(("assistant", reply(turns)))
+        say(prompting, end="")
+
+
+def saved(turns: list[tuple[str, str]], name: str) -> str:
+    """Writes the conversation to a new file as one row of chat data; what to say of it."""
+    if not name:
+        return "/save: needs the name of a file, such as /save chat.jsonl."
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    try:
+        with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        return f"/save {name}: {error.strerror}. Give another file."
+    return f"(saved to {name})"
 
 
 def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
@@ -87,11 +197,28 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
 def check(args) -> None:
     if args.prompt == "":
         raise PlanError("--prompt: is empty. Give one, or --interactive.")
-    if args.prompt is None and not args.interactive:
-        raise PlanError("--prompt: none given. Give one, or --interactive.")
-    check_ranges(args, {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)})
+    if args.prompt is None and not args.interactive and args.prompts is None:
+        raise PlanError("--prompt: none given. Give one, --prompts FILE, or --interactive.")
+    if args.prompts is not None and (args.prompt is not None or args.interactive):
+        raise PlanError(f"--prompts {args.prompts}: is answered alone, without --prompt and --interactive. Omit one.")
+    if args.compare is not None and args.interactive:
+        raise PlanError(f"--compare {args.compare}: compares answers to --prompt or --prompts. Omit --interactive.")
+    limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
+    check_ranges(args, limits | {"batch_size": (1, 10**4)})
     if args.temperature < GREEDY_BELOW:
         args.temperature = 0.0
+
+
+def compared(args) -> tuple[str, str]:
+    """(the other model's checkpoint, its name in the output). Raises PlanError."""
+    if args.compare != "base":
+        return args.compare, Path(args.compare).name or args.compare
+    from finetune import open_checkpoint
+
+    name = open_checkpoint.base_of(args.checkpoint).name
+    if name == args.checkpoint:
+        raise PlanError(f"--compare base: {args.checkpoint} is a full model, which has none. Name another checkpoint.")
+    return name, "base"
 
 
 def main(argv=None) -> int:
@@ -100,34 +227,36 @@ def main(argv=None) -> int:
     check(args)
     from finetune import open_checkpoint
 
+    prompts = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
     recursive = open_checkpoint.is_recursive(args.checkpoint)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
-    engine, tokenizer, ends = (
-        open_checkpoint.open_recursive(args) if recursive else open_checkpoint.open_engine(args)[:3]
-    )
+    for flag, given in (("--prompts", args.prompts), ("--compare", args.compare)):
+        if given and recursive:
+            raise PlanError(f"{flag} {given}: is not for checkpoints of pretrain.py. Use --prompt or --interactive.")
+    other = compared(args) if args.compare else None
+    opened = open_checkpoint.open_recursive(args) if recursive else open_checkpoint.open_engine(args)[:3]
+    if args.prompts or other:
+        by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
+        if other:
+            del opened  # one model at a time is in memory
+            args.checkpoint, name = other
+            name = f"{name} (compared)" if name in by_model else name
+            by_model[name] = answers_of(open_checkpoint.open_engine(args)[:3], prompts, args)
+        print_answers(prompts, by_model)
+        return 0
+    engine, tokenizer, ends = opened
     engine.seed(args.seed)
-    turns = [("system", args.system)] if args.system else []
 
-    def reply(prompt: str) -> None:
-        if not recursive:
-            answer(engine, tokenizer, ends, prompt_ids(tokenizer, prompt, args.system, args.raw), args)
-            return
-        turns.append(("user", prompt))  # --interactive remembers what was said
-        ids = tokenizer.encode(prompt) if args.raw else tokenizer.prompt(turns)
-        turns.append(("assistant", answer(engine, tokenizer, ends, ids, args)))
+    def reply(turns: list[tuple[str, str]]) -> str:
+        if recursive:
+            ids = tokenizer.encode(turns[-1][1]) if args.raw else tokenizer.prompt(turns)
+        else:
+            ids = prompt_ids(tokenizer, turns, args.raw)
+        return answer(engine, tokenizer, ends, ids, args)
 
-    if args.prompt is not None:
-        reply(args.prompt)
-    if args.interactive:
-        prompting = "> " if sys.stdin.isatty() else ""
-        say(prompting, end="")
-        for line in sys.stdin:
-            if not line.strip():
-                break
-            reply(line.rstrip("\n"))
-            say(prompting, end="")
+    converse(reply, args)
     return 0
 
 

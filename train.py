@@ -50,7 +50,7 @@ from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
-from finetune.run.loop import begin, run_steps
+from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
@@ -110,8 +110,10 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
+        if plan.settings.adapter and not plan.resume_from:
+            start_from(engine, plan, log.say)
         state = begin(engine, data, plan, log, writer, predicted)
-        data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop)
+        data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)
         data.close()
     state.output_dir = str(writer.root)

@@ -258,6 +258,13 @@ class TrainConfig:
         minimum=0.0,
     )
     seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
+    adapter: str | None = adapter_flag(
+        None,
+        "continue from this trained adapter, on other data; its base, rank, scale, DoRA and layers are taken unless "
+        "they are given. A larger --lora_rank leaves what it computes unchanged",
+        metavar="DIR",
+        nonempty=True,
+    )
     lora_rank: int = adapter_flag(16, "LoRA rank", minimum=1, aliases=("lora_r",))
     lora_alpha: float = adapter_flag(32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
     lora_dropout: float = adapter_flag(0.0, "dropout probability on adapter inputs", minimum=0.0)

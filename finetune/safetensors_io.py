@@ -202,10 +202,48 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
     with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
         found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
-    for name, array in found.items():
-        if not np.isfinite(array).all():
-            raise PlanError(f"{path}: {name[:200]} has numbers that are not finite. Give a complete checkpoint.")
-    return found
+    return {name: _finite(array, name, path) for name, array in found.items()}
+
+
+class FloatTensors(Mapping):
+    """{name: fp32 array} of a file of floats, each read when it is asked for. PlanError as of `read_tensors`."""
+
+    def __init__(self, path: Path):
+        from safetensors import safe_open
+
+        if target := outside(path):
+            raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
+        self.path = path
+        with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
+            with safe_open(path, framework="numpy"):  # checks the offsets
+                self.header, self.start = read_header_and_start(path)
+            self.header.pop("__metadata__", None)
+            for entry in self.header.values():
+                if entry["dtype"] not in ("F64", "F32", "F16", "BF16"):
+                    raise ValueError(f"it holds {entry['dtype']}, must hold floats")
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self.header.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry = self.header[name]
+        start, end = entry["data_offsets"]
+        with open(self.path, "rb") as file:
+            file.seek(self.start + start)
+            data = file.read(end - start)
+        with untrusted(f"{self.path}: is damaged", "Give a complete checkpoint."):
+            array = _widened({"dtype": entry["dtype"], "shape": entry["shape"], "data": data})
+        return _finite(array, name, self.path)
+
+    def __iter__(self):
+        return iter(self.header)
+
+    def __len__(self) -> int:
+        return len(self.header)
+
+
+def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    if not np.isfinite(array).all():
+        raise PlanError(f"{path}: {name[:200]} has numbers that are not finite. Give a complete checkpoint.")
+    return array
 
 
 def _widened(entry: dict) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
-from finetune.safetensors_io import read_tensors
+from finetune.safetensors_io import FloatTensors, read_tensors
 from finetune.system.json_files import NUMBER, check, read_json
 
 PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
@@ -35,24 +35,40 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """(adapter_config.json, {name: fp32 array}) of an adapter in either format. Raises PlanError naming file and
     fact; CheckpointDamagedError for files that are not those of the folder's manifest.
     """
-    mlx_lm = is_mlx_lm(folder)
-    file = folder / (MLX_LM_FILE if mlx_lm else PEFT_FILE)
+    file = _file_of(folder)
+    with verified(folder, (folder / CONFIG, file)):
+        config = _config(folder, file)
+        tensors = read_tensors(file)
+        check_ranks(config, tensors, file)
+        return config, tensors
+
+
+def open_adapter(folder: Path) -> tuple[dict, FloatTensors]:
+    """As `read_adapter`, of PEFT's format, with each tensor read when it is asked for."""
+    file = _file_of(folder)
+    if is_mlx_lm(folder):
+        raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
+    with verified(folder, (folder / CONFIG, file)):
+        config, tensors = _config(folder, file), FloatTensors(file)
+        check_ranks(config, {n: np.broadcast_to(np.float32(0), s) for n, s in tensors.shapes.items()}, file)
+        return config, tensors
+
+
+def _file_of(folder: Path) -> Path:
+    file = folder / (MLX_LM_FILE if is_mlx_lm(folder) else PEFT_FILE)
     for path in (folder / CONFIG, file):
         if not path.is_file():
             raise PlanError(f"{folder}: has no {path.name}. {AGAIN}")
-    with verified(folder, (folder / CONFIG, file)):
-        return _checked(folder, file, mlx_lm)
+    return file
 
 
-def _checked(folder: Path, file: Path, mlx_lm: bool) -> tuple[dict, dict[str, np.ndarray]]:
+def _config(folder: Path, file: Path) -> dict:
     config = read_json(folder / CONFIG, {})
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise PlanError(f"{folder / CONFIG}: peft_type {str(kind)[:80]} is not supported. Merge it with peft first.")
-    check(config, MLX_LM_SCHEMA if mlx_lm else PEFT_SCHEMA, str(folder / CONFIG))
-    tensors = read_tensors(file)
-    check_ranks(config, tensors, file)
-    return config, tensors
+    check(config, MLX_LM_SCHEMA if file.name == MLX_LM_FILE else PEFT_SCHEMA, str(folder / CONFIG))
+    return config
 
 
 def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> None:

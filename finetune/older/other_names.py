@@ -47,7 +47,6 @@ OTHER_NAMES = {
     "device": "--backend",
     # Axolotl
     "base_model": "--model_name",
-    "adapter": "--train_type lora, qlora or full",
     "sequence_len": "--context_length",
     "sample_packing": "--batch_layout, auto by default: documents are packed if a check on the model passes",
     "micro_batch_size": "--batch_size",
@@ -73,7 +72,7 @@ OTHER_NAMES = {
     "steps_per_eval": "--eval_every",
     "steps_per_report": "--log_every_n_steps",
     "adapter_path": "--output_dir",
-    "resume_adapter_file": "--resume",
+    "resume_adapter_file": "--adapter",
 }
 
 

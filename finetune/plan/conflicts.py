@@ -265,6 +265,32 @@ PREFERENCE = (
     ),
 )
 
+CONTINUING = beside("adapter", SET)
+SAVED_ADAPTER = (
+    Conflict(
+        "init_lora_weights",
+        is_none_of("default", "gaussian", if_given=True),
+        CONTINUING,
+        "is how new adapters start, and this one is trained",
+        OMIT_ONE,
+    ),
+    Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
+    Conflict(
+        "preference",
+        is_one_of("kto"),
+        CONTINUING,
+        "its reference with mismatched answers is the base without adapters",
+        "Use --preference dpo, or export.py the adapter and train on the merged model",
+    ),
+    Conflict(
+        "precompute_ref_log_probs",
+        is_one_of("false"),
+        both(CONTINUING, beside("preference", is_one_of("dpo"))),
+        "the reference is that adapter, which training changes",
+        "Omit it",
+    ),
+)
+
 FULL, QLORA = beside("train_type", is_one_of("full")), beside("train_type", is_one_of("qlora"))
 UNQUANTIZED = beside("train_type", is_none_of("qlora"))
 ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
@@ -486,7 +512,7 @@ TABLES = {
     "Settings": SETTINGS,
     "Data": DATA,
     "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
-    "Training type": TRAIN_TYPE,
+    "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
     "Several ranks": (*PARALLELISM, *REPLICATED, *SHARDED),
     "accelerate and DeepSpeed": ACCELERATE,
     "MLX": MLX,

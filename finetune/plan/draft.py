@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from backend_manager import Backend, BackendCapabilities
+from finetune.adapters.continued import SavedAdapter
 from finetune.config import DEFAULTS
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
@@ -25,7 +26,7 @@ class Facts:
     model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
     if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
     `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `lengths`:
-    tokens of the first rows of the data, None if they cannot be read now.
+    tokens of the first rows of the data, None if they cannot be read now. `adapter`: that a new run continues from.
     """
 
     backend: Backend
@@ -38,6 +39,7 @@ class Facts:
     num_devices: int = 1
     environment: dict = field(default_factory=dict)
     lengths: Callable[[DataPlan], tuple[int, ...] | None] | None = None
+    adapter: SavedAdapter | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

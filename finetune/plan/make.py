@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.lengths import sampled_lengths
 from finetune.data.prepare import named_sources
@@ -11,7 +12,7 @@ from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import planned_shape
-from finetune.model_files.files import find_model_of
+from finetune.model_files.files import ModelFiles, find_model_of
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -29,8 +30,13 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
+    adapter = read_saved(overrides["adapter"]) if overrides.get("adapter") and not saved else None
+    if adapter and not overrides.get("model_name"):
+        overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
     files = find_model_of(overrides, fetch=prepare)
+    if adapter and files:
+        check_base(adapter, files)
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
@@ -42,6 +48,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         num_devices=manager.num_devices,
         environment=dict(os.environ),
         lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
+        adapter=adapter,
     )
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
     selected = selection(overrides.get("backend"), manager, skipped)
@@ -52,6 +59,15 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if plan.settings.verbose:
         manager.print_summary()
     return check_resumed(plan, saved.saved_plan) if saved else plan
+
+
+def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
+    """Raises PlanError if the base is known to be another than the adapter was trained on."""
+    if adapter.digest and files.weight_files and not files.matches(adapter.digest):
+        raise PlanError(
+            f"--adapter {adapter.folder}: was trained on another base than {files.name} (sha256 differs). Give "
+            f"--model_name {adapter.base} as it was then."
+        )
 
 
 def with_files_checked(plan: RunPlan) -> RunPlan:

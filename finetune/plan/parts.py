@@ -179,7 +179,8 @@ class ObjectivePlan:
     """What a step minimizes. `facts`: its row of OBJECTIVES; `arguments`: of its class.
 
     `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
-    log-probabilities are computed once; None until the number of rows is known.
+    log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
+    with the adapter that the run continues from.
     """
 
     name: str = "none"
@@ -187,6 +188,7 @@ class ObjectivePlan:
     arguments: dict[str, float] = field(default_factory=dict)
     load_balancing: float = 0.0
     precomputes_reference: bool | None = None
+    reference_is_adapter: bool = False
 
     def described(self, what: str) -> str:
         """What trains, by which objective if it is not the next token."""
@@ -197,7 +199,7 @@ class ObjectivePlan:
         s, facts = settings, OBJECTIVES[settings.preference]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
-        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once)
+        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once, s.adapter is not None)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
 from finetune.plan import conflicts
+from finetune.plan.adapter import saved_adapter
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
@@ -394,6 +395,7 @@ RULES = (
     deprecated_aliases,
     prequantized_base,
     contradictions,
+    saved_adapter,
     data_flags,
     preference_limits,
     train_type_limits,

@@ -20,6 +20,8 @@ INHERITED = (
 )
 # Settled values that it inherits on any backend.
 KEPT = ("warmup_ratio", "context_length", "precompute_ref_log_probs")
+# What --adapter settled, which a resumed run does not read again.
+OF_ADAPTER = ("lora_rank", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora")
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"}
 DERIVED = ("backend_type", "engine", "output_dir")
@@ -56,6 +58,8 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     if "batch_size" in given or accumulation_set:
         rows = {}
     rows |= {name: saved["settled"][name] for name in KEPT if name in saved["settled"]}
+    if saved["settled"].get("adapter"):
+        rows |= {name: saved["settled"][name] for name in OF_ADAPTER}
     rows |= {name: value for name, value in BEFORE_IT_WAS_A_SETTING.items() if name not in saved["settled"]}
     if saved["settled"].get("backend") != backend:
         portable = {"precision"}

@@ -45,13 +45,20 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
 
 
 def exact_match(
-    engine, tokenizer, examples, max_new_tokens: int, stop_ids: set[int], batch_size: int = 32, stopping=None
+    engine,
+    tokenizer,
+    examples,
+    max_new_tokens: int,
+    stop_ids: set[int],
+    batch_size: int = 32,
+    stopping=None,
+    whole: bool = False,
 ) -> tuple[float, list[str]]:
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
 
     `examples` are data.tokenize.generation_examples'. Whitespace around an answer is ignored. A row ends as soon as
-    its text can no longer become the expected one, which changes no score. `stop_ids` end an answer; `stopping()`: give
-    up.
+    its text can no longer become the expected one, which changes no score, unless answers are to be `whole`. `stop_ids`
+    end an answer; `stopping()`: give up.
     """
     answers = []
     for start in range(0, len(examples), batch_size):
@@ -61,6 +68,8 @@ def exact_match(
         def stop_row(row, ids, expected=expected):
             if stopping and stopping():
                 return True
+            if whole:
+                return False
             text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
             return not (expected[row].startswith(text) or text.strip() == expected[row])
 

@@ -5,8 +5,10 @@ Everything it uses is an argument; no object holds all.
 
 import time
 
+from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.store import storage
 from finetune.errors import NonFiniteError, PlanError
+from finetune.plan.parts import Adapter
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
@@ -26,6 +28,17 @@ def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) ->
         log.saved(resumed_from)
     log.start(data, predicted)
     return state
+
+
+def start_from(engine, plan: RunPlan, say) -> None:
+    """Puts --adapter's weights into a new run's adapter, whose function they are at step 0. Collective."""
+    trains, saved = plan.trains, read_saved(str(plan.settings.adapter))
+    assert isinstance(trains, Adapter), trains
+    own = engine.broadcast_object(engine.trainable_state())
+    scaling = scaling_of(trains.rank, trains.alpha, trains.rslora)
+    engine.load_trainable(continued(saved, own, trains.rank, scaling))
+    more = f", padded from rank {saved.rank} to {trains.rank}" if trains.rank != saved.rank else ""
+    say(f"continues from the adapter in {saved.folder}{more}")
 
 
 def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:

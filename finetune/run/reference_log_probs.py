@@ -10,6 +10,7 @@ import numpy as np
 
 from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
+from finetune.errors import PlanError
 from finetune.system.json_files import NUMBER, JsonFileError, read_json
 
 FILE = "reference_log_probs.json"
@@ -20,13 +21,18 @@ PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
 
-def with_reference(engine, data, plan, root: Path, run_id: str, say, stop):
+def with_reference(engine, data, plan, root: Path, run_id: str, say, stop, step: int = 0):
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
     if not plan.objective.facts.needs_reference or not plan.objective.precomputes_reference:
         return data
     datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
     key = _key(plan, datasets)
     found = engine.broadcast_object(_read(root, key, datasets) if engine.rank == 0 else None)
+    if found is None and step and plan.objective.reference_is_adapter:
+        raise PlanError(
+            f"--resume: {root / FILE} is missing or damaged, and the reference, --adapter, has been trained further. "
+            "Restore it, or start again."
+        )
     if found is None:
         number = sum(len(dataset) for dataset in datasets.values())
         say(f"computing what the model before training gives {number:,} answers")
@@ -74,7 +80,13 @@ def _read(root: Path, key: str, datasets: dict) -> dict | None:
 
 def _key(plan, datasets: dict) -> str:
     settings = asdict(plan.settings)
-    what = [plan.files.digest, [settings[name] for name in DECIDING], {u: d.digest() for u, d in datasets.items()}]
+    start = [plan.settings.adapter] if plan.objective.reference_is_adapter else []
+    what = [
+        *start,
+        plan.files.digest,
+        [settings[name] for name in DECIDING],
+        {u: d.digest() for u, d in datasets.items()},
+    ]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 

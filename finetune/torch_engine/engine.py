@@ -216,8 +216,11 @@ class TorchEngine(EngineBase):
         return self.objective.means(dict(zip(self.objective.sums, sums, strict=True)), totals)
 
     def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
-        """{document: its log-probability under the base without adapters}; every rank computes its share."""
-        passes, log_probs = self._passes(True, stop), []
+        """{document: its log-probability under the base without adapters, or with the one that the run continues from};
+        every rank computes its share.
+        """
+        passes = replace(self._passes(True, stop), adapters_on=self.plan.objective.reference_is_adapter)
+        log_probs: list = []
         mine = passes.share(microbatches)
         for batch, log_probs_D in zip(mine, to_host(passes.log_probs_before_training(mine)), strict=False):
             log_probs += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row

@@ -24,6 +24,7 @@ class Passes:
     advice: Callable[[Batch], AbstractContextManager]
     everywhere: bool = False
     stop: Callable[[], bool] | None = None
+    adapters_on: bool = False
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
         """Those that this rank computes."""
@@ -52,14 +53,20 @@ class Passes:
         return found
 
     def log_probs_before_training(self, microbatches: list[Batch]) -> list[torch.Tensor]:
-        """Of each microbatch, each document's log-probability under the base with its adapters off, on the device."""
-        return self.map(_log_probs_before_training, microbatches)
+        """Of each microbatch, each document's log-probability under the base with its adapters off, on the device; with
+        `adapters_on`, under the model as it is now.
+        """
+        return self.map(_log_probs if self.adapters_on else _log_probs_before_training, microbatches)
 
     def sum(self, numbers: list[float]) -> list[float]:
         """Over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
 
+def _log_probs(forward, batch: Batch) -> torch.Tensor:
+    return forward.document_log_probs(batch)
+
+
 def _log_probs_before_training(forward, batch: Batch) -> torch.Tensor:
     with adapters_off(forward.model):
-        return forward.document_log_probs(batch)
+        return _log_probs(forward, batch)

@@ -7,6 +7,10 @@ gives the router logits.
 
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    SplitModulelist,
     WeightConverter,
     WeightRenaming,
     apply_converters,
@@ -18,6 +22,10 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.output_capturing import OutputRecorder
 
 __all__ = [
+    "Chunk",
+    "Concatenate",
+    "MergeModulelist",
+    "SplitModulelist",
     "OutputRecorder",
     "converts_experts",
     "WeightConverter",

@@ -295,8 +295,8 @@ def quantized_parts(model) -> list[QuantizedLinear]:
 
 @torch.no_grad()
 def merge(model) -> None:
-    """Merges each adapter into its dense experts, in fp32, and restores the transformers module."""
-    for name, layer in list(reachable(model).items()):
+    """Merges each adapter into its dense experts, in fp32."""
+    for layer in reachable(model).values():
         if not isinstance(layer, Experts):
             continue
         for weight_name, pair in layer.pairs().items():
@@ -305,4 +305,3 @@ def merge(model) -> None:
                 added = layer.scaling * (b.float() @ a.float())
                 added = added.t() if layer.base.is_transposed else added
                 weight[expert] = (weight[expert].float() + added).to(weight.dtype)
-        model.set_submodule(name, layer.base)

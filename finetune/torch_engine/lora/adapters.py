@@ -85,28 +85,44 @@ def adapters_off(model):
 @torch.no_grad()
 def merge_adapters(model) -> None:
     """Merges each adapter into its dense base weight, in fp32, and removes it. Adapted tied embeddings are untied."""
+    _untie_adapted(model)
+    for layer in model.modules():
+        if isinstance(layer, (LoRALinear, LoRAEmbedding)):
+            merged, base = layer.merged_weight(), layer.base
+            turned = not isinstance(base, (nn.Linear, nn.Embedding))
+            base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
+    fused.merge(model)
+    remove_adapters(model)
+
+
+def remove_adapters(model) -> None:
+    """The model as transformers has it: its base alone, with tied embeddings untied if one of them was adapted."""
+    _untie_adapted(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, WRAPPERS):
+            model.set_submodule(name, layer.base)
+
+
+def _untie_adapted(model) -> None:
     outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, WRAPPERS)]
     if outer and tied_bases(model):
         head = model.get_output_embeddings()
         head = head.base if isinstance(head, WRAPPERS) else head
-        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-    for name, layer in list(model.named_modules()):
-        if not isinstance(layer, (LoRALinear, LoRAEmbedding)):
-            continue
-        merged, base = layer.merged_weight(), layer.base
-        turned = not isinstance(base, (nn.Linear, nn.Embedding))
-        base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
-        model.set_submodule(name, base)
-    fused.merge(model)
 
 
 def attach_adapter(model, folder) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
-    file = Path(folder) / CONFIG
     config, arrays = read_adapter(Path(folder))
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    attach_tensors(model, config, {n: torch.from_numpy(array) for n, array in arrays.items()}, Path(folder) / CONFIG)
+
+
+def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
+    `file`: the adapter's config, for messages.
+    """
     plain = {
         "bias": ("none", None),
         "rank_pattern": ({}, None),

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -13,44 +12,13 @@ import torch
 import transformers
 
 from finetune import safetensors_io
-from finetune.errors import PlanError
 from finetune.torch_engine import transformers_internals
-from finetune.torch_engine.device import DTYPES
-from finetune.torch_engine.lora.adapters import merge_adapters
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
-from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from finetune.torch_engine.weights.modalities import forget_quantization
-from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 # What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SHARD_SIZE = "50GB"  # save_pretrained's own
-
-
-@torch.no_grad()
-def merge_to_folder(checkpoint, files, target: Path, dtype: str) -> float:
-    """Writes base + adapter as one model.
-
-    The largest difference of its logits on one row, relative to the largest logit.
-
-    Merged in fp32 and rounded once to `dtype`, so the figure is the rounding of that type. Raises PlanError where base
-    and adapter give logits that are not finite.
-    """
-    model = load_trained(checkpoint, files, torch.device("cpu"), DENSE_FP32)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocab, (1, 24), generator=torch.Generator().manual_seed(0))
-    before = model(input_ids=ids).logits
-    merge_adapters(model)
-    own = config_dtype(files.config)
-    target.mkdir(parents=True, exist_ok=True)
-    write_model_folder(model, target, own if dtype == "auto" else DTYPES[dtype])
-    after = load_dense(target, torch.float32)(input_ids=ids).logits
-    off = ((after - before).abs().max() / before.abs().max()).item()
-    if not math.isfinite(off):
-        raise PlanError(
-            f"--checkpoint {checkpoint}: base and adapter give logits that are not finite. Give another checkpoint."
-        )
-    return off
 
 
 def write_model_folder(model, folder, dtype: torch.dtype) -> None:
@@ -66,13 +34,14 @@ class StreamedSave:
     one at a time.
 
     `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly
-    each alone.
+    each alone; `stacks`: those that are split into one tensor or more for each expert.
     """
 
     model: object
     dtype: torch.dtype
     on_disk: dict
     turns: list
+    stacks: frozenset[str]
     left: WeightFiles | None  # the base's files, for towers that were not loaded
 
     @classmethod
@@ -89,9 +58,11 @@ class StreamedSave:
         converters = [
             m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
-        turns = {}
+        turns, stacks = {}, set()
         for name in state:
             made, pattern = transformers_internals.apply_converters(name, converters)
+            if pattern and _splits_experts(next(c for c in converters if pattern in c.source_patterns)):
+                stacks.add(name)
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
         on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
         left = getattr(model, "left_in_files", ())
@@ -99,7 +70,7 @@ class StreamedSave:
         for name in left:
             kept = dtype if files.kind(name) in PLAIN_KINDS else files.read(name).dtype
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
-        return cls(model, dtype, on_disk, list(turns.values()), files)
+        return cls(model, dtype, on_disk, list(turns.values()), frozenset(stacks), files)
 
     def write(self, folder: Path, read) -> None:
         """Writes the folder's files beside their places, then puts them there.
@@ -156,9 +127,20 @@ class StreamedSave:
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
+        if len(state) == 1 and next(iter(state)) in self.stacks:
+            self._write_stack(*state.popitem(), places)
+            return
         made = transformers_internals.revert_weight_conversion(self.model, state)
         for name in list(made):
             self._write_tensor(name, made.pop(name), places)
+
+    def _write_stack(self, name: str, stack: torch.Tensor, places: dict) -> None:
+        """Writes experts that files hold one by one: one at a time, as a conversion of all would copy them."""
+        for expert in range(len(stack)):
+            made = transformers_internals.revert_weight_conversion(self.model, {name: stack[expert : expert + 1]})
+            for first, tensor in made.items():
+                head, _, tail = first.rpartition(".0.")
+                self._write_tensor(f"{head}.{expert}.{tail}", tensor, places)
 
     def _write_tensor(self, name: str, tensor: torch.Tensor, places: dict) -> None:
         expected = self.on_disk[name]
@@ -166,6 +148,13 @@ class StreamedSave:
         file, start = places.pop(name)
         file.seek(start)
         file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _splits_experts(converter) -> bool:
+    """Whether the conversion makes tensors of each expert from that expert's slice alone."""
+    *before, last = converter.operations
+    alone = all(isinstance(op, transformers_internals.Chunk) and op.dim == 1 for op in before)
+    return alone and isinstance(last, transformers_internals.SplitModulelist) and last.dim == 0
 
 
 def _as_part(name: str, tensor: torch.Tensor) -> safetensors_io.TensorShard:

@@ -118,9 +118,9 @@ def load_weights(
     """
     checkpoint = open_weights(folder)
     wanted = model.state_dict()
-    weights, extra = _assign_tensors(model, checkpoint, wanted)
+    weights, extra = assign_tensors(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
-    _check(said, checkpoint, weights, wanted)
+    check_tensors(said, checkpoint, weights, wanted)
     place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards)
     place.compare_tied(weights)
     missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
@@ -142,6 +142,13 @@ def load_weights(
         module._buffers |= {n: b if b is None else b.to(device) for n, b in module._buffers.items()}
     if local_shards is not None:
         local_shards.forget_all_but(model.parameters())
+    return leave_in_files(model, extra, checkpoint, apart)
+
+
+def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -> list[str]:
+    """Records in `model.left_in_files` the tensors of towers that were not built; what to say of a folder's tensors.
+    `extra`: {unused tensor: the name it would have}; `apart`: names that config.json ties to others, and files do not.
+    """
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     towers = tuple(f"{name}." for name in model.left_out)
     model.left_in_files = tuple(name for name, target in extra.items() if towers and target.startswith(towers))
@@ -198,7 +205,7 @@ def _run(place, weights, workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
+def assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
     """File tensors to parameters, in layer order, by transformers' conversion mapping.
     And {unused tensor: the name it would have}.
     """
@@ -225,7 +232,7 @@ def _assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[
     return list(weights.values()), extra
 
 
-def _check(said, checkpoint, weights, wanted) -> None:
+def check_tensors(said, checkpoint, weights, wanted) -> None:
     """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
     for weight in weights:
         expected = wanted[weight.target]
@@ -333,16 +340,22 @@ class WeightLoader:
         parent, _, leaf = name.rpartition(".")
         return tuple(getattr(self.model.get_submodule(parent), leaf).shape)
 
+    def check_shape(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises PlanError unless the tensor has the shape of its place in the model."""
+        expected = self.shape_of(name)
+        if expected != tuple(tensor.shape):
+            raise PlanError(
+                f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(expected)} by its config. "
+                "Give a folder whose weights fit its config.json."
+            )
+
     def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
         """Sets a parameter, quantizing it if configured. `part`: the tensor holds only the rows of `rows_of`."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         old = getattr(module, leaf)
-        if old.shape != tensor.shape and not part:
-            raise PlanError(
-                f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(old.shape)} by its config. "
-                "Give a folder whose weights fit its config.json."
-            )
+        if not part:
+            self.check_shape(name, tensor)
         if tensor.is_floating_point():
             low = self.fp32 is None or not self.fp32.search(name)
             tensor = tensor.to(self.dtype if low else torch.float32)

@@ -114,6 +114,7 @@ def test_embeddings_and_head_train_from_the_command_line_and_merge(run, tmp_path
     )
     losses = [s["loss"] for s in steps(tmp_path / "out")]
     assert losses[-1] < losses[0]
-    export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")])
+    argv = ["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged"), "--verify", "logits"]
+    export.main(argv)
     off = float(capsys.readouterr().out.rpartition("logits within ")[2].split()[0])
     assert off < 1e-5

@@ -1,0 +1,136 @@
+"""A run that continues from a trained adapter: what --adapter settles, and its tensors in this run's rank and scale.
+
+The function is unchanged at step 0: more rank is more rows of A and columns of B as a new adapter has them, whose
+product is zero; another scale is made up for in B.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from finetune.adapters.saved import CONFIG, open_adapter
+from finetune.errors import PlanError
+from finetune.system.json_files import read_json
+
+BASE = "base_model.json"  # the base's digest, beside an adapter
+PREFIX = "base_model.model."
+LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
+NOT_CONTINUED = {  # and what an adapter without it has
+    "bias": ("none", None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+}
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """What is trained on from `folder`: PEFT's settings of it. `targets`: in the words of --lora_target_modules."""
+
+    folder: Path
+    rank: int
+    alpha: float
+    dora: bool
+    rslora: bool
+    targets: str
+    base: str
+    revision: str | None
+    digest: str | None
+
+    @property
+    def scaling(self) -> float:
+        return scaling_of(self.rank, self.alpha, self.rslora)
+
+    def alpha_at(self, rank: int) -> float:
+        """The alpha that gives another rank the same scale."""
+        return self.scaling * (math.sqrt(rank) if self.rslora else rank)
+
+
+def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
+
+
+def read_saved(folder: str) -> SavedAdapter:
+    """Raises PlanError for a folder without an adapter that can be continued; no weight is read."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise PlanError(f"--adapter {folder}: is not a folder. Give the --output_dir of a run with an adapter.")
+    config, tensors = open_adapter(path)
+    for key, fine in NOT_CONTINUED.items():
+        if key in config and config[key] not in fine:
+            raise PlanError(f"--adapter {folder}: {key} {config[key]} is not supported. Merge it with peft first.")
+    odd = next((name for name in tensors if not (name.startswith(PREFIX) and LEAF.search(name))), None)
+    if odd:
+        raise PlanError(
+            f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
+        )
+    base, revision, digest = (config.get(key) for key in ("base_model_name_or_path", "revision", "base_digest"))
+    if digest is None and (path / BASE).is_file():
+        digest = read_json(path / BASE, {}).get("digest")
+    if not isinstance(base, str) or not isinstance(revision, str | None) or not isinstance(digest, str | None):
+        raise PlanError(f"--adapter {folder}: its {CONFIG} names no base model. Give a complete adapter.")
+    dora, rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+    return SavedAdapter(
+        path, config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors), base, revision, digest
+    )
+
+
+def _targets(config: dict, tensors) -> str:
+    """The adapted layers, named as shortly as the config does."""
+    named, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    if isinstance(named, str) and not parameters:
+        return "all" if named == "all-linear" else named
+    if isinstance(named, list) and all(isinstance(name, str) for name in [*named, *parameters]):
+        return ",".join([*named, *parameters])
+    modules = sorted({LEAF.sub("", name.removeprefix(PREFIX)) for name in tensors})
+    return ",".join(modules)
+
+
+def continued(saved: SavedAdapter, own: dict[str, np.ndarray], rank: int, scaling: float) -> dict[str, np.ndarray]:
+    """This run's adapter with what is saved in it; `own`: its initial tensors by PEFT's names, full. Layers that the
+    saved adapter does not have start as new ones do. Raises PlanError.
+    """
+    _, tensors = open_adapter(saved.folder)
+    odd = next((name for name in tensors if name not in own), None)
+    if odd:
+        raise PlanError(
+            f"--adapter {saved.folder}: adapts {LEAF.sub('', odd.removeprefix(PREFIX))}, which this run does not. "
+            "Omit --lora_target_modules, or name it there."
+        )
+    made = {}
+    for name, start in own.items():
+        if name not in tensors:
+            made[name] = start
+            continue
+        array = tensors[name]
+        if name.endswith(("lora_B.weight", "lora_embedding_B")):
+            array = array * np.float32(saved.scaling / scaling)
+        made[name] = _padded(name, array, np.asarray(start), saved.rank, rank)
+        if made[name].shape != start.shape:
+            raise PlanError(
+                f"--adapter {saved.folder}: {name} is {list(array.shape)}, this base needs {list(start.shape)}. Give "
+                "the base it was trained on."
+            )
+    return made
+
+
+def _padded(name: str, array: np.ndarray, start: np.ndarray, rank: int, more: int) -> np.ndarray:
+    """The first ranks from `array`, the rest from `start`. E experts: A [E * R, I], B [O, R * E], E varying fastest."""
+    if name.endswith("magnitude_vector") or rank == more:
+        return array
+    if name.endswith(("lora_A.weight", "lora_embedding_A")):
+        if array.shape[0] * more != start.shape[0] * rank or array.shape[1:] != start.shape[1:]:
+            return array
+        out = start.reshape(-1, more, start.shape[1]).copy()
+        out[:, :rank] = array.reshape(-1, rank, array.shape[1])
+        return out.reshape(start.shape)
+    if array.shape[0] != start.shape[0] or array.shape[1] * more != start.shape[1] * rank:
+        return array
+    out = start.reshape(len(start), more, -1).copy()
+    out[:, :rank] = array.reshape(len(array), rank, -1)
+    return out.reshape(start.shape)

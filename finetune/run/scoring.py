@@ -1,0 +1,145 @@
+"""Scores of answers: what each word of --metric counts as right, and the likeliest of several answers.
+
+Whitespace around answers never counts. Every metric is a fraction of the rows, 0 to 1.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import PlanError
+from finetune.system.files import replace
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
+MOST_CHOICES = 32
+METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
+OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row's answer, and which metrics find it right."""
+
+    source: str
+    prompt: str
+    expected: str
+    answer: str
+    right: dict[str, bool]
+
+    @property
+    def wrong(self) -> bool:
+        return not all(self.right.values())
+
+
+def judges(metrics: list[str], pattern: str | None) -> dict[str, Callable[[str, str], bool]]:
+    """{metric: (answer, expected) -> right} of those that compare an answer's text. Raises PlanError."""
+    found: dict[str, Callable[[str, str], bool]] = {
+        "exact": lambda answer, expected: answer.strip() == expected.strip(),
+        "contains": lambda answer, expected: _words(expected) in _words(answer),
+        "numeric": _same_number,
+        "json": _same_json,
+    }
+    if "regex" in metrics:
+        if not pattern:
+            raise PlanError("--metric regex: needs --pattern, which finds what is compared in both answers.")
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise PlanError(f"--pattern {pattern}: is not a regular expression ({error}). Correct it.") from None
+        found["regex"] = lambda answer, expected: (
+            _found(compiled, answer) is not None and _found(compiled, answer) == _found(compiled, expected)
+        )
+    return {name: found[name] for name in metrics if name in OF_ANSWERS}
+
+
+def _words(text: str) -> str:
+    """Without case, and with one space between words."""
+    return " ".join(text.casefold().split())
+
+
+def _last_number(text: str) -> float | None:
+    numbers = [match.group() for match in NUMBER.finditer(text) if any(c.isdigit() for c in match.group())]
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _same_number(answer: str, expected: str) -> bool:
+    """The last number of both is the same."""
+    one, two = _last_number(answer), _last_number(expected)
+    return one is not None and two is not None and math.isclose(one, two, rel_tol=NUMERIC_TOLERANCE, abs_tol=1e-12)
+
+
+def _same_json(answer: str, expected: str) -> bool:
+    """Both are JSON of the same value; an answer may have it in a fence. 1 is 1.0 and not true."""
+    fenced = FENCE.search(answer)
+    try:
+        one, two = (json.loads(text) for text in ((fenced[1] if fenced else answer).strip(), expected.strip()))
+    except (ValueError, RecursionError):
+        return False
+    return _canonical(one) == _canonical(two)
+
+
+def _canonical(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(k)}:{_canonical(v)}" for k, v in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value)
+
+
+def _found(pattern: re.Pattern, text: str) -> str | None:
+    """The first group of the last match, or all of it."""
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    group = matches[-1].group(1) if pattern.groups else matches[-1].group()
+    return None if group is None else group.strip()
+
+
+def judged(questions: list, answers: list[str], metrics: list[str], pattern: str | None, decode) -> list[Answer]:
+    """`questions`: (prompt ids, expected, source), see tokenize.generation_examples; `decode`: ids to text."""
+    by_name = judges(metrics, pattern)
+    return [
+        Answer(
+            source, decode(ids), expected, answer, {name: right(answer, expected) for name, right in by_name.items()}
+        )
+        for (ids, expected, source), answer in zip(questions, answers, strict=True)
+    ]
+
+
+def choices_of(questions: list) -> list[str]:
+    """The distinct answers of the rows, in order. Raises PlanError unless there are a few of them."""
+    found = list(dict.fromkeys(expected.strip() for _, expected, _ in questions))
+    if not 2 <= len(found) <= MOST_CHOICES:
+        raise PlanError(
+            f"--metric choice: the rows have {len(found)} distinct answers, of which the likeliest is taken; 2 to "
+            f"{MOST_CHOICES} are. Use another metric."
+        )
+    return found
+
+
+def choice(questions: list, choices: list[str], log_prob: Callable[[list[int], str], float]) -> float:
+    """The fraction of rows whose answer has the highest log-probability of all `choices` after the prompt."""
+    right = 0
+    for ids, expected, _ in questions:
+        before = expected[: len(expected) - len(expected.lstrip())]  # the space that the prompt's last token may hold
+        scores = [log_prob(ids, before + text) for text in choices]
+        right += choices[max(range(len(choices)), key=scores.__getitem__)] == expected.strip()
+    return right / len(questions)
+
+
+def write_predictions(file: Path, answers: list[Answer]) -> None:
+    """A JSON object per row, wrong ones first."""
+    ordered = sorted(answers, key=lambda row: not row.wrong)
+    rows = [
+        {"source": a.source, "prompt": a.prompt, "expected": a.expected, "answer": a.answer, "right": a.right}
+        for a in ordered
+    ]
+    with replace(file) as out:
+        out.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace"))

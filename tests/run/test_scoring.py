@@ -1,0 +1,155 @@
+"""What each metric counts as right, by a table worked out by hand; score.py's predictions and choices."""
+
+import json
+
+import pytest
+import torch
+
+import score
+from finetune.errors import PlanError
+from finetune.run import scoring
+from finetune.torch_engine.weights.stream import load_dense
+from tests.support.rows import ROWS, jsonl
+
+# answer, expected, and for each of exact, contains, numeric, json, regex (`#### (\S+)`): is it right?
+TABLE = [
+    ("Paris", "Paris", "11000"),
+    (" Paris\n", "Paris", "11000"),
+    ("paris", "Paris", "01000"),
+    ("It is Paris.", "Paris", "01000"),
+    ("It is  PARIS now", "is paris", "01000"),
+    ("London", "Paris", "00000"),
+    ("", "Paris", "00000"),
+    ("Par is", "Paris", "00000"),
+    ("42", "42", "11110"),
+    ("42.0", "42", "01110"),
+    ("4 2", "42", "00000"),
+    ("The answer is 42", "42", "01100"),
+    ("42 lamps, not 43", "42", "01000"),
+    ("43, no, 42", "42", "01100"),
+    ("1,234", "1234", "00100"),
+    ("1,234.50", "1234.5", "00100"),
+    ("12,34", "34", "01100"),
+    ("-5", "5", "01000"),
+    ("5", "-5", "00000"),
+    ("+5", "5", "01100"),
+    ("0.30000000000000004", "0.3", "01100"),
+    ("1e3", "1000", "00110"),
+    (".5", "0.5", "00100"),
+    ("50 %", "50", "01100"),
+    ("$7", "7", "01100"),
+    ("seven", "7", "00000"),
+    ("100000001", "100000000", "00100"),
+    ("1.001", "1", "01000"),
+    ("x #### 9", "y #### 9", "00101"),
+    ("x #### 9", "y #### 8", "00000"),
+    ("#### 9", "#### 9", "11101"),
+    ("9", "#### 9", "00100"),
+    ("#### 1 then #### 2", "#### 2", "01101"),
+    ("#### 2 then #### 1", "#### 2", "01000"),
+    ("####9", "#### 9", "00100"),
+    ('{"a": 1}', '{"a": 1}', "11110"),
+    ('{"a":1}', '{"a": 1}', "00110"),
+    ('{"a": 1.0}', '{"a": 1}', "00110"),
+    ('{"b": 2, "a": 1}', '{"a": 1, "b": 2}', "00010"),
+    ('```json\n{"a": 1}\n```', '{"a": 1}', "01110"),
+    ("```\n[1, 2]\n```", "[1, 2]", "01110"),
+    ('Here: {"a": 1}', '{"a": 1}', "01100"),
+    ('{"a": true}', '{"a": 1}', "00000"),
+    ('{"a": "1"}', '{"a": 1}', "00100"),
+    ('{"a": null}', '{"a": null}', "11010"),
+    ("{a: 1}", '{"a": 1}', "00100"),
+    ("[1, 2]", "[2, 1]", "00000"),
+    ("[]", "{}", "00000"),
+    ("null", "null", "11010"),
+    ("true", "true", "11010"),
+    ("True", "true", "01000"),
+    ('"a"', '"a"', "11010"),
+    ('"é"', '"\\u00e9"', "00010"),
+    ("[1.5, [2]]", "[1.50, [2.0]]", "00110"),
+    ("NaN", "NaN", "11010"),
+    ("2024-01-05", "2024-01-05", "11100"),
+    ("2024-1-5", "2024-01-05", "00100"),
+    ("Yes, to Spain.", "Yes, to Spain.", "11000"),
+    ("  ", "", "11000"),
+    ("3 + 4 = 7", "7", "01100"),
+]
+NAMES = ["exact", "contains", "numeric", "json", "regex"]
+
+
+@pytest.mark.parametrize(("answer", "expected", "right"), TABLE)
+def test_each_metric_by_hand(answer, expected, right):
+    judges = scoring.judges(NAMES, r"#### (\S+)")
+    found = "".join(str(int(judges[name](answer, expected))) for name in NAMES)
+    assert found == right, dict(zip(NAMES, found, strict=True))
+
+
+@pytest.fixture
+def scored(tiny_model, tmp_path, capsys):
+    def run(rows, *flags):
+        file = jsonl(tmp_path / "rows.jsonl", rows)
+        argv = [
+            "--checkpoint",
+            str(tiny_model),
+            "--dataset",
+            file,
+            "--device",
+            "cpu",
+            "--max_new_tokens",
+            "4",
+            "--json",
+        ]
+        assert score.main([*argv, *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_predictions_are_full_answers_with_wrong_ones_first(scored, tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    found = scored(ROWS[:4], "--metric", "exact,contains,numeric", "--predictions", str(file))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 4 and set(rows[0]["right"]) == {"exact", "contains", "numeric"} == set(found["scores"])
+    wrong = [not all(row["right"].values()) for row in rows]
+    assert wrong == sorted(wrong, reverse=True)
+    # An untrained model is wrong at once: exact match alone would have ended its answers there.
+    assert all(row["answer"] for row in rows) and max(len(row["answer"]) for row in rows) > 4
+    assert {row["expected"].strip() for row in rows} == {row["completion"] for row in ROWS[:4]}
+    with pytest.raises(PlanError, match="--predictions .*: exists"):
+        scored(ROWS[:4], "--predictions", str(file))
+
+
+def test_the_likeliest_of_the_answers_is_chosen(scored, tiny_model):
+    """Against log-probabilities of a plain forward over prompt and answer."""
+    import transformers
+
+    answers = [" yes", " no", " maybe"]
+    rows = [{"prompt": f"Is {i} even?", "completion": answers[i % 3]} for i in range(6)]
+    found = scored(rows, "--metric", "choice")["scores"]["choice"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    model, right = load_dense(tiny_model, torch.float32), 0
+    for row in rows:
+        prompt, scores = tokenizer(row["prompt"]).input_ids, []
+        for answer in answers:
+            ids = tokenizer(answer, add_special_tokens=False).input_ids
+            with torch.no_grad():
+                log_probs = model(input_ids=torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            scores.append(sum(log_probs[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
+        right += answers[scores.index(max(scores))] == row["completion"]
+    assert found == right / len(rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    [
+        ("--metric accuracy", "--metric accuracy: is not one. Use exact, contains"),
+        ("--metric regex", "--metric regex: needs --pattern"),
+        ("--metric regex --pattern (", "is not a regular expression"),
+        ("--pattern a", "--pattern a: is for --metric regex"),
+        ("--metric choice", "--metric choice: the rows have 1 distinct answers"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(scored, flags, fact):
+    with pytest.raises(PlanError) as error:
+        scored([{"prompt": "a", "completion": "b"}], *flags.split())
+    assert fact in str(error.value)

@@ -1,0 +1,111 @@
+"""generate.py: conversations that remember, commands, files of prompts, two models compared."""
+
+import io
+import json
+
+import pytest
+import transformers
+
+import generate
+from finetune.errors import PlanError
+from train import fine_tune
+
+SHORT = ["--device", "cpu", "--max_new_tokens", "3"]
+
+
+@pytest.fixture
+def chat(tiny_model, monkeypatch, capsys):
+    """Sends lines to --interactive; the prompts that the model was asked, as text, and what was printed."""
+
+    def run(*lines, flags=()):
+        tokenizer, asked = transformers.AutoTokenizer.from_pretrained(tiny_model), []
+        answer = generate.answer
+
+        def heard(engine, tok, ends, ids, args):
+            asked.append(tokenizer.decode(ids))
+            return answer(engine, tok, ends, ids, args)
+
+        monkeypatch.setattr(generate, "answer", heard)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        assert generate.main(["--checkpoint", str(tiny_model), "--interactive", *SHORT, *flags]) == 0
+        return asked, capsys.readouterr().out
+
+    return run
+
+
+def test_the_second_turn_knows_the_first_and_its_answer(chat):
+    asked, out = chat("My name is Bob.", "What is my name?", flags=["--system", "Be brief."])
+    first, second = asked
+    assert "Be brief." in first and "My name is Bob." in first and "What is my name?" not in first
+    assert second.startswith(first) and second.index("My name is Bob.") < second.index("What is my name?")
+    answer = second.removeprefix(first).partition("<|im_end|>")[0]
+    assert answer.strip() and out.strip()
+
+
+def test_reset_forgets_and_system_replaces(chat):
+    asked, out = chat("one", "/reset", "two", "/system Be kind.", "three", "/nonsense", flags=["--system", "Be brief."])
+    assert "one" not in asked[1] and "Be brief." in asked[1]
+    assert "Be kind." in asked[2] and "Be brief." not in asked[2] and "two" not in asked[2]
+    assert "/nonsense: is not a command" in out and len(asked) == 3
+
+
+def test_a_saved_conversation_is_a_row_of_chat_data(chat, tiny_model, tmp_path):
+    file = tmp_path / "chat.jsonl"
+    _, out = chat("one", "two", f"/save {file}", f"/save {file}", "/save", flags=["--system", "Be brief."])
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    roles = [message["role"] for message in row["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert "File exists. Give another file." in out and "/save: needs the name" in out
+
+
+def test_a_file_of_prompts_is_answered_as_each_alone(tiny_model, tmp_path, capsys):
+    prompts = ["What is 2 plus 2?", "Hello", "One more question, and a longer one"]
+    (tmp_path / "p.txt").write_text("\n\n".join(prompts) + "\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    argv = ["--checkpoint", str(tiny_model), *SHORT]
+    alone = []
+    for prompt in prompts:
+        generate.main([*argv, "--prompt", prompt])
+        alone += [f"> {prompt}", *capsys.readouterr().out.splitlines()]
+    for file in ("p.txt", "p.jsonl"):
+        generate.main([*argv, "--prompts", str(tmp_path / file), "--batch_size", "2"])
+        assert capsys.readouterr().out.splitlines() == alone
+
+
+def test_an_adapter_is_compared_with_its_base(tiny_model, rows_file, tmp_path, capsys):
+    out = tmp_path / "tuned"
+    flags = dict(train_type="lora", precision="fp32", backend="cpu", log_to="stdout", batch_size=4, lr=0.05)
+    fine_tune(**flags, model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(out), max_steps=2)
+    argv = [*SHORT, "--prompt", "What is 2 plus 2? ", "--raw"]
+    said = {}
+    for name, folder in (("tuned", out), ("base", tiny_model)):
+        capsys.readouterr()
+        generate.main(["--checkpoint", str(folder), *argv])
+        said[name] = capsys.readouterr().out.strip("\n")
+    generate.main(["--checkpoint", str(out), *argv, "--compare", "base"])
+    printed = capsys.readouterr().out
+    assert said["tuned"] != said["base"]
+    assert printed.strip("\n") == f"> What is 2 plus 2? \ntuned: {said['tuned']}\nbase: {said['base']}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    [
+        ("", "--prompt: none given"),
+        ("--prompts a --prompt b", "is answered alone"),
+        ("--prompts missing.txt", "--prompts missing.txt: cannot be read"),
+        ("--interactive --compare base", "Omit --interactive"),
+        ("--prompt a --compare base", "is a full model, which has none"),
+    ],
+)
+def test_what_does_not_fit_together_is_one_line(tiny_model, flags, fact):
+    with pytest.raises(PlanError) as error:
+        generate.main(["--checkpoint", str(tiny_model), *SHORT, *flags.split()])
+    assert fact in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"question": "a"}', '{"prompt": 5}', "[1]", "{"])
+def test_a_file_without_prompts_is_one_line(tiny_model, tmp_path, content):
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(PlanError, match=r"--prompts .*p.jsonl(:1)?: (has no prompt|is not an object with a prompt)"):
+        generate.main(["--checkpoint", str(tiny_model), *SHORT, "--prompts", str(tmp_path / "p.jsonl")])
