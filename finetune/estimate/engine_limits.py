@@ -1,6 +1,7 @@
 """Sizes that the torch engine works by and the estimates count with: stated once, without a framework."""
 
 LOGITS_CHUNK_BYTES = 32 * 2**20  # fp32 logits that exist at a time
+DEVICE_LOGITS_CHUNK_BYTES = 256 * 2**20
 CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their probabilities
 GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
@@ -18,6 +19,8 @@ def dense_attention_up_to(width: int, onednn: bool) -> int:
     return 0 if width == 4 and not onednn else DENSE_ATTENTION_UP_TO[width]
 
 
-def logits_rows(vocab_size: int) -> int:
-    """Positions whose logits exist at a time."""
-    return max(128, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+def logits_rows(vocab_size: int, on_cpu: bool = True) -> int:
+    """Positions whose logits exist at a time. Each chunk reads the head's weight, of which a GPU has no cache: there
+    are fewer and larger ones.
+    """
+    return max(128, (LOGITS_CHUNK_BYTES if on_cpu else DEVICE_LOGITS_CHUNK_BYTES) // (4 * vocab_size))

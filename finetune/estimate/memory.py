@@ -127,7 +127,7 @@ def frozen_extras(m: ModelCost) -> int:
 def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
     vocab, h, b = m.shape.vocab_size, m.shape.hidden_size, m.compute
-    rows = min(logits_rows(vocab), max(1, microbatch.num_targets))
+    rows = min(logits_rows(vocab, m.device == "cpu"), max(1, microbatch.num_targets))
     blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
     total += vocab * h * b if m.autocast else 0

@@ -40,6 +40,14 @@ def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device, cached blocks included; None if it does not say, as a CPU."""
+    module = torch.get_device_module(device)
+    if device.type in ("cpu", "meta") or not hasattr(module, "mem_get_info"):
+        return None
+    return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
+
+
 def rounds_to_tf32(device: torch.device) -> bool:
     """True if fp32 products on `device` have 10 bits: switched on in torch, or forced by the environment, as NVIDIA's
     containers do.

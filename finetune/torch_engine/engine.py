@@ -25,7 +25,7 @@ from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
-from finetune.torch_engine.device import DTYPES, to_host
+from finetune.torch_engine.device import DTYPES, free_bytes, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation import generate
@@ -323,7 +323,9 @@ class TorchEngine(EngineBase):
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
         self.model.eval()
-        dense = contextlib.nullcontext() if self.parallel.shards_weights else generate.dense_weights(self.model)
+        dense = contextlib.nullcontext()
+        if not self.parallel.shards_weights:
+            dense = generate.dense_weights(self.model, free_bytes(self.device))
         with self.forward.autocast(), self.full_weights(), dense:
             how = Sampling(**sampling)
             pad_id = self.forward.pad_id
@@ -336,7 +338,7 @@ class TorchEngine(EngineBase):
 
     def _offload(self):
         if self.plan.memory.offload_activations:
-            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+            return memory_stats.offloaded(self.model, pinned=self.device.type == "cuda")
         return contextlib.nullcontext()
 
     def _memory_advice(self, batch: Batch):

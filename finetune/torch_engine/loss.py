@@ -89,7 +89,7 @@ class _ChunkedNLL(torch.autograd.Function):
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             bias = None if bias_V is None else bias_V.to(dtype)
             learns = need_hidden or need_weight or need_bias or learn_a
-            rows = min(logits_rows(weight.shape[0]), max(1, len(labels_T)))
+            rows = min(logits_rows(weight.shape[0], hidden.device.type == "cpu"), max(1, len(labels_T)))
             buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
             for start in range(0, len(labels_T), rows):
                 part, labels_T1 = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
@@ -174,7 +174,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, a, b = (None if t is None else t.to(ctx.dtype) for t in inputs)
         grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
         log_probs_T = torch.empty(len(labels_T), dtype=exact, device=hidden.device)
-        rows = min(logits_rows(weight.shape[0]), max(1, len(labels_T)))
+        rows = min(logits_rows(weight.shape[0], hidden.device.type == "cpu"), max(1, len(labels_T)))
         buffer = torch.empty(rows, weight.shape[0], dtype=ctx.dtype, device=hidden.device)
         for at in (slice(start, start + rows) for start in range(0, len(labels_T), rows)):
             part, upstream = hidden[at], None if upstream_T is None else upstream_T[at]

@@ -116,6 +116,27 @@ class MemoryCounter:
         return MemoryStats(total, {name: n for name, n in items.items() if n})
 
 
+def offloaded(model, pinned: bool):
+    """A context in which what autograd saves is kept in host memory, but for weights and buffers: those stay anyway."""
+    here = [local_shard(t.detach()) for t in model.parameters() if not t.is_meta] + list(model.buffers())
+    held = {t.untyped_storage().data_ptr() for t in here}
+    cached = (m.cached for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None)
+    held |= {t.untyped_storage().data_ptr() for t in cached}
+
+    def to_host(tensor):
+        if tensor.untyped_storage().data_ptr() in held:
+            return tensor.device, tensor
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+        host.copy_(tensor, non_blocking=pinned)
+        return tensor.device, host
+
+    def back(packed):
+        device, tensor = packed
+        return tensor.to(device, non_blocking=pinned)
+
+    return torch.autograd.graph.saved_tensors_hooks(to_host, back)
+
+
 def storage_bytes(tensors) -> int:
     """Bytes of the tensors, counting shared storages once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

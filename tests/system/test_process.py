@@ -48,3 +48,12 @@ def test_files_are_read_as_utf_8_in_a_locale_that_is_not(tmp_path):
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("own", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_gpu_allocators_segments_grow_unless_the_user_says_otherwise(own):
+    code = "import os; from finetune.system import process; process.prepare_environment(); "
+    code += "print({v for n, v in os.environ.items() if n.endswith('ALLOC_CONF')})"
+    environment = {own: "max_split_size_mb:64"} if own else {}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == repr({"max_split_size_mb:64" if own else "expandable_segments:True"}), done.stderr

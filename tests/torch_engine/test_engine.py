@@ -14,8 +14,8 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.plan.parts import Precision
-from finetune.torch_engine.device import DTYPES
-from finetune.torch_engine.generation.generate import dense_weights
+from finetune.torch_engine.device import DTYPES, free_bytes
+from finetune.torch_engine.generation.generate import dense_bytes, dense_weights
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
 from tests.support.build import torch_engine
@@ -155,6 +155,17 @@ def test_dense_weights_are_kept_only_inside():
     with dense_weights(built.model):
         assert layer.merged is None and layer.base.cached is not None
     assert layer.base.cached is None
+
+
+def test_dense_weights_that_do_not_fit_are_made_layer_by_layer():
+    """A 70B's would take 128 GiB before the first step."""
+    built = engine(train_type="qlora")
+    layer = next(iter(layers(built.model).values()))
+    held = dense_bytes(layers(built.model).values(), torch.float32)
+    for free, is_dense in ((2 * held, True), (held, False)):
+        with dense_weights(built.model, free):
+            assert (layer.merged is not None) == is_dense and layer.base.cached is None
+    assert free_bytes(CPU) is None
 
 
 def test_a_tried_step_leaves_no_trace(tmp_path):

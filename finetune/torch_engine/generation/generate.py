@@ -138,9 +138,17 @@ def _until_end(ids, eos_ids, pad_id):
     return ids
 
 
+FREE_FOR_DENSE = 0.7  # of the free memory: generation also keeps keys and values
+
+
+def dense_bytes(layers, dtype) -> int:
+    return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+
+
 @contextlib.contextmanager
-def dense_weights(model):
-    """Keeps dense weights while many small forwards run, as in generation, and frees them afterwards.
+def dense_weights(model, free: int | None = None):
+    """Keeps dense weights while many small forwards run, as in generation, and frees them afterwards. Where they would
+    take most of the `free` bytes, each layer's are dequantized when it runs.
 
     In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays separate.
     """
@@ -151,6 +159,8 @@ def dense_weights(model):
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
+    if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_DENSE * free:
+        merged, cached = [], []
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()
