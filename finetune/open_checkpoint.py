@@ -8,6 +8,7 @@ from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_ve
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.errors import PlanError
+from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.plan.parts import Parts
@@ -99,7 +100,8 @@ def open_recursive(args):
     bf16 = args.precision == "bf16" and manager.capabilities.supports_bfloat16
     if args.precision == "bf16" and not bf16:
         say(f"--precision bf16: fp32 is used: {manager.capabilities.reasons.get('bf16', 'no bf16 here')}")
-    prepare_torch(manager)
+    on_cpu = manager.backend is Backend.CPU
+    prepare_torch(on_cpu and auto_cpu_matmul(manager.capabilities.onednn_speed) == "onednn")
     checkpoint = Path(args.checkpoint)
     dtype = "bfloat16" if bf16 else "float32"
     model = open_model(checkpoint, args.raw_weights, dtype, device_of(str(manager.backend)))
@@ -120,13 +122,12 @@ def _tokenizer_beside(checkpoint: Path) -> Path:
     raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
 
 
-def prepare_torch(manager: BackendManager) -> None:
-    """This process's compute threads, and the library for fp32 products that a run with --cpu_matmul auto takes."""
+def prepare_torch(onednn: bool) -> None:
+    """This process's compute threads, and whether oneDNN computes its fp32 products."""
     from finetune.torch_engine.device import set_num_threads, set_onednn
 
     set_num_threads()
-    if manager.backend is Backend.CPU:
-        set_onednn(auto_cpu_matmul(manager.capabilities.onednn_speed) == "onednn")
+    set_onednn(onednn)
 
 
 def open_engine(args):
@@ -136,7 +137,8 @@ def open_engine(args):
         manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
     except ValueError as error:
         raise PlanError(f"--device {args.device}: {error}") from None
-    base = trained_base(Path(args.checkpoint), manager, args.precision, args.n_bits)
+    shape = ModelShape.from_config(files.config)
+    base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits)
     for line in base.lines:
         say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
@@ -155,15 +157,14 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad:
 
 
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
-    from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
+    from finetune.torch_engine.device import device_of
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import keep_heap
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.weights.load import load_trained
 
-    set_num_threads()
-    set_onednn(plan.precision.onednn)
+    prepare_torch(plan.precision.onednn)
     where = device_of(device)
     model = load_trained(checkpoint, files, where, plan)
     keep_heap(low_memory=False)

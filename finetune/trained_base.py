@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import quantization_wrapper
-from backend_manager import Backend, BackendManager
-from finetune import cli
-from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA
+from backend_manager import Backend, BackendManager, auto_cpu_matmul
+from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, is_as_written, parse_settled
 from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter, Parts
+from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import Adapter, Parts, Quantization
 from finetune.system.json_files import JsonFileError, read_json
+from quantization_wrapper import AUTO_ORDER, METHODS
 
 DENSE = 16
+TRAINED_BLOCKS = "trained_blocks.json"
+REMEDY = "Restore the file, or remove it to open the adapter on a dense base."
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,11 @@ class TrainedBase:
         return str(self.plan.quantization or "dense")
 
 
-def trained_base(checkpoint: Path, manager: BackendManager, precision: str = "auto", n_bits=None) -> TrainedBase:
+def trained_base(
+    checkpoint: Path, shape: ModelShape, manager: BackendManager, precision: str = "auto", n_bits: int | None = None
+) -> TrainedBase:
     """The base of a checkpoint on this machine: `precision` and `n_bits` (16: dense) as trained, unless they are given.
-    Raises PlanError.
+    `shape`: the base's. Raises PlanError.
     """
     trained = settings_of_run(checkpoint)
     word, why = _precision(trained, manager, precision)
@@ -45,7 +50,7 @@ def trained_base(checkpoint: Path, manager: BackendManager, precision: str = "au
     settings = replace(settings, world_size=1, use_cpu_offload=False, use_gradient_checkpointing="false")
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
     lines = [why] if why else []
-    changes, reason = _quantization(checkpoint, trained, manager, n_bits)
+    changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
     base = TrainedBase(Parts(settings), trained, ())
@@ -61,11 +66,17 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
     if file is None:
         return None
     try:
-        settled = read_json(file, PLAN_SCHEMA)["settled"]
+        plan = read_json(file, PLAN_SCHEMA)
     except JsonFileError as error:
-        raise PlanError(f"{error}. Restore the file, or remove it to open the adapter on a dense base.") from None
-    known = {name: value for name, value in settled.items() if name in FIELDS}
-    return TrainConfig(**{k: cli.parse_value(k, v, f"{file}: settled {k}") for k, v in known.items()})
+        raise PlanError(f"{error}. {REMEDY}") from None
+    if not is_as_written(plan):
+        raise PlanError(f"{file}: is not as it was written (sha256 differs). {REMEDY}")
+    return TrainConfig(**{name: value for name, value in parse_settled(plan, file).items() if name in FIELDS})
+
+
+def quantization_of(trained: TrainConfig | None) -> Quantization | None:
+    """How a run quantized its base; None for a dense one, and for a run that is not known."""
+    return Parts(trained).quantization if trained else None
 
 
 def _precision(trained: TrainConfig | None, manager: BackendManager, asked: str) -> tuple[str, str]:
@@ -83,35 +94,66 @@ def _cpu_matmul(trained: TrainConfig | None, manager: BackendManager, precision:
         return "blas"
     if trained and trained.precision == precision and trained.cpu_matmul in ("blas", "onednn"):
         return trained.cpu_matmul
-    from backend_manager import auto_cpu_matmul
-
     return auto_cpu_matmul(manager.capabilities.onednn_speed)
 
 
-def _quantization(checkpoint: Path, trained: TrainConfig | None, manager: BackendManager, n_bits) -> tuple[dict, str]:
+def _quantization(
+    checkpoint: Path, shape: ModelShape, trained: TrainConfig | None, manager: BackendManager, n_bits: int | None
+) -> tuple[dict, str]:
     """(settings of the quantizer, empty for a dense base; why it is not the run's)."""
-    was = Parts(trained).quantization if trained else None
+    was = quantization_of(trained)
+    told = f"; it was trained on {was}" if was else ""
+    if n_bits == DENSE:
+        return {}, f"asked for{told}" if was else ""
+    obstacle = _obstacle(checkpoint, trained, manager)
+    if n_bits is None and (was is None or obstacle):
+        return {}, f"as it was trained on {was}{obstacle}" if was else ""
+    if was and n_bits in (None, was.bits) and not obstacle:
+        names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant", "cache_dequantized")
+        return {name: getattr(trained, name) for name in names}, ""
+    if (checkpoint / TRAINED_BLOCKS).is_file():
+        raise PlanError(f"--n_bits {n_bits}: new layers ({TRAINED_BLOCKS}) are opened on a dense base only. Omit it.")
+    assert n_bits is not None  # else it is as trained, or dense
+    name = _quantizer_with(n_bits, was.method if was else None, manager)
+    changes = dict(quantization_backend=name, n_bits=n_bits, quant_type=None, double_quant=False)
+    return changes | {"group_size": _group_size(name, n_bits, shape)}, f"asked for{told}"
+
+
+def _group_size(method: str, bits: int, shape: ModelShape) -> int:
+    """The default one, or the largest below it that divides every row, if the method needs that and there is one."""
+    default = TrainConfig().group_size
+    columns = [columns for _, _, columns in shape.linears] + [columns for _, columns in shape.expert_matrices()]
+    sizes = sorted((size for size in METHODS[method].group_sizes if size <= default), reverse=True)
+    fits = (s for s in sizes if not any(quantization_wrapper.group_mismatch(method, bits, s, c) for c in columns))
+    return next(fits, default)
+
+
+def _quantizer_with(bits: int, trained_by: str | None, manager: BackendManager) -> str:
+    """The quantizer for these bits on this machine, first the one trained by. Raises PlanError if it has none."""
+    tried = dict.fromkeys((trained_by or AUTO_ORDER[0], *AUTO_ORDER))
+    names = [n for n in (["mlx"] if manager.backend is Backend.MLX else tried) if bits in METHODS[n].bits]
+    missing = {name: quantization_wrapper.not_installed(name) for name in names}
+    found = next((name for name in names if not missing[name]), None)
+    if found is None:
+        fact = missing[names[0]] if names else f"no quantizer of {manager.backend} has it"
+        raise PlanError(f"--n_bits {bits}: {fact}. Use {DENSE}, or omit it.")
+    return found
+
+
+def _obstacle(checkpoint: Path, trained: TrainConfig | None, manager: BackendManager) -> str:
+    """Why a quantized base cannot be had as it was trained: the end of a line, empty if it can."""
+    was = quantization_of(trained)
+    if was is None or trained is None:
+        return ""
     on_mlx = manager.backend is Backend.MLX
-    if n_bits == DENSE or (n_bits is None and was is None):
-        return {}, f"asked for; it was trained on {was}" if was else ""
-    if n_bits is not None and not (was and n_bits == was.bits):
-        names = ("mlx",) if on_mlx else (*((was.method,) if was else ()), *quantization_wrapper.AUTO_ORDER)
-        name = next((n for n in names if n_bits in quantization_wrapper.METHODS[n].bits), None)
-        if name is None:
-            raise PlanError(f"--n_bits {n_bits}: no quantizer of {manager.backend} has it. Use 4, 8 or 16.")
-        changes = dict(quantization_backend=name, n_bits=n_bits, quant_type=None, group_size=64, double_quant=False)
-        return changes, "asked for" + (f"; it was trained on {was}" if was else "")
-    assert was is not None and trained is not None
-    dense = f"as it was trained on {was}"
     if on_mlx and was.method != "mlx":
-        return {}, f"{dense}, which MLX lacks"
-    if (checkpoint / "trained_blocks.json").is_file():
-        return {}, f"{dense} around new layers, which are opened on a dense base only"
+        return ", which MLX lacks"
+    if not on_mlx and quantization_wrapper.unsupported(was.method, was.bits, trained.quant_type, was.group_size):
+        return f" ({trained.quant_type}), which is MLX's own"
+    if (checkpoint / TRAINED_BLOCKS).is_file():
+        return " around new layers, which are opened on a dense base only"
     trains = Parts(trained).trains
     if isinstance(trains, Adapter) and trains.init.changes_base:
-        return {}, f"{dense} less the adapter's start ({trains.init.word}); the saved adapter is for the whole base"
+        return f" less the adapter's start ({trains.init.word}); the saved adapter is for the whole base"
     missing = quantization_wrapper.not_installed(was.method)
-    if missing:
-        return {}, f"{dense}; {missing}"
-    names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant", "cache_dequantized")
-    return {name: getattr(trained, name) for name in names}, ""
+    return f"; {missing}" if missing else ""

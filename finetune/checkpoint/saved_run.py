@@ -140,7 +140,7 @@ def _with_newer_requests(saved: SavedRun) -> SavedRun:
     except JsonFileError as error:
         fact = str(error)
     else:
-        if content.pop("sha256", None) == plan_digest(content):
+        if "sha256" in content and is_as_written(content):
             newer = saved.saved_plan | {"requested": _checked_plan(content, file)["requested"]}
             return SavedRun(saved.output_dir, newer, saved.step_folder)
         fact = f"{file} is not as it was written"
@@ -153,11 +153,21 @@ def plan_digest(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def is_as_written(plan: dict) -> bool:
+    """True if an output_dir's plan has the sha256 beside it, or none, as a checkpoint's own, which its manifest has."""
+    content = dict(plan)
+    digest = content.pop("sha256", None)
+    return digest is None or digest == plan_digest(content)
+
+
+def parse_settled(saved: dict, file: Path) -> dict:
+    """The settled values of a saved plan, converted to the flags' types. Raises PlanError."""
+    return {k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
+
+
 def _checked_plan(saved: dict, file: Path) -> dict:
     """A saved plan with its requested and settled values converted to the flags' types. Raises PlanError."""
-    settled = {
-        k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()
-    }
+    settled = parse_settled(saved, file)
     for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
         if settled.get(key) is None:
             raise PlanError(f"{file}: 'settled' has no {key}. {AGAIN}")

@@ -260,11 +260,6 @@ class RowReader:
         options = self.options
         return Row(schema.format, values, columns, source, options.ignored, self.notices, options.special_tokens)
 
-    def check_renamed(self, columns) -> None:
-        """Raises PlanError if --columns names one that no row has."""
-        if missing_column(columns, self.options) is not None:
-            raise PlanError(no_format(self.dataset, columns, self.options))
-
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
@@ -340,6 +335,12 @@ def _remedy(name: str, fmt: str) -> str:
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
     return f"Add {leave} to train without it."
+
+
+def check_named_columns(columns, options: RowOptions, dataset: str) -> None:
+    """Raises PlanError if --columns names one that is not among these."""
+    if missing_column(columns, options) is not None:
+        raise PlanError(no_format(dataset, columns, options))
 
 
 def missing_column(columns, options: RowOptions) -> str | None:

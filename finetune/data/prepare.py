@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetune.data.chat_template import shared_renderer
 from finetune.data.collate import microbatches
-from finetune.data.columns import Row, RowOptions, RowReader, parse_columns, parse_names
+from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
 from finetune.data.formats import needs_template
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.reading.mixture import Source, sources_of
@@ -75,6 +75,7 @@ def read_datasets(plan: DataPlan) -> dict[str, list[DatasetSource]]:
             continue
         samples = {"train": plan.dataset_samples, "validation": -1, "score": plan.score_samples}[use]
         found[use] = [read_source(source, plan, samples, split, f"--{name}") for source in named_sources(plan, name)]
+    check_shared_columns([read for datasets in found.values() for read in datasets])
     return found
 
 
@@ -95,12 +96,12 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
 
     def load() -> RawDataset:
         raw = read_rows(source.name, samples, plan.skip_bad_rows, split, flag, plan.text_unit)
-        check_columns(raw, options, said)
+        check_columns(raw, options, said, bool(source.columns))
         return raw
 
     if plan.streaming and flag == "--dataset":
         raw = first_rows(source, plan, split)
-        check_columns(raw, options, said)
+        check_columns(raw, options, said, bool(source.columns))
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, split, plan.text_unit]
     cache = cache_of(source.name, split, flag, reading, options)
@@ -127,10 +128,23 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
     return RowOptions(source.format or plan.format, columns, ignored, *kinds, plan.special_tokens_in_text)
 
 
-def check_columns(raw: RawDataset, options: RowOptions, flag: str) -> None:
-    """Raises PlanError for columns that match no format, say what is not learned, or are named and missing."""
+def check_shared_columns(datasets: list[DatasetSource]) -> None:
+    """Raises PlanError if --columns names a column that none of the datasets has. One that some lack is fine."""
+    shared = [read for read in datasets if not read.source.columns]
+    if shared and not any(read.cache and read.cache.holds_some() for read in shared):  # kept tokens have no columns
+        columns = tuple(dict.fromkeys(column for read in shared for column in read.raw.columns))
+        names = " and ".join(dict.fromkeys(read.source.name for read in shared))
+        check_named_columns(columns, shared[0].options, names)
+
+
+def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own: bool = True) -> None:
+    """Raises PlanError for columns that match no format, say what is not learned, or are named and missing.
+
+    `names_its_own`: --columns is for this dataset alone.
+    """
+    if names_its_own:
+        check_named_columns(raw.columns, options, flag)
     reader, seen = RowReader(options, raw.columns, flag), set()
-    reader.check_renamed(raw.columns)
     for row, source in zip(raw.rows, raw.sources, strict=True):
         names = tuple(row)
         if names not in seen or reader.has_unused(names):

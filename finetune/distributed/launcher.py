@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune import errors
+from finetune.distributed import collectives
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import EXPECTED, RankLostError
 from finetune.plan.run_plan import TrainState
@@ -145,17 +146,37 @@ def _failure(folder: Path, codes: list):
     if broken and not (folder / "result.json").exists():
         rank = broken[0]
         return RuntimeError(f"rank {rank} of {len(codes)} exited with code {codes[rank]}; see its output above")
+    doing = {t["rank"]: t["doing"] for t in failures if t.get("doing")}
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
+        aborted = {rank: found for rank in killed if (found := collectives.of_dump(_stack(folder, rank)))}
         return RankLostError(
             f"rank {killed[0]} of {len(codes)} was killed by {name}; the others were stopped. Rerun with --resume auto."
+            f"{' ' + _collectives_of(doing | aborted) if aborted else ''}"
         )
     if failures:
-        return RankLostError(failures[0]["text"])
+        differ = len(set(doing.values())) > 1
+        return RankLostError(failures[0]["text"] + (f" {_collectives_of(doing)}" if differ else ""))
     if silent:
         return RankLostError(f"rank {silent[0]} of {len(codes)} lost another rank. Rerun with --resume auto.")
     assert (folder / "result.json").exists(), codes
     return None
+
+
+def _collectives_of(doing: dict[int, str]) -> str:
+    """A sentence on ranks that were in different collectives, or in one with different sizes."""
+    each = ", ".join(f"rank {rank} was in {found}" for rank, found in sorted(doing.items()))
+    return f"Collectives did not match: {each}."
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where the stacks of a spawned rank are dumped if it ends by a fatal signal."""
+    return folder / f"stacks-{rank}.txt"
+
+
+def _stack(folder: Path, rank: int) -> str:
+    file = stack_file(folder, rank)
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _without_a_file(codes: list, reported: set) -> list[int]:
@@ -164,9 +185,9 @@ def _without_a_file(codes: list, reported: set) -> list[int]:
     return sorted(found, key=lambda rank: (codes[rank] == RankLostError.exit_code, rank))
 
 
-def write_failure(env: RankEnv, code: int, text: str) -> None:
-    """Writes this rank's failure for the process that spawned it."""
-    content = {"rank": env.rank, "code": code, "text": text, "time": time.time()}
+def write_failure(env: RankEnv, code: int, text: str, doing: str | None = None) -> None:
+    """Writes this rank's failure for the process that spawned it. `doing`: the collective it was in."""
+    content = {"rank": env.rank, "code": code, "text": text, "time": time.time(), "doing": doing}
     _write(_folder_of(env) / f"failed-{env.rank}.json", json.dumps(content))
 
 

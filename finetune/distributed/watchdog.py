@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
@@ -69,6 +70,7 @@ class Watchdog(threading.Thread):
         self.is_peer_failure, self.token = is_peer_failure, token
         self.env, self.timeout_s, self.stacks, self.log_error = env, timeout_s, stacks, log_error
         self.listener, self.closing = listener, threading.Event()
+        self.doing: str | None = None  # the collective that failed; else the main thread is in it
         self.lock, self.on_exit = threading.Lock(), lambda code: None
         self.peers: dict[int, Connection] = {}
         self.strangers: list[Connection] = []
@@ -254,7 +256,7 @@ class Watchdog(threading.Thread):
                 if code == RankLostError.exit_code:
                     self._dump_stacks()
                 if self.env.folder is not None:
-                    write_failure(self.env, code, text)
+                    write_failure(self.env, code, text, self.doing or collectives.current())
                 elif logs:
                     self.log_error(text)
                 for rank in self.peers:
@@ -283,6 +285,7 @@ class Watchdog(threading.Thread):
         Waits first: the watchdog ends this process within moments, naming the lost rank, unless all ranks are alive.
         """
         gone = self.is_peer_failure(error)
+        self.doing = collectives.of_error(error)
         self.closing.wait(GRACE_S / 2 if gone else 0)
         return gone
 

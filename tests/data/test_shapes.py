@@ -5,13 +5,14 @@ Nothing in between: a shape is learned exactly as written here, or it is refused
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from finetune.config import TrainConfig
-from finetune.data.prepare import check_columns, options_of
+from finetune.data.prepare import check_columns, options_of, read_datasets
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import tokenize
@@ -666,3 +667,16 @@ def test_a_column_that_is_named_and_missing_is_refused(tmp_path, chat_tokenizer)
         dataset_of(
             tmp_path, {"a.jsonl": lines({"prompt": "a", "completion": "b"})}, chat_tokenizer, {"columns": "prompt=q"}
         )
+
+
+def test_a_column_that_some_of_the_datasets_lack_is_read_where_it_is(tmp_path):
+    (tmp_path / "asked.jsonl").write_bytes(lines({"q": "a", "completion": "b"}))
+    (tmp_path / "scored.jsonl").write_bytes(lines({"prompt": "c", "completion": "d"}))
+    named = TrainConfig(dataset=str(tmp_path / "asked.jsonl"), score_dataset=str(tmp_path / "scored.jsonl"))
+    found = read_datasets(Parts(replace(named, columns="prompt=q")).data)
+    assert [read.row(read.raw.sources[0]).columns["prompt"] for (read,) in found.values()] == ["q", "prompt"]
+    with pytest.raises(PlanError, match="asked.* and .*scored.* has no column 'reply' that .* it has q, completion,"):
+        read_datasets(Parts(replace(named, columns="prompt=q,output=reply")).data)
+    with pytest.raises(PlanError, match="scored.jsonl.*: has no column 'q'"):
+        own = {"name": named.score_dataset, "columns": {"prompt": "q"}}
+        read_datasets(Parts(replace(named, columns="prompt=q", score_dataset=own)).data)

@@ -22,6 +22,7 @@ from tests.support.commands import (
     wait_for_steps,
     words,
 )
+from tests.support.planned import planned
 from tests.support.runs import assert_same_run
 
 
@@ -121,3 +122,20 @@ def test_ranks_that_end_without_writing_why_are_one_line_and_their_code(codes, m
     kind, text = SILENT[codes]
     with pytest.raises(kind, match=text):
         run_ranks(ROOT / "tests/support/ranks_that_end.py", 2, "{}", StopSignal().forwarding)
+
+
+DISAGREE = {
+    "4 numbers;80,000 numbers": r"by SIGABRT; .* match: rank 0 was in all_reduce \(.*, rank 1 was in all_reduce",
+    "4 numbers;a barrier": r"did not match: rank 0 was in all_reduce \(.*, line \d+\), rank 1 was in barrier \(.*line",
+}
+
+
+# The second waits for the process group's own timeout.
+@pytest.mark.parametrize(
+    "collectives", [pytest.param(c, marks=[pytest.mark.slow] if "barrier" in c else []) for c in DISAGREE]
+)
+def test_ranks_that_take_other_collectives_are_named_with_them(collectives, flags, monkeypatch):
+    monkeypatch.setenv("COLLECTIVES", collectives)
+    plan = planned(8, **flags, world_size=2, rank_timeout=2)
+    with pytest.raises(RankLostError, match=DISAGREE[collectives]):
+        run_ranks(ROOT / "tests/support/ranks_that_disagree.py", 2, plan.serialize(), StopSignal().forwarding)

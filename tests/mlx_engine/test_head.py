@@ -17,3 +17,12 @@ def test_log_sums_and_their_gradients_are_fp64s_at_every_width(columns):
     assert np.abs(found[:, 0] - exact).max() <= 2e-6
     grads = np.array(mx.grad(lambda x: log_sum_exp(x).sum())(mx.array(logits)))
     np.testing.assert_allclose(grads, np.exp(logits - exact[:, None]), rtol=1e-5, atol=1e-9)
+
+
+def test_log_sums_below_a_high_logit_are_not_all_too_small():
+    """As a trained model's: one column far above the rest, whose exponentials a plain sum would lose one by one."""
+    logits = np.random.default_rng(1).normal(size=(64, 49_152)).astype(np.float32) * 3
+    logits[:, 7] = 25
+    exact = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    off = np.array(log_sum_exp(mx.array(logits)))[:, 0] - exact
+    assert abs(off.mean()) <= 3e-7 and np.abs(off).max() <= 4e-6  # half a unit in the last place of 25 is 1e-6

@@ -8,8 +8,11 @@ import pytest
 import export
 import generate
 import score
+from backend_manager import BackendManager
 from finetune.errors import PlanError
+from finetune.estimate.model_shape import ModelShape
 from finetune.run.metrics import read_events
+from finetune.trained_base import trained_base
 from tests.support.rows import ROWS, jsonl
 
 QLORA = dict(train_type="qlora")
@@ -82,6 +85,23 @@ def test_a_step_is_opened_as_its_run_was(trained, rows, capsys):
     assert found["base"] == "nf4 4 bits"
 
 
+def test_bits_that_are_asked_for_are_had_on_mlx_too(trained, rows, capsys):
+    found, err = scored(trained, rows, capsys, "--device", "mlx", "--n_bits", "4")
+    assert found["base"] == "mlx 4 bits" and "asked for; it was trained on nf4 4 bits" in err
+
+
+def test_a_quant_type_that_torch_lacks_is_opened_dense(rows, run, tmp_path, capsys):
+    run(**KINDS["engine of MLX"] | dict(quant_type="mxfp4"), num_epochs=1)
+    found, err = scored(tmp_path / "out", rows, capsys, "--device", "cpu")
+    assert found["base"] == "dense" and "as it was trained on mlx 4 bits (mxfp4), which is MLX's own" in err
+
+
+def test_new_layers_are_not_quantized(trained, rows):
+    (trained / "trained_blocks.json").write_text("{}")
+    with pytest.raises(PlanError, match="--n_bits 8: new layers .trained_blocks.json. are opened on a dense base only"):
+        trained_base(trained, ModelShape.from_config({}), BackendManager("cpu", verbose=False), n_bits=8)
+
+
 def test_what_cannot_be_opened_as_trained_says_why(trained, rows, run, tmp_path, capsys):
     found, err = scored(trained, rows, capsys, "--device", "mlx")
     assert found["base"] == "dense" and "base: dense, as it was trained on nf4 4 bits, which MLX lacks" in err
@@ -101,6 +121,14 @@ def test_an_adapter_without_a_plan_is_opened_dense(trained, rows, tmp_path, caps
 def test_a_damaged_plan_is_one_line(trained, rows):
     (trained / "run_plan.json").write_text("{")
     with pytest.raises(PlanError, match="run_plan.json.* or remove it to open the adapter on a dense base"):
+        score.main(["--checkpoint", str(trained), "--dataset", rows])
+
+
+def test_a_changed_plan_is_one_line(trained, rows):
+    plan = json.loads((trained / "run_plan.json").read_text())
+    plan["settled"]["group_size"] = 32
+    (trained / "run_plan.json").write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match="run_plan.json: is not as it was written .sha256 differs"):
         score.main(["--checkpoint", str(trained), "--dataset", rows])
 
 

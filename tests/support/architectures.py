@@ -247,6 +247,8 @@ def class_of(model_type: str) -> str:
 
 # ---- against transformers and PEFT
 
+LENGTHS = (5, 17, 30, 9, 26, 3)
+
 
 @dataclass
 class Compared:
@@ -263,8 +265,13 @@ class Compared:
     generates: bool  # six greedy tokens are those of a forward over the whole text for each
 
 
-def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = False, **changes) -> Compared:
-    """Trains nothing: one step's loss and gradients of both, on the same documents. Raises what the engine raises."""
+def compare(
+    model_type: str, train_type: str, folder: Path, use_dora: bool = False, lengths=LENGTHS, vocab=128, **changes
+) -> Compared:
+    """Trains nothing: one step's loss and gradients of both, on the same documents. Raises what the engine raises.
+
+    `lengths`: of the documents, whose tokens are below `vocab`.
+    """
     model = build(model_type, **changes)
     if not (folder / "config.json").exists():
         model.save_pretrained(folder)
@@ -273,15 +280,14 @@ def compare(model_type: str, train_type: str, folder: Path, use_dora: bool = Fal
         TrainConfig(), precision="fp32", lr=1e-3, train_type=train_type, use_dora=use_dora, lora_rank=4, lora_alpha=8.0
     )
     settings = dataclasses.replace(settings, lora_dropout=0.0, lora_target_modules="all", microbatch_tokens=128)
-    settings = dataclasses.replace(settings, context_length=64)  # what index_topk takes, see check_sparse_attention
+    settings = dataclasses.replace(settings, context_length=max(64, *lengths))  # index_topk, see check_sparse_attention
     if train_type == "qlora":
         settings = dataclasses.replace(settings, quantization_backend="nf4")
     ours = load_model(folder, settings, torch.device("cpu"), say=lambda line: None)
     disturb(ours)
     engine = torch_engine(ours, settings, torch.device("cpu"))
     layout, reason = engine.verify("auto")["batch_layout"]
-    lengths = (5, 17, 30, 9, 26, 3)
-    rows = tiny.dataset(lengths)
+    rows = tiny.dataset(lengths, vocab)
     batches = microbatches(rows, range(len(lengths)), layout, len(lengths), 10**6, pad_id=0)
     targets = sum(batch.num_targets for batch in batches)
     mine = 0.0

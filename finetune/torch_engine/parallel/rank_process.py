@@ -3,6 +3,7 @@ others.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import threading
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
-from finetune.distributed.launcher import GRACE_S, received_end, send_plan, write_failure, write_result
+from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.system import process
+from finetune.system.files import open_file
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
     create_store,
@@ -109,6 +112,7 @@ def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
 def run_spawned(run, env: RankEnv) -> int:
     """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
     process.mute_nonzero_ranks(env.rank)
+    faulthandler.enable(open_file(stack_file(env.folder, env.rank), "w"))  # open as long as the process
     plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
     state = run_rank(run, env, *join(env, plan.settings.rank_timeout), plan)
     return state.exit_code if state.status == "failed" else 0
@@ -132,7 +136,7 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
             raise
         watchdog.announce_failure(failure.exit_code, str(failure))
         if env.folder:
-            write_failure(env, failure.exit_code, str(failure))
+            write_failure(env, failure.exit_code, str(failure), collectives.of_error(error))
         if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
             return TrainState(status="failed", exit_code=failure.exit_code)
         raise failure from error
