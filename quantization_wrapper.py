@@ -352,8 +352,8 @@ def probe(name: str, bits: int, device: str) -> dict:
 
     {'error': None or the failure; 'weight_error': |w' - w| / |w| for normal weights; 'product_error': relative error of
     the output against the dense matmul; 'slowdown': forward and backward time relative to the unquantized layer, 256
-    tokens through 1024 x 1024; 'bits_per_weight': scales included; 'kernel': what
-    dequantizes}.
+    tokens through 1024 x 1024; 'bits_per_weight': scales included; 'kernel': what dequantizes; 'failed': {'bf16' or
+    'fp16': why it is not right in that type, in which a run computes}}.
     """
     missing = not_installed(name)
     if missing:
@@ -368,6 +368,7 @@ def probe(name: str, bits: int, device: str) -> dict:
         y = layer(x)
         (grad,) = torch.autograd.grad(y.sum(), x)
         dense = layer.weight_of(layer.stored(), torch.float32)
+        failed = {word: error for word in HALVES if (error := _half_error(layer, x.detach(), dense, word))}
         slowdown = _seconds(layer, x) / _seconds(lambda t: torch.nn.functional.linear(t, dense), x)
     except PROBE_FAILURES as error:
         return {"error": f"failed on {device}: {first_line(error)}"}
@@ -383,8 +384,35 @@ def probe(name: str, bits: int, device: str) -> dict:
         "product_error": float(f"{max(off, off_back):.1e}"),
         "slowdown": round(slowdown, 2),
         "kernel": kernel_of(name, device),
+        "failed": failed,
         "bits_per_weight": round(8 * sum(p.nbytes for p in layer.parameters()) / weight.numel(), 3),
     }
+
+
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _half_error(layer, x, dense, word: str) -> str | None:
+    """Why the layer is not right in a 16-bit type, forward and backward; None if it is."""
+    import torch
+
+    dtype = getattr(torch, HALVES[word])
+    x = x.to(dtype).requires_grad_()
+    try:
+        y = layer(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    except PROBE_FAILURES as error:
+        return first_line(error)
+    with torch.no_grad():
+        weight = dense.to(dtype).float()
+        off = _off(y, x.float() @ weight.T), _off(grad, weight.sum(0).expand(x.shape))
+    # Rounded inputs and results of 16 bits; sums are in fp32.
+    limit = 4 * torch.finfo(dtype).eps
+    return None if max(off) <= limit else f"product error {max(off):.1e}"
+
+
+def _off(found, wanted) -> float:
+    return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
 def kernel_of(name: str, device: str) -> str:

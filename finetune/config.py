@@ -32,6 +32,7 @@ BATCH_LAYOUTS = ("auto", "padding_free", "padded")
 QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
+ATTENTIONS = ("auto", "varlen", "flash", "sdpa", "groups")
 AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
@@ -326,7 +327,23 @@ class TrainConfig:
     use_activation_cpu_offload: bool = memory_flag(
         False, "offload activations saved for backward to host memory", resumable=True
     )
-    use_flash_attention: bool = memory_flag(False, "use flash attention kernels if available")
+    attention: str = memory_flag(
+        "auto",
+        "attention of packed documents. varlen: torch's flash kernels, by the documents' bounds; flash: FlashAttention "
+        "3 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
+        "products; sdpa: the same by SDPA alone; auto: the first kernel that passes its trial on the device, else "
+        "groups",
+        choices=ATTENTIONS,
+        resumable=True,
+    )
+    compile: str = memory_flag(
+        "auto",
+        "torch.compile each decoder layer while it trains; auto: on a GPU, where a timed microbatch says that it pays "
+        "in this run",
+        choices=AUTO_BOOL,
+        resumable=True,
+    )
+    use_flash_attention: bool = memory_flag(False, "older spelling of --attention auto, where flash kernels are")
     backend: str | None = machine_flag(
         None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto"
     )

@@ -6,7 +6,7 @@ to end.
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Batch:
     rows: tuple[int, ...]
     _: KW_ONLY
     desirable_D: np.ndarray | None = None
-    reference_D: np.ndarray | None = None
+    reference_D: Any = None  # a numpy array, or a tensor of the engine's
     mismatched: bool = False
 
     @property
@@ -121,6 +121,11 @@ class Engine(Protocol):
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
         Raises OutOfMemoryError.
+        """
+
+    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
+        """(true or false, why), as two timed microbatches say, in a run of so many steps; nothing is learned from them.
+        Asked only where the plan left it open.
         """
 
     # ---- step

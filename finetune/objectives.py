@@ -108,8 +108,15 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> tuple[int, ...]:
         """Numbers whose sums over a step `loss` and `means` divide by; the first divides the loss."""
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, dict[str, float]]:
-        """(summed loss of a microbatch, differentiable; {name in `sums`: sum})."""
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, object]:
+        """(summed loss of a microbatch, differentiable; what `sums_of` is made of, a floating-point tensor on the
+        device, or None).
+        """
+
+    def sums_of(self, observed) -> dict[str, float]:
+        """{name in `sums`: sum} of a microbatch, from what `loss` observed: in fp64 on the host, once the device has
+        computed the step.
+        """
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         """The metrics of a step, from its sums."""
@@ -127,8 +134,11 @@ class NextToken:
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (batch.num_targets,)
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, dict[str, float]]:
-        return forward.nll(batch), {}
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, object]:
+        return forward.nll(batch), None
+
+    def sums_of(self, observed) -> dict[str, float]:
+        return {}
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         return {}

@@ -55,7 +55,7 @@ ARROWS = {
     **dict.fromkeys(SHARED, (SHARED | BOTTOM, {"numpy"})),
     "torch_engine": (
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
-        {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm"},
+        {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm", "triton"},
     ),
     "mlx_engine": (SHARED | BOTTOM | {"mlx_engine", "finetune.quantizers.affine"}, {"numpy", "mlx", "mlx_lm"}),
     "quantizers": ({"quantizers"}, {"numpy", "torch", "triton"}),

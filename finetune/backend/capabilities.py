@@ -63,6 +63,8 @@ def auto_cpu_matmul(onednn_speed: float | None) -> str:
     return "onednn" if onednn_speed is not None and onednn_speed >= ONEDNN_PAYS else "blas"
 
 
+BF16_FROM = (8, 0)  # CUDA capability of the first GPUs with bf16 units
+
 # The documented baseline of each backend, before any probe.
 CAPABILITIES = {
     Backend.CUDA: BackendCapabilities(
@@ -121,10 +123,16 @@ def merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendC
     """The baseline merged with the probe results, and the reason for each difference."""
     reasons = {}
     speed = facts["bfloat16_speed"]
-    # On a GPU bf16 pays off through memory even at equal speed; a CPU without bf16 instructions emulates them.
-    bf16 = speed is not None and (backend is not Backend.CPU or speed >= 1.1)
+    # On a GPU bf16 pays off through memory even at equal speed, where its units compute it; a CPU without bf16
+    # instructions, and a GPU before capability 8.0, emulate them.
+    capability = tuple(facts["capability"] or ())
+    emulated = bool(capability) and capability < BF16_FROM
+    bf16 = speed is not None and not emulated and (backend is not Backend.CPU or speed >= 1.1)
     if speed is None:
         reasons["bf16"] = f"failed here: {facts['bfloat16_error']}"
+    elif emulated:
+        version = ".".join(map(str, capability))
+        reasons["bf16"] = f"{facts['device_name']} has CUDA capability {version}, and emulates bf16 below 8.0"
     elif not bf16:
         reasons["bf16"] = f"bf16 products have {speed:.2f} x the speed of fp32 here, measured"
     elif bf16 and not base.supports_bfloat16:

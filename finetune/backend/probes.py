@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,11 @@ from finetune.system.files import replace
 from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, check, read_json
 
 # What torch raises where a device, its driver or a kernel is missing.
-PROBE_FAILURES = (RuntimeError, AssertionError, ImportError, AttributeError, OSError, TypeError, ValueError)
+# SubprocessError: a compiler that a kernel needs when it first runs.
+PROBE_FAILURES = (
+    *(RuntimeError, AssertionError, ImportError, AttributeError, OSError, TypeError, ValueError),
+    subprocess.SubprocessError,
+)
 # What is cached of a device, and of each pair of a quantizer and its bits that passed.
 FACTS = {
     "device_name": str,

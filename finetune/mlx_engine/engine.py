@@ -118,6 +118,9 @@ class MLXEngine:
             found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
         return found
 
+    def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:
+        return "false", "--mlx_config says whether mx.compile is used"
+
     def try_step(self, batch: Batch, several: bool) -> None:
         """Forward and backward of one batch, without an update; random state is as before."""
         key = self.key

@@ -21,6 +21,11 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
+    if plan.memory.compiles is None:
+        batch = data.largest_microbatch(plan, engine.pad_id)
+        found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan))}
+        plan = plan.changed(found)
+        say(f"compile: {found['compile'][0]} ({found['compile'][1]})")
     choice = reference_choice(plan, data)
     for setting, (used, reason) in choice.items():
         say(f"{setting}: {used} ({reason})")

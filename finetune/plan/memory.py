@@ -21,7 +21,8 @@ def resolve_memory(draft: Draft) -> None:
     auto_cache = draft.values["cache_dequantized"] == "auto" and draft.values["train_type"] == "qlora"
     resolve_dequant_cache(draft, auto_cache)
     resolve_activation_offload(draft)
-    resolve_flash_attention(draft)
+    resolve_attention(draft)
+    resolve_compile(draft)
     resolve_batch(draft, auto_cache)
 
 
@@ -58,15 +59,43 @@ def resolve_activation_offload(draft: Draft) -> None:
         draft.adjust("use_activation_cpu_offload", False, reason)
 
 
-def resolve_flash_attention(draft: Draft) -> None:
-    if not draft.values["use_flash_attention"]:
-        return
-    if draft.capabilities.supports_flash_attention or draft.assumes_accelerator:
-        draft.notices.append("flash attention: torch's own kernels, which it takes for bf16 and fp16")
-        return
-    default = f"no flash attention kernels on {draft.backend}"
+def resolve_attention(draft: Draft) -> None:
+    """Refuses kernels that this device or precision lacks; which one each layer gets is tried on the loaded model."""
+    values, available = draft.values, draft.capabilities.supports_flash_attention or draft.assumes_accelerator
+    word, default = values["attention"], f"no flash attention kernels on {draft.backend}"
     reason = draft.capabilities.reasons.get("flash_attention", default)
+    if Parts(TrainConfig(**values)).attention.required:
+        if not available:
+            raise PlanError(f"--attention {word}: {reason}. Use auto, groups or sdpa.")
+        if values["precision"] == "fp32":
+            raise PlanError(f"--attention {word}: its kernels compute in 16 bits only. Use --precision bf16, or auto.")
+    if not values["use_flash_attention"]:
+        return
+    if available:
+        draft.notices.append(f"use_flash_attention: --attention {word} says which kernels; they take bf16 and fp16")
+        return
     draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")
+
+
+def resolve_compile(draft: Draft) -> None:
+    """Where nothing is compiled; what is left open is timed on the loaded model."""
+    values, dims = draft.values, draft.dims
+    if values["compile"] == "false":
+        return
+    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(dims, name) > 1]
+    why = None
+    if "DISABLE_COMPILE" in draft.facts.environment:
+        why = "DISABLE_COMPILE is set"
+    elif draft.backend is Backend.MPS:
+        why = "torch.compile is not used on MPS"
+    elif split:
+        why = f"layers of --{split[0]}_degree {getattr(dims, split[0])} communicate within their forward"
+    elif draft.facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        why = "DeepSpeed gathers weights within a layer's forward"
+    if why:
+        draft.adjust("compile", "false", why)
+    elif values["compile"] == "auto" and (draft.backend is not Backend.CUDA or dims.world_size > 1):
+        values["compile"] = "false"
 
 
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:

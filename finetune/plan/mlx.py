@@ -15,6 +15,8 @@ REPLACED = {
     "use_cpu_offload": "MLX's memory is unified, or the processor's own",
     "reentrant_checkpointing": "it is a variant of torch's",
     "profile": "it is torch's profiler",
+    "attention": "MLX has a kernel of its own",
+    "compile": "--mlx_config says whether mx.compile is used",
 }
 # On a CPU the padding of a forward costs as much as its tokens, and small products are as fast as large ones: 1.6 times
 # the speed of 2048 on rows of 20 to 200 tokens (benchmarks/vs_mlx_lm.py).

@@ -324,9 +324,19 @@ class ParallelPlan:
         return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution)
 
 
+# Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
+ATTENTION_KERNELS = {
+    "auto": ("flash-attention 3", "varlen", "flash-attention 2"),
+    "varlen": ("varlen",),
+    "flash": ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"),
+}
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What trades speed for memory. `loading_workers`: -1: as many as the machine takes."""
+    """What trades speed for memory or time to start. `loading_workers`: -1: as many as the machine takes. `compiles`:
+    each decoder layer; None: if a timed microbatch says that it pays.
+    """
 
     recompute: bool = False
     reentrant: bool = False
@@ -335,6 +345,7 @@ class MemoryPlan:
     cache_dequantized: bool = False
     low_memory: bool = False
     loading_workers: int = -1
+    compiles: bool | None = False
 
     @classmethod
     def of(cls, settings: TrainConfig) -> "MemoryPlan":
@@ -347,7 +358,26 @@ class MemoryPlan:
             s.cache_dequantized == "true",
             s.low_memory,
             s.loading_workers,
+            {"true": True, "false": False}.get(s.compile),
         )
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How packed documents attend. `kernels`: tried in this order, names of attention.varlen.KERNELS.
+
+    `required`: without one of them the run ends. `own_products`: a CPU may multiply matrices where SDPA is slower.
+    """
+
+    word: str = "auto"
+    kernels: tuple[str, ...] = ()
+    required: bool = False
+    own_products: bool = True
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "AttentionPlan":
+        word = settings.attention
+        return cls(word, ATTENTION_KERNELS.get(word, ()), word in ("varlen", "flash"), word != "sdpa")
 
 
 @dataclass(frozen=True)
@@ -400,6 +430,7 @@ class Parts:
     steps: StepsPlan = field(init=False, repr=False)
     parallel: ParallelPlan = field(init=False, repr=False)
     memory: MemoryPlan = field(init=False, repr=False)
+    attention: AttentionPlan = field(init=False, repr=False)
     output: OutputPlan = field(init=False, repr=False)
     profile: ProfilePlan = field(init=False, repr=False)
 
@@ -414,6 +445,7 @@ class Parts:
             ("steps", StepsPlan.of(s)),
             ("parallel", ParallelPlan.of(s, self.distribution)),
             ("memory", MemoryPlan.of(s)),
+            ("attention", AttentionPlan.of(s)),
             ("output", _part(OutputPlan, s)),
             ("profile", _part(ProfilePlan, s)),
         ):

@@ -25,6 +25,7 @@ from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.parts import Parts
 from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan
@@ -148,6 +149,12 @@ def precision(draft: Draft) -> None:
             label = "MPS" if draft.backend is Backend.MPS else str(draft.backend)
             used = "fp16" if word == "bf16" else "fp16_autocast"
             draft.adjust("precision", used, f"{label} backend doesn't support bfloat16: {why or 'documented'}")
+    forced = draft.facts.environment.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
+    if forced and draft.backend is Backend.CUDA and Parts(TrainConfig(**values)).precision.compute == "fp32":
+        draft.notices.append(
+            f"precision {values['precision']}: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 rounds products to TF32, 10 bits; "
+            "unset it for fp32"
+        )
     if values["train_type"] == "full" and values["precision"] in ("bf16", "fp16"):
         reason = "full fine-tuning trains every weight, and trainable weights are kept in fp32"
         draft.adjust("precision", values["precision"] + "_autocast", reason)
@@ -198,17 +205,26 @@ def quantization(draft: Draft) -> None:
     if problem:
         raise PlanError(problem)
     check_group_size(draft, name)
-    found = None if draft.backend is Backend.MLX else draft.facts.probe_quantizer(name, bits)
-    if found and found["error"]:
+    error = None if draft.backend is Backend.MLX else probe_error(draft, name, bits)
+    if error:
         passing = passing_quantizers(draft)
         raise PlanError(
-            f"--quantization_backend {name}: {found['error']}. These pass their probes on {draft.backend}: {passing}."
+            f"--quantization_backend {name}: {error}. These pass their probes on {draft.backend}: {passing}."
         )
     if values["quant_type"] is None:
         quant_types = quantization_wrapper.METHODS[name].quant_types[bits]
         values["quant_type"] = quant_types[0] if quant_types else None
     if draft.backend is Backend.MPS and not draft.assumes_accelerator:
         draft.notices.append("4-bit weights on MPS are dequantized by plain torch operations: slower than 16-bit ones")
+
+
+def probe_error(draft: Draft, name: str, bits: int) -> str | None:
+    """Why a quantizer cannot be used here in the run's precision, by its probe; None if it passed or was not probed."""
+    found, compute = draft.facts.probe_quantizer(name, bits), Parts(TrainConfig(**draft.values)).precision.compute
+    if found is None:
+        return None
+    why = found.get("failed", {}).get(compute)
+    return found["error"] or (f"is wrong in {compute} on {draft.backend}: {why}" if why else None)
 
 
 def quantized_on_cpu(draft: Draft) -> None:
@@ -255,11 +271,12 @@ def auto_quantizer(draft: Draft) -> None:
         if found is None:
             draft.adjust("quantization_backend", name, "the first documented, not probed: run --doctor")
             return
-        if found["error"] is None:
+        error = probe_error(draft, name, bits)
+        if error is None:
             reason = f"the first that passed its probe here{''.join(f'; {line}' for line in failed)}"
             draft.adjust("quantization_backend", name, reason)
             return
-        failed.append(f"{name} {found['error']}")
+        failed.append(f"{name} {error}")
     raise PlanError(
         f"--n_bits {bits}: no quantizer passed its probe on {draft.backend} ({'; '.join(failed)}). These pass: "
         f"{passing_quantizers(draft)}. Use one of them, or --train_type lora."
@@ -280,8 +297,8 @@ def _no_quantizer(values: dict) -> str:
 
 def passing_quantizers(draft: Draft) -> str:
     """The (method, bits) pairs that pass their probes here, in words."""
-    results = {pair: draft.facts.probe_quantizer(*pair) for pair in quantization_wrapper.pairs()}
-    passed = [f"{name} at {bits} bits" for (name, bits), found in results.items() if found and not found["error"]]
+    tried = [pair for pair in quantization_wrapper.pairs() if draft.facts.probe_quantizer(*pair)]
+    passed = [f"{name} at {bits} bits" for name, bits in tried if probe_error(draft, name, bits) is None]
     return ", ".join(passed) or "none"
 
 

@@ -3,6 +3,7 @@
 Scales are stored as integer bits, so that no dtype policy or `model.to(dtype)` can change them.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,21 @@ class Format:
     scale_dtype: torch.dtype
 
 
+def autocasts(x) -> bool:
+    """True inside torch.autocast of x's device; weights on meta are in none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def compute_dtype(x) -> torch.dtype:
+    """The dtype of products of x: autocast's, else its own."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def without_autocast(x):
+    """A context in which each tensor keeps its dtype."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
+
+
 def rows_of(x, dtype) -> torch.Tensor:
     """x [..., I] as rows [N, I] in `dtype`."""
     return x.to(dtype).reshape(-1, x.shape[-1])
@@ -34,9 +50,8 @@ class FrozenLinear(torch.autograd.Function):
     """y = x W^T (+ b) with W frozen, dequantized by `weight_of(tensors, dtype)` in forward and again in backward."""
 
     @staticmethod
-    def forward(ctx, x, bias, compute_dtype, weight_of, *stored):
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = compute_dtype or (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype)
+    def forward(ctx, x, bias, own_dtype, weight_of, *stored):
+        dtype = own_dtype or compute_dtype(x)
         ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
         ctx.save_for_backward(*stored)
         out = nn.functional.linear(

@@ -16,7 +16,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     affine.check_groups(columns, size, "mlx")
     packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
     scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
-    step = max(1, affine.CHUNK // columns)
+    step = max(1, packing.block_of(weight_OI.device) // columns)
     for start in range(0, rows, step):
         part = weight_OI[start : start + step].float().view(-1, columns // size, size)
         codes, scale, bias = affine.codes(torch, part, most)

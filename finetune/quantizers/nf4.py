@@ -8,6 +8,7 @@ O out_features, I in_features, P I padded to full blocks, K blocks per row (P / 
 """
 
 import importlib.util
+import subprocess
 from functools import cache
 
 import torch
@@ -35,7 +36,9 @@ LEVELS = (
 SCALES_GROUP = 256
 LIBRARY_BELOW = 2048  # from here on bitsandbytes runs compiled torch operations, not its kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK = packing.CPU_BLOCK  # weights quantized at a time
+# What Triton raises without a compiler, without Python's headers, or on a device that it does not compile for.
+TRITON_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError, AssertionError)
+TRITON_FAILURES += (NotImplementedError, subprocess.SubprocessError)
 
 
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
@@ -48,7 +51,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     absmax = torch.empty(rows, blocks, dtype=torch.float32, device=weight_OI.device)
     levels = torch.tensor(LEVELS, device=weight_OI.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    step = max(1, CHUNK // max(1, blocks * block))
+    step = max(1, packing.block_of(weight_OI.device) // max(1, blocks * block))
     for start in range(0, rows, step):
         part = weight_OI[start : start + step].float()
         part = torch.nn.functional.pad(part, (0, blocks * block - cols)).view(-1, blocks, block)
@@ -93,28 +96,98 @@ def _quantize_absmax(absmax_OK):
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The dequantized weight [O, I]: level[code] * absmax in fp32, cast to `dtype`.
 
-    On CUDA one Triton kernel; on a CPU bitsandbytes' kernel, if it is there and gives the same bits.
+    On a GPU one Triton kernel, on a CPU bitsandbytes' kernel, where they are there and give the same bits.
     """
-    packed_OP = tensors["packed"]
-    if packed_OP.is_cuda and importlib.util.find_spec("triton"):
+    arguments = tensors["packed"], tensors["absmax"], tensors.get("absmax_range"), shape[1], fmt.group_size, dtype
+    if tensors["packed"].device.type == "cpu" and not torch.compiler.is_compiling():
+        return _dequantize(*arguments)
+    return torch.ops.finetune.nf4_dequantize(*arguments)
+
+
+def _dequantize(packed_OP, absmax, absmax_range, columns: int, block: int, dtype) -> torch.Tensor:
+    device = packed_OP.device
+    tensors = {"packed": packed_OP, "absmax": absmax} | ({} if absmax_range is None else {"absmax_range": absmax_range})
+    if device.type != "cpu" and triton_error(device, dtype) is None:
         from finetune.quantizers import nf4_triton
 
-        levels = torch.tensor(LEVELS, device=packed_OP.device)
-        return nf4_triton.dequantize(tensors, levels, shape[1], fmt.group_size, dtype)
+        return nf4_triton.dequantize(tensors, _levels(device), columns, block, dtype)
     absmax_OK = _absmax(tensors)
-    if packed_OP.device.type == "cpu" and fmt.group_size < LIBRARY_BELOW and _library_kernel_is_equal():
+    if device.type == "cpu" and block < LIBRARY_BELOW and _library_kernel_is_equal():
         padded = (len(packed_OP), 2 * packed_OP.shape[1])
-        weight_OP = bnb.dequantize_blocks(packed_OP, absmax_OK, padded, fmt.group_size, "nf4", dtype)
-        return weight_OP[:, : shape[1]]
-    return in_plain_torch(packed_OP, absmax_OK, fmt.group_size)[:, : shape[1]].to(dtype)
+        return bnb.dequantize_blocks(packed_OP, absmax_OK, padded, block, "nf4", dtype)[:, :columns]
+    return in_plain_torch(packed_OP, absmax_OK, block)[:, :columns].to(dtype)
+
+
+# One operation to whoever traces or counts: torch.compile, and tensors on meta. Its result is contiguous.
+LIBRARY = torch.library.Library("finetune", "FRAGMENT")
+LIBRARY.define(
+    "nf4_dequantize(Tensor packed, Tensor absmax, Tensor? absmax_range, SymInt columns, int block, ScalarType dtype) "
+    "-> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "nf4_dequantize", "CompositeExplicitAutograd")
+def _nf4_dequantize(packed, absmax, absmax_range, columns, block, dtype):
+    return _dequantize(packed, absmax, absmax_range, columns, block, dtype).contiguous()
+
+
+@torch.library.register_fake("finetune::nf4_dequantize", lib=LIBRARY)
+def _nf4_dequantize_on_meta(packed, absmax, absmax_range, columns, block, dtype):
+    return packed.new_empty(packed.shape[0], columns, dtype=dtype)
 
 
 def kernel_of(device: str) -> str:
     """What `dequantize` runs on a device."""
-    if str(device).startswith("cuda") and importlib.util.find_spec("triton"):
-        return "our Triton kernel"
-    equal = str(device) == "cpu" and _library_kernel_is_equal()
-    return "bitsandbytes' kernel, equal bit for bit" if equal else "plain torch"
+    where = torch.device(device)
+    if where.type == "cpu":
+        return "bitsandbytes' kernel, equal bit for bit" if _library_kernel_is_equal() else "plain torch"
+    error = triton_error(where, torch.float32)
+    return f"plain torch (our Triton kernel: {error})" if error else "our Triton kernel"
+
+
+@cache
+def triton_error(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernel does not dequantize to `dtype` on a device; None if it gives plain torch's bits there.
+
+    Tried once per device and type: all 256 bytes under several scales, of 4 and of 8 bits. Triton compiles when it
+    first runs, which needs a C compiler and Python's headers.
+    """
+    if not importlib.util.find_spec("triton"):
+        return "triton is not installed"
+    try:
+        from finetune.quantizers import nf4_triton
+
+        for tensors in _trial_tensors(device):
+            found = nf4_triton.dequantize(tensors, _levels(device), TRIAL_COLUMNS, 64, dtype)
+            wanted = in_plain_torch(tensors["packed"], _absmax(tensors), 64)[:, :TRIAL_COLUMNS].to(dtype)
+            if not torch.equal(found, wanted):
+                return f"other numbers than plain torch's in {str(dtype).removeprefix('torch.')}"
+    except (*TRITON_FAILURES, *triton_errors()) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return None
+
+
+TRIAL_COLUMNS = 250
+
+
+def _trial_tensors(device) -> list[dict[str, torch.Tensor]]:
+    packed = torch.arange(256, dtype=torch.uint8).repeat(3).view(6, 128)
+    absmax = torch.tensor([1.0, 0.0123, 3e-7, 1.7, 250.0, 0.0]).repeat(4).view(6, 4)
+    codes_OK, range_O2G = _quantize_absmax(absmax)
+    single = {"packed": packed, "absmax": absmax.view(torch.int32)}
+    double = {"packed": packed, "absmax": codes_OK, "absmax_range": range_O2G.view(torch.int32)}
+    return [{name: tensor.to(device) for name, tensor in kind.items()} for kind in (single, double)]
+
+
+def triton_errors() -> tuple[type[Exception], ...]:
+    """Triton's own: what its compiler raises is no RuntimeError."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
 
 
 def in_plain_torch(packed_OP, absmax_OK, block: int) -> torch.Tensor:
@@ -132,8 +205,8 @@ def _library_kernel_is_equal() -> bool:
     """
     if not importlib.util.find_spec("bitsandbytes"):
         return False
-    packed = torch.arange(256, dtype=torch.uint8).repeat(3).view(6, 128)
-    absmax = torch.tensor([1.0, 0.0123, 3e-7, 1.7, 250.0, 0.0]).repeat(4).view(6, 4)
+    single, _ = _trial_tensors("cpu")
+    packed, absmax = single["packed"], single["absmax"].view(torch.float32)
     own = in_plain_torch(packed, absmax, 64)
     try:
         theirs = (bnb.dequantize_blocks(packed, absmax, (6, 256), 64, "nf4", dtype) for dtype in DTYPES)
@@ -143,8 +216,14 @@ def _library_kernel_is_equal() -> bool:
 
 
 @cache
+def _levels(device) -> torch.Tensor:
+    """The codebook on a device. Made once: the copy of a Python list waits for the device."""
+    return torch.tensor(LEVELS, device=device)
+
+
+@cache
 def _level_pairs(device) -> torch.Tensor:
-    levels = torch.tensor(LEVELS, device=device)
+    levels = _levels(device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)
     return pairs.view(torch.int64).reshape(-1)
 

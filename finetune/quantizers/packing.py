@@ -14,10 +14,14 @@ CPU_BLOCK, DEVICE_BLOCK = 2**17, 2**24
 _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}
 
 
+def block_of(device: torch.device) -> int:
+    """Weights quantized at a time on a device."""
+    return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+
+
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:
     """Slices of a tensor's rows, each of about CPU_BLOCK numbers (on a device DEVICE_BLOCK) and at least one row."""
-    numbers = CPU_BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
-    step = max(1, numbers // max(1, tensor[0].numel()))
+    step = max(1, block_of(tensor.device) // max(1, tensor[0].numel()))
     for start in range(0, len(tensor), step):
         yield slice(start, min(start + step, len(tensor)))
 

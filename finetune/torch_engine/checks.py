@@ -12,6 +12,8 @@ from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
+from finetune.torch_engine.attention.varlen import Attention
+from finetune.torch_engine.device import TF32_EPS, rounds_to_tf32
 from finetune.torch_engine.forward import (
     PADDED_INPUTS,
     Layout,
@@ -38,7 +40,7 @@ class Check:
 
 
 def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
-    """{"batch_layout": (used, reason)}: runs the checks and gives the forward its layout.
+    """{"batch_layout": (used, reason)}, on a GPU with "attention": runs the checks and gives the forward its layout.
 
     PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
     other logits than the full one. Collective.
@@ -54,7 +56,8 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     forward.use(layout)
     if forward.recorded:
         check_parallel_logits(forward, parallel)
-    return {"batch_layout": (layout.name, layout.reason)}
+    used = forward.attention.used() if layout.padding_free and forward.device.type != "cpu" else None
+    return {"batch_layout": (layout.name, layout.reason)} | ({"attention": used} if used else {})
 
 
 def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layout:
@@ -69,9 +72,9 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     packed, bounds = Check(False, "requested"), False
     if batch_layout != "padded":
         lengths = forward.context_length, forward.row_length
-        packed = call(check_padding_free, model, forward.autocast, *lengths)
+        packed = call(check_padding_free, model, forward.autocast, *lengths, False, forward.attention)
         if not packed.holds and forward.groups.dims.cp == 1:
-            told = call(check_padding_free, model, forward.autocast, *lengths, True)
+            told = call(check_padding_free, model, forward.autocast, *lengths, True, forward.attention)
             bounds = told.holds
             more = "" if told.reason.split("(")[0] == packed.reason.split("(")[0] else f"; {told.reason}"
             packed = told if told.holds else Check(False, packed.reason + more)
@@ -82,7 +85,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
         layout = replace(layout, padded_inputs=inputs)
     model.set_attn_implementation(per_document.NAME if packed.holds else per_document.own_implementation(model))
-    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds)
+    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds, forward.attention)
     return replace(layout, chunked_head=head.holds)
 
 
@@ -131,7 +134,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
         if len(expected):
             off = ((logits[real] - expected).abs().max() / forward.recorded[1].abs().max()).item()
     off, forward.recorded = groups.all_reduce_max(off), None
-    exact = not forward.casts and weights_dtype(forward.model) == torch.float32
+    exact = _is_exact(forward.model, forward.autocast)
     if not off <= (1e-4 if exact else 5e-2):
         raise PlanError(
             f"{groups.dims}: the distributed model does not give the logits of the full one (max diff {off:.1e}). "
@@ -144,8 +147,14 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
 
 def _reraise_if_not_the_models(error: Exception) -> None:
     """Lets exhausted memory and lost ranks through: they say nothing about the model."""
-    if is_out_of_memory(error) or is_peer_failure(error):
+    if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
         raise error
+
+
+def _is_exact(model, autocast) -> bool:
+    """True if products are fp32's: not cast by autocast, nor rounded to TF32."""
+    in_fp32 = autocast is no_autocast and weights_dtype(model) == torch.float32
+    return in_fp32 and not rounds_to_tf32(model.device)
 
 
 def _first_line(error: Exception) -> str:
@@ -189,7 +198,7 @@ def check_causal(model, autocast) -> None:
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
             "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
         )
-    exact = autocast is no_autocast and weights_dtype(model) == torch.float32
+    exact = _is_exact(model, autocast)
     limit = 1e-4 if exact else 0.1
     scale = max((own - seen)[middle].abs().max().item(), 1e-30)
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
@@ -226,7 +235,7 @@ def check_sparse_attention(model, autocast, context_length: int) -> None:
             for n in (2 * length, length, length + 1)
         )
     off = max(_largest_difference(longer, alone), _largest_difference(again, alone))
-    if not off <= (1e-4 if autocast is no_autocast and weights_dtype(model) == torch.float32 else 5e-2):
+    if not off <= (1e-4 if _is_exact(model, autocast) else 5e-2):
         raise PlanError(
             f"--model_name: {type(model).__name__} picks {picked} tokens by its sparse attention, and of longer "
             f"documents it picks others when more tokens follow (logits move by {off:.0e}). Add --context_length "
@@ -253,12 +262,18 @@ def _run_in_training_mode(model, ids) -> None:
 
 @torch.no_grad()
 def check_padding_free(
-    model, autocast, context_length: int = 0, row_length: int = 0, passes_bounds: bool = False
+    model,
+    autocast,
+    context_length: int = 0,
+    row_length: int = 0,
+    passes_bounds: bool = False,
+    attention: Attention | None = None,
 ) -> Check:
     """Two packed documents give the logits of the same two alone, by the model's own attention.
 
     The second ignores the first. `passes_bounds`: the model is told where documents begin, for layers that are no
-    attention. Rows of `row_length` tokens may be longer than a table of positions in the model: then one is tried.
+    attention. `attention`: the kernels that may be used. Rows of `row_length` tokens may be longer than a table of
+    positions in the model: then one is tried.
     """
     per_document.register()
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
@@ -274,12 +289,12 @@ def check_padding_free(
                 torch.cat([_logits(model, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
             )
             model.set_attn_implementation(per_document.NAME)
-            packed, changed = (_packed_logits(model, [first, two], passes_bounds) for first in (one, other))
+            packed, changed = (_packed_logits(model, [first, two], passes_bounds, attention) for first in (one, other))
             positions = table_of_positions(model) or row_length
             last = packed[-len(two) :]
             if positions < row_length:  # as many tokens as the table has room for, and some more
                 documents = [*[one] * -(-positions // len(one)), two]
-                last = _packed_logits(model, documents, passes_bounds)[-len(two) :]
+                last = _packed_logits(model, documents, passes_bounds, attention)[-len(two) :]
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
@@ -313,7 +328,8 @@ def _largest_difference(logits_TV, expected_TV) -> float:
 def _rounding(model, autocast, longer_TV, alone_TV) -> float:
     """What more tokens after a document change of its logits: rounding, measured on this model, in this dtype."""
     dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
-    return max(_largest_difference(longer_TV, alone_TV), torch.finfo(dtype).eps)
+    in_tf32 = dtype == torch.float32 and rounds_to_tf32(model.device)
+    return max(_largest_difference(longer_TV, alone_TV), TF32_EPS if in_tf32 else torch.finfo(dtype).eps)
 
 
 def _has_experts(model) -> bool:
@@ -342,20 +358,20 @@ def table_of_positions(model) -> int | None:
     return limit if masks or any(limit <= n <= limit + 2 for n in rows) else None
 
 
-def packed_inputs(documents, device, passes_bounds: bool = False):
+def packed_inputs(documents, device, passes_bounds: bool = False, attention: Attention | None = None):
     """The model's keyword arguments for documents packed into one row."""
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     return {
         **(document_bounds(positions, device) if passes_bounds else {}),
         "input_ids": torch.cat(documents).unsqueeze(0).to(device),
         "position_ids": positions.unsqueeze(0).to(device),
-        "documents": per_document.documents_of(positions, device),
+        "documents": per_document.documents_of(positions, device, attention),
         "use_cache": False,
     }
 
 
-def _packed_logits(model, documents, passes_bounds):
-    return model(**packed_inputs(documents, model.device, passes_bounds)).logits[0].float()
+def _packed_logits(model, documents, passes_bounds, attention):
+    return model(**packed_inputs(documents, model.device, passes_bounds, attention)).logits[0].float()
 
 
 @torch.no_grad()
@@ -378,7 +394,8 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
         for word in PADDED_INPUTS:
             try:
                 given = {"ids": ids, "positions": positions, "real": real.long()}
-                rows = padded_logits(model, word, **{n: t.to(model.device) for n, t in given.items()})
+                given = {name: tensor.to(model.device) for name, tensor in given.items()}
+                rows = padded_logits(model, word, **given, lengths=list(lengths))
             except MODEL_ERRORS as error:
                 _reraise_if_not_the_models(error)
                 off[word] = _first_line(error)
@@ -393,12 +410,12 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
 
 
 @torch.no_grad()
-def check_head(model, layout, autocast, passes_bounds: bool = False) -> Check:
+def check_head(model, layout, autocast, passes_bounds: bool = False, attention: Attention | None = None) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
-    inputs = packed_inputs([torch.arange(3, 12)], model.device, passes_bounds)
+    inputs = packed_inputs([torch.arange(3, 12)], model.device, passes_bounds, attention)
     if layout == "padded":
         inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
     try:
@@ -411,6 +428,6 @@ def check_head(model, layout, autocast, passes_bounds: bool = False) -> Check:
     if own.shape != theirs.shape:
         return Check(False, "the decoder gives other hidden states than the head takes")
     off = (own - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
-    if not off <= (1e-4 if weights_dtype(model) == torch.float32 else 2e-2):
+    if not off <= (1e-4 if _is_exact(model, no_autocast) else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")
     return Check(True, "logits computed in chunks equal the model's own")

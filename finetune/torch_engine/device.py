@@ -12,9 +12,65 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     return torch.device(backend, local_rank)
 
 
+def to_device(array, device: torch.device) -> torch.Tensor:
+    """A host array or tensor on `device`; the host does not wait until the device has done its earlier work."""
+    tensor = torch.as_tensor(array)
+    if tensor.device.type == device.type or device.type in ("cpu", "mps"):  # MPS copies so from its own memory only
+        return tensor.to(device)
+    if device.type == "cuda":  # from pageable memory the copy waits for the device
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def indices_to_device(indices: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """int64 host tensors on `device`, in one copy."""
+    if device.type == "cpu" or not indices:
+        return indices
+    packed = to_device(torch.cat([index.reshape(-1) for index in indices]), device)
+    parts = packed.split([index.numel() for index in indices])
+    return [part.view(index.shape) for part, index in zip(parts, indices, strict=True)]
+
+
+def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of floating-point tensors in host memory, as fp64: one wait for the device, however many they are."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu().double()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def rounds_to_tf32(device: torch.device) -> bool:
+    """True if fp32 products on `device` have 10 bits: switched on in torch, or forced by the environment, as NVIDIA's
+    containers do.
+    """
+    if device.type != "cuda":
+        return False
+    forced = os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
+    return forced or torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def has_flash_kernels(device: torch.device) -> bool:
+    """True if torch's flash attention runs there: from CUDA capability 8.0 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def prepare_attention(device: torch.device) -> None:
+    """SDPA without cuDNN, in this process: it plans for each new shape, a second or so each, and lengths always
+    differ.
+    """
+    if device.type != "cpu":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def fp64_device(device: torch.device) -> torch.device:
     """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
     return device if device.type == "cuda" else torch.device("cpu")
+
+
+def fp64_or_fp32(device: torch.device) -> torch.dtype:
+    """The widest type that `device` surely has."""
+    return torch.float64 if fp64_device(device) == device else torch.float32
 
 
 def set_num_threads(local_ranks: int = 1) -> None:
@@ -30,6 +86,7 @@ def set_num_threads(local_ranks: int = 1) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
+TF32_EPS = 2.0**-10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

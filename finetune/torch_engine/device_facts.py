@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from finetune.errors import first_line
+from finetune.torch_engine.device import TF32_EPS, rounds_to_tf32
 from finetune.torch_engine.parallel import device_shims, process_groups, self_test
 
 FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError, AssertionError)
@@ -31,9 +32,10 @@ def _product(device: torch.device, dtype: torch.dtype) -> str:
     x, w = (torch.linspace(-1, 1, 64 * 64).view(64, 64).roll(i, 0).to(dtype) for i in (0, 7))
     right, size = x.double() @ w.double(), (x.double().abs() @ w.double().abs()).max()
     error = ((x.to(device) @ w.to(device)).cpu().double() - right).abs().max() / size
-    allowed = 4 * torch.finfo(dtype).eps  # of a sum of 64 terms whose signs cancel
+    eps = TF32_EPS if dtype == torch.float32 and rounds_to_tf32(device) else torch.finfo(dtype).eps
+    allowed = 4 * eps  # of a sum of 64 terms whose signs cancel
     assert error <= allowed, f"off by {error:.1e}, more than rounding explains ({allowed:.1e})"
-    return f"off by {error:.1e} of the terms' sum"
+    return f"off by {error:.1e} of the terms' sum{', in TF32' if eps == TF32_EPS else ''}"
 
 
 def _loss_scaling(device: torch.device) -> str:

@@ -4,6 +4,9 @@ See finetune/engine.py for the protocol.
 """
 
 import contextlib
+import itertools
+import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 
 from finetune import objectives
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import NonFiniteError
+from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.objectives import Totals
@@ -21,15 +24,20 @@ from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
-from finetune.torch_engine.device import fp64_device
+from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
+from finetune.torch_engine.device import DTYPES, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation import generate
+from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
+
+# What torch.compile raises where a layer cannot be traced, or a compiler is missing.
+COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
 
 
 class TorchEngine(EngineBase):
@@ -65,13 +73,15 @@ class TorchEngine(EngineBase):
         return self.forward.parameter_counts
 
     def notices(self) -> list[str]:
-        left = [] if self.plan.all_weights else fused.unreached(self.model)
-        if not left:
-            return []
-        return [
-            f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
-            "interface to them"
-        ]
+        found, left = [], [] if self.plan.all_weights else fused.unreached(self.model)
+        if left:
+            found.append(
+                f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
+                "interface to them"
+            )
+        if self.forward.not_fused and self.device.type not in ("cpu", "mps"):
+            found.append(f"norms, SwiGLU and RoPE in several launches each: no Triton ({self.forward.not_fused})")
+        return found
 
     def try_step(self, batch: Batch, several: bool) -> None:
         """One step on `batch`, undone: weights, moments and random state are exactly as before.
@@ -103,6 +113,40 @@ class TorchEngine(EngineBase):
             self.state.set_rng_state(before)
             memory_stats.trim_heap()
 
+    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
+        """See Engine. Compiled from now on, if it pays."""
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        try:
+            eager_s = min(self._seconds(batch) for _ in range(3))
+            compile_layers(self.model)
+            first = self._seconds(batch)
+            compiled_s = min(self._seconds(batch) for _ in range(2))
+            # Another shape comes and compiles once more, for any length from then on.
+            used, reason = choose(eager_s, compiled_s, 2 * (first - compiled_s), steps)
+        except COMPILE_FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            used, reason = "false", f"compiling fails here: {first_line(error)}"
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.state.set_rng_state(before)
+        if used == "false":
+            stop_compiling(self.model)
+        return used, reason
+
+    def _seconds(self, batch: Batch) -> float:
+        """Of a forward and a backward, which leave gradients only."""
+        synchronize = torch.get_device_module(self.device).synchronize
+        synchronize()
+        start = time.perf_counter()
+        (batch,), statistic = self.objective.prepare(self._passes(), [batch])
+        self.model.train()
+        with self._memory_advice(batch), self._offload():
+            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistic))
+            loss.backward()
+        synchronize()
+        return time.perf_counter() - start
+
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
@@ -120,12 +164,17 @@ class TorchEngine(EngineBase):
         # Ranks communicate in every microbatch: those with fewer take part with empty ones.
         microbatches = self.forward.filled(microbatches, int(by_rank[:, -1].max()))
         self.model.train()
-        total, sums = self._accumulate(microbatches, totals)
+        losses, observed = self._accumulate(microbatches, totals)
+        aux_losses = self.forward.balance.losses if self.forward.balance else []
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
-        norm = self.parallel.clip(parameters)
-        nll, aux_loss, *sums = self._summed(total.item(), self._aux_loss(), *sums.values())
+        # The one wait for the device of a step: all that the host learns of it comes with the gradients' norms.
+        norm, on_host = self.parallel.clip(parameters, [*losses, *aux_losses, *observed])
+        losses, aux_losses, observed = _split(on_host, len(losses), len(aux_losses))
+        # The ranks of a tensor-parallel group compute the same load-balancing loss.
+        aux_loss = sum(loss.item() for loss in aux_losses) / self.groups.dims.tp
+        nll, aux_loss, *sums = self._summed(self._total(losses), aux_loss, *self._sums(observed))
         result = StepResult(
             nll,
             num_targets,
@@ -173,26 +222,22 @@ class TorchEngine(EngineBase):
         passes = replace(self._passes(True, stop), adapters_on=self.plan.objective.reference_is_adapter)
         log_probs: list = []
         mine = passes.share(microbatches)
-        for batch, log_probs_D in zip(mine, passes.log_probs_before_training(mine), strict=False):
+        for batch, log_probs_D in zip(mine, to_host(passes.log_probs_before_training(mine)), strict=False):
             log_probs += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
         return {row: value for part in self.groups.all_gather_object(log_probs) for row, value in part}
 
-    def _accumulate(self, microbatches: list[Batch], totals: Totals) -> tuple[torch.Tensor, dict]:
-        """Forward and backward of all; this rank's part of the summed loss, in fp64, and of the objective's sums."""
-        sums = dict.fromkeys(self.objective.sums, 0.0)
-        total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
+    def _accumulate(self, microbatches: list[Batch], totals: Totals) -> tuple[list, list]:
+        """Forward and backward of all; their summed losses, and what the objective observed, on the device."""
+        losses, observed = [], []
         scale = self.scaler.factor / totals.count * self.parallel.loss_scale
-        fraction = self.forward.nll_fraction()
         balance = self.forward.balance
         if balance:
             self._count_routes(microbatches)
 
         def forward(batch):
-            nonlocal total
             if balance:
                 balance.recording = True
-            loss = self._loss(batch, totals, sums)
-            total += loss.detach().to(total.device).double() * fraction
+            loss = self._loss(batch, totals, losses, observed)
             if balance:
                 factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
                 return loss * scale + balance.loss() * factor
@@ -200,15 +245,32 @@ class TorchEngine(EngineBase):
 
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
-        self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
-        return total, sums
+        # On a CPU a cast costs less than it would keep in memory.
+        dtype = None if self.device.type == "cpu" else DTYPES[self.plan.precision.compute]
+        with cast_once(self.model, dtype):
+            self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
+        return losses, observed
 
-    def _loss(self, batch: Batch, totals: Totals, sums: dict) -> torch.Tensor:
-        """The microbatch's summed loss; adds to the objective's sums."""
+    def _loss(self, batch: Batch, totals: Totals, losses: list, observed: list) -> torch.Tensor:
+        """The microbatch's summed loss; adds it to `losses`, and what the objective observed to `observed`."""
         loss, found = self.objective.loss(self.forward, batch, totals)
-        for name, number in found.items():
-            sums[name] += number
+        losses.append(loss.detach())
+        if found is not None:
+            observed.append(found)
         return loss
+
+    def _total(self, losses: list) -> float:
+        """This rank's part of the summed loss, from each microbatch's on the host."""
+        fraction = self.forward.nll_fraction()
+        return sum((loss.item() * fraction for loss in losses), 0.0)
+
+    def _sums(self, observed: list) -> list[float]:
+        """The objective's sums, from what it observed of each microbatch, on the host."""
+        sums = dict.fromkeys(self.objective.sums, 0.0)
+        for found in observed:
+            for name, number in self.objective.sums_of(found).items():
+                sums[name] += number
+        return [*sums.values()]
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
         """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
@@ -228,29 +290,25 @@ class TorchEngine(EngineBase):
         balance.finish_counting()
         self.state.set_rng_state(before)
 
-    def _aux_loss(self) -> float:
-        """This rank's part of the step's load-balancing loss: the ranks of a tensor-parallel group compute the same."""
-        return self.forward.balance.total / self.groups.dims.tp if self.forward.balance else 0.0
-
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
         """The objective's loss and metrics without a step; each rank takes its share of the microbatches."""
         mine, statistic = self.objective.prepare(self._passes(True, stop), microbatches)
         _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
-        totals, sums = Totals(tuple(map(int, totals)), statistic), dict.fromkeys(self.objective.sums, 0.0)
+        totals = Totals(tuple(map(int, totals)), statistic)
         self.model.eval()
-        total, done = 0.0, []
+        losses, observed, done = [], [], []
         for batch in mine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, sums)
-                loss = self.forward.pipeline.forward_only(self.parallel.call, work, shape)
-            total += 0.0 if loss is None else loss.item() * self.forward.nll_fraction()
+                shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, losses, observed)
+                self.forward.pipeline.forward_only(self.parallel.call, work, shape)
             done.append(batch)
         self.parallel.reshard()
         counts = self._counts(done if self.groups.is_data_leader else [])
-        total, num_targets, num_tokens, *rest = self._summed(total, *counts, *sums.values())
+        losses, observed = _split(to_host([*losses, *observed]), len(losses))
+        total, num_targets, num_tokens, *rest = self._summed(self._total(losses), *counts, *self._sums(observed))
         counts, sums = tuple(map(int, rest[: len(totals.counts)])), rest[len(totals.counts) :]
         return StepResult(
             total,
@@ -350,6 +408,12 @@ class TorchEngine(EngineBase):
 
     def memory(self) -> MemoryStats:
         return self.counter.stats(self.optimizer)
+
+
+def _split(values: list, *counts: int) -> list[list]:
+    """The first of `values`, as many as each count says, and the rest."""
+    at = [0, *np.cumsum(counts).tolist(), len(values)]
+    return [values[a:b] for a, b in itertools.pairwise(at)]
 
 
 class _StepContexts:

@@ -43,6 +43,11 @@ class EngineBase:
         groups, dims = self.groups, self.groups.dims
         return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
 
+    # ---- what only one of them does
+
+    def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:
+        return "false", "this engine compiles as its own settings say"
+
     # ---- state
 
     def trainable_state(self) -> dict[str, np.ndarray]:

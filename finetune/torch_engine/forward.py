@@ -1,8 +1,10 @@
 """Batches through the model: its inputs in either layout, its logits, and the summed nll at target positions."""
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +13,8 @@ from finetune.engine import IGNORE_INDEX, Batch
 from finetune.plan.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.device import DTYPES
+from finetune.torch_engine.attention.varlen import Attention
+from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
@@ -33,8 +36,9 @@ def document_bounds(positions_T, device) -> dict:
     bounds = torch.cat([starts, torch.tensor([len(positions_T)])]).to(torch.int32)
     longest = int(bounds.diff().max())
     index = torch.repeat_interleave(torch.arange(len(starts), dtype=torch.int32), bounds.diff())
-    of_documents = {"cu_seq_lens_q": bounds.to(device), "cu_seq_lens_k": bounds.to(device)}
-    return {"seq_idx": index[None].to(device), **of_documents, "max_length_q": longest, "max_length_k": longest}
+    index, bounds = to_device(index[None], device), to_device(bounds, device)
+    of_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return {"seq_idx": index, **of_documents, "max_length_q": longest, "max_length_k": longest}
 
 
 # How rows of a padded batch are given to the model, the first that gives each row the logits it has alone: with
@@ -42,13 +46,35 @@ def document_bounds(positions_T, device) -> dict:
 PADDED_INPUTS = ("positions", "mask", "rows")
 
 
-def padded_logits(model, word: str, ids, positions, real) -> torch.Tensor:
-    """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says."""
+def padded_logits(model, word: str, ids, positions, real, lengths: list[int]) -> torch.Tensor:
+    """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says.
+    `lengths`: of the rows, which `real` marks the tokens of.
+    """
     if word == "rows":
-        lengths = real.sum(1).tolist()
         return [model(input_ids=row[None, :n], use_cache=False).logits[0] for row, n in zip(ids, lengths, strict=True)]
     known = {"position_ids": positions} if word == "positions" else {}
     return model(input_ids=ids, attention_mask=real, use_cache=False, **known).logits
+
+
+class Targets(NamedTuple):
+    """The positions of a microbatch that have a target, in row-major order, found on the host.
+
+    `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
+    `columns_T`: the same positions, on the host.
+    """
+
+    at_T: torch.Tensor
+    labels_T: torch.Tensor
+    rows_T: np.ndarray
+    columns_T: np.ndarray
+
+    def of(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """x [B, S, ...] at these positions."""
+        return x_BS.flatten(0, 1).index_select(0, self.at_T)
+
+    def every(self, start: int, step: int) -> "Targets":
+        """Every `step`-th, from `start` on."""
+        return Targets(*(index[start::step] for index in self))
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,8 @@ class ModelForward:
 
     `layout` is None until `use` was called; `head`: our chunked head, None where the model's own computes logits.
     `recorded`: the layout and logits of the full model, see checks.record_reference. `shards_sequences`: context
-    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model.
+    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model. `not_fused`:
+    why norms, SwiGLU and RoPE are transformers' own operations, see kernels.fuse; None if what could be is one each.
     """
 
     def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
@@ -92,6 +119,9 @@ class ModelForward:
         self.recorded: tuple[Layout, torch.Tensor] | None = None
         coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
+        self.attention = Attention(plan.attention)
+        self.not_fused: str | None = None
+        self.layouts: deque = deque(maxlen=8)  # a compiled graph's backward knows its layout by number only
         self.parameter_counts = parameter_counts(model)
 
     def use(self, layout: Layout) -> None:
@@ -139,31 +169,35 @@ class ModelForward:
         cp = self.groups.dims.cp
         return batch.input_ids_BS.shape if cp == 1 else (1, 2 * -(-batch.input_ids_BS.size // (2 * cp)))
 
-    def inputs(self, batch: Batch) -> tuple[dict, torch.Tensor]:
-        """(the model's keyword arguments, labels) for the batch, or for this rank's shard of its sequence."""
+    def inputs(self, batch: Batch) -> tuple[dict, Targets]:
+        """(the model's keyword arguments, its targets) for the batch, or for this rank's shard of its sequence."""
         shard_context = None
         if self.shards_sequences:
-            batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.device)
+            batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.attention)
         if self.balance is not None:
             real = (batch.document_ids_BS >= 0) & bool(batch.rows)  # an empty batch has no rows
-            self.balance.mask_T = torch.from_numpy(real.reshape(-1)).to(self.device)
-        labels = torch.from_numpy(batch.labels_BS).to(self.device)
-        inputs = {
-            "input_ids": torch.from_numpy(batch.input_ids_BS).to(self.device),
-            "position_ids": torch.from_numpy(batch.position_ids_BS).to(self.device),
-            "use_cache": False,
-        }
+            self.balance.use_rows(np.flatnonzero(real), real.size, self.device)
+        rows_T, columns_T = np.nonzero(batch.labels_BS != IGNORE_INDEX)
+        labels_T = batch.labels_BS[rows_T, columns_T]
+        at_T = rows_T * batch.labels_BS.shape[1] + columns_T
+        given = (batch.input_ids_BS, batch.position_ids_BS, at_T, labels_T)
+        given = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
+        ids_BS, positions_BS, at_T, labels_T = given
+        targets = Targets(at_T, labels_T, rows_T, columns_T)
+        inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         if self.layout.padding_free:
-            documents = shard_context or per_document.documents_of(batch.position_ids_BS, self.device)
-            inputs["documents"] = documents
+            inputs["documents"] = shard_context
+            if shard_context is None:
+                inputs["documents"] = per_document.documents_of(batch.position_ids_BS, self.device, self.attention)
+                self.layouts.append(inputs["documents"])
             if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:
             real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
-            inputs["attention_mask"] = real.to(self.device)
+            inputs["attention_mask"] = to_device(real, self.device)
             if self.layout.padded_inputs != "positions":
                 inputs.pop("position_ids")
-        return self.pipeline.inputs(inputs), labels
+        return self.pipeline.inputs(inputs), targets
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -175,18 +209,17 @@ class ModelForward:
         """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline.
         If ranks share the batch, this rank's share.
         """
-        inputs, labels = self.inputs(batch)
-        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or (self.head is None and not self.head_is_shared):
-                return loss.nll_of_logits(self._logits_at(inputs, at), labels[at])
+                return loss.nll_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T)
             hidden = base_model(self.model)(**inputs).last_hidden_state
             copy = None
             if self.head_is_shared:  # each rank of a tensor-parallel group computes the logits of some positions
                 copy = partial(copy_to_region, groups=self.groups)
                 hidden = copy(hidden)
-                at = tuple(index[self.groups.coordinate("tp") :: self.groups.dims.tp] for index in at)
-            return self.head.nll(hidden[at], labels[at], copy)
+                targets = targets.every(self.groups.coordinate("tp"), self.groups.dims.tp)
+            return self.head.nll(targets.of(hidden), targets.labels_T, copy)
 
     @torch.no_grad()
     def route(self, batch: Batch) -> None:
@@ -199,14 +232,13 @@ class ModelForward:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
         Of a batch that one rank computes in full.
         """
-        inputs, labels = self.inputs(batch)
-        at = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or self.head is None:
-                log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, at), labels[at])
+                log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T)
             else:
                 hidden = base_model(self.model)(**inputs).last_hidden_state
-                log_probs_T = self.head.log_probs(hidden[at], labels[at])
+                log_probs_T = self.head.log_probs(targets.of(hidden), targets.labels_T)
         # In both layouts the documents' targets follow one another; sums in a fixed order are the same at every run,
         # which index_add on a GPU is not.
         return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
@@ -215,13 +247,16 @@ class ModelForward:
     def _row_by_row(self) -> bool:
         return self.layout.padded_inputs == "rows" and not self.layout.padding_free
 
-    def _logits_at(self, inputs, at):
+    def _logits_at(self, inputs, targets: Targets, batch: Batch):
         if self._row_by_row:
-            logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"])
-            return torch.cat([row[at[1][at[0] == i]] for i, row in enumerate(logits)])
+            lengths = (batch.document_ids_BS >= 0).sum(1).tolist()
+            logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"], lengths)
+            columns = [torch.from_numpy(targets.columns_T[targets.rows_T == i]) for i in range(len(lengths))]
+            columns = indices_to_device(columns, self.device)
+            return torch.cat([row.index_select(0, index) for row, index in zip(logits, columns, strict=True)])
         if self.layout.padding_free:  # one row: an index tensor picks its target positions
-            return self.model(**inputs, logits_to_keep=at[1]).logits[0]
-        return self.model(**inputs).logits[at]
+            return self.model(**inputs, logits_to_keep=targets.at_T).logits[0]
+        return targets.of(self.model(**inputs).logits)
 
 
 def document_targets(batch: Batch) -> np.ndarray:

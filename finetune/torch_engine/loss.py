@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
+from finetune.quantizers.linear import compute_dtype, without_autocast
 from finetune.torch_engine.lora.layers import LoRALinear
 
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
@@ -73,9 +74,8 @@ class _ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
-        device = hidden_TH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
-        with torch.autocast(device, enabled=False):
+        dtype = compute_dtype(hidden_TH)
+        with without_autocast(hidden_TH):
             weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
             need_hidden, need_weight, need_bias = (learning and need for need in ctx.needs_input_grad[:3])
             grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -142,12 +142,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
-        device = hidden_TH.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_TH.dtype
+        ctx.dtype = compute_dtype(hidden_TH)
         ctx.scale, ctx.softcap, ctx.lora_scale = scale, softcap, lora_scale
         ctx.head_learns = any(ctx.needs_input_grad[i] for i in (1, 2, 7, 8))
         inputs = hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR
-        with torch.autocast(device, enabled=False):
+        with without_autocast(hidden_TH):
             upstream_T = None
             if learning and ctx.needs_input_grad[0] and not ctx.head_learns:
                 upstream_T = torch.ones_like(labels_T, dtype=torch.float32)
@@ -163,7 +162,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_TH = None if grad_TH is None else (grad_TH * upstream_T[:, None]).to(ctx.hidden_dtype)
             return grad_TH, *[None] * 9
         need = [ctx.needs_input_grad[i] for i in (0, 1, 2, 7, 8)]
-        with torch.autocast(upstream_T.device.type, enabled=False):
+        with without_autocast(upstream_T):
             grads = _ChunkedLogProbs.run(ctx, *ctx.saved_tensors, upstream_T, need)[1]
         return *grads[:3], *[None] * 4, *grads[3:], None
 

@@ -6,7 +6,7 @@ from finetune.distributed.env import RankEnv
 from finetune.memory_advice import memory_advice, on_loading
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
-from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
+from finetune.torch_engine.device import device_of, prepare_attention, set_num_threads, set_onednn
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -42,6 +42,7 @@ class TorchRank:
         set_onednn(plan.precision.onednn)
         self.plan, self.wrap, self.baseline = plan, wrap, current_resident_bytes()
         device = device_of(plan.backend, env.local_rank if env.size > 1 else None)
+        prepare_attention(device)
         self.groups = ProcessGroups.of(env, plan.dims, device)
         self.local_shards = LocalShards.of(self.groups, plan) if plan.parallel.distribution == "ptd" else None
 

@@ -9,6 +9,7 @@ from finetune.errors import PlanError
 from finetune.optimizer_state import check_known
 from finetune.plan.parts import StepsPlan
 from finetune.quantizers import bnb
+from finetune.torch_engine.device import to_host
 
 # Groups over which a parameter may be sharded.
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
@@ -109,23 +110,27 @@ def unscale(parameters: dict, scale: float | None) -> None:
                 parameter.grad /= scale
 
 
-def clip(parameters: dict, limit: float | None, groups, owned: dict) -> float:
-    """Global gradient norm over all ranks, fp32; clips the gradients to `limit` if given and exceeded. Collective.
+def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) -> tuple[float, list[torch.Tensor]]:
+    """(global gradient norm over all ranks, fp32; `beside` on the host, in fp64). Clips the gradients to `limit` if
+    given and exceeded. Collective.
 
     `owned`: {name: process groups over which it is sharded, one of SHARDED_OVER}; a missing name is counted by another
-    rank.
+    rank. `beside`: tensors that are read together with the norms.
     """
-    squares = {}
+    grads = {
+        over: [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
+        for over in SHARDED_OVER
+    }
+    # Norms in fp32 per tensor, summed in fp64: the same result however the tensors are distributed over ranks.
+    norms = {over: torch.stack(torch._foreach_norm(held)) for over, held in grads.items() if held}
+    on_host = to_host([*norms.values(), *beside])
+    squares, norms = {}, dict(zip(norms, on_host, strict=False))
     for over in SHARDED_OVER:
-        grads = [p.grad for n, p in parameters.items() if owned.get(n) == over and p.grad is not None]
-        # Norms in fp32 per tensor, summed in fp64: the same result however the tensors are distributed over ranks.
-        square = torch.zeros((), dtype=torch.float64)
-        if grads:
-            square = torch.stack(torch._foreach_norm(grads)).cpu().double().square().sum()
+        square = norms[over].square().sum() if over in norms else torch.zeros((), dtype=torch.float64)
         for group in over:
             square = groups.all_reduce(square, group)
         squares[over] = square
     norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
-    return norm.item()
+    return norm.item(), on_host[len(norms) :]

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from finetune.engine import Batch
@@ -53,9 +52,9 @@ class Passes:
         self.parallel.reshard()
         return found
 
-    def log_probs_before_training(self, microbatches: list[Batch]) -> list[np.ndarray]:
-        """Of each microbatch, each document's log-probability under the base with its adapters off; with `adapters_on`,
-        under the model as it is now.
+    def log_probs_before_training(self, microbatches: list[Batch]) -> list[torch.Tensor]:
+        """Of each microbatch, each document's log-probability under the base with its adapters off, on the device; with
+        `adapters_on`, under the model as it is now.
         """
         return self.map(_log_probs if self.adapters_on else _log_probs_before_training, microbatches)
 
@@ -64,10 +63,10 @@ class Passes:
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
 
-def _log_probs(forward, batch: Batch) -> np.ndarray:
-    return forward.document_log_probs(batch).cpu().double().numpy()
+def _log_probs(forward, batch: Batch) -> torch.Tensor:
+    return forward.document_log_probs(batch)
 
 
-def _log_probs_before_training(forward, batch: Batch) -> np.ndarray:
+def _log_probs_before_training(forward, batch: Batch) -> torch.Tensor:
     with adapters_off(forward.model):
         return _log_probs(forward, batch)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from finetune.engine import Batch
 from finetune.objectives import NextToken, Totals
+from finetune.torch_engine.device import to_device, to_host
 from finetune.torch_engine.forward import document_targets
 
 
@@ -23,10 +24,14 @@ class Pairs(NamedTuple):
     chosen_rewards_P: torch.Tensor
     rejected_rewards_P: torch.Tensor
 
-    def sums(self) -> dict[str, float]:
+    def observed(self) -> torch.Tensor:
+        """What `sums` takes: [2, P]."""
+        return torch.stack([self.chosen_rewards_P, self.rejected_rewards_P])
+
+    @staticmethod
+    def sums(observed_2P: torch.Tensor) -> dict[str, float]:
         """Sums over the pairs, named as TRL names the averages."""
-        # One transfer, and fp64 where every device's host has it.
-        chosen_P, rejected_P = torch.stack([self.chosen_rewards_P, self.rejected_rewards_P]).cpu().double()
+        chosen_P, rejected_P = observed_2P
         margins_P = chosen_P - rejected_P
         return {
             "rewards/chosen": chosen_P.sum().item(),
@@ -81,9 +86,14 @@ class Labelled(NamedTuple):
     rewards_D: torch.Tensor
     desirable_D: torch.Tensor
 
-    def sums(self) -> dict[str, float]:
+    def observed(self) -> torch.Tensor:
+        """What `sums` takes: [2, D]."""
+        return torch.stack([self.rewards_D, self.desirable_D.to(self.rewards_D.dtype)])
+
+    @staticmethod
+    def sums(observed_2D: torch.Tensor) -> dict[str, float]:
         """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
-        rewards_D, desirable_D = self.rewards_D.cpu().double(), self.desirable_D.cpu()
+        rewards_D, desirable_D = observed_2D[0], observed_2D[1].bool()
         return {
             "rewards/chosen": rewards_D[desirable_D].sum().item(),
             "rewards/rejected": rewards_D[~desirable_D].sum().item(),
@@ -120,6 +130,9 @@ class OfPairs(NextToken):
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows) // 2,)
 
+    def sums_of(self, observed) -> dict[str, float]:
+        return Pairs.sums(observed)
+
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         return {name: total / totals.count for name, total in sums.items()}
 
@@ -129,11 +142,11 @@ class DPO(OfPairs):
     def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
         return with_reference(passes, microbatches), 0.0
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D, ref_D = log_probs_and_reference(forward, batch)
         pairs = dpo(log_probs_D[chosen], log_probs_D[rejected], ref_D[chosen], ref_D[rejected], self.beta)
-        return pairs.loss_P.sum(), pairs.sums()
+        return pairs.loss_P.sum(), pairs.observed()
 
 
 @dataclass(frozen=True)
@@ -142,14 +155,14 @@ class ORPO(OfPairs):
         """(pairs, target tokens of chosen answers)."""
         return len(batch.rows) // 2, int(document_targets(batch)[: len(batch.rows) : 2].sum())
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
-        counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
+        counts_D = to_device(document_targets(batch), forward.device)
         pairs = orpo(log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta)
         # The step divides by pairs; times pairs per token, the nll is divided by its tokens.
         pairs_per_token = totals.counts[0] / max(1, totals.counts[1])
-        return pairs.loss_P.sum() - pairs_per_token * log_probs_D[chosen].sum(), pairs.sums()
+        return pairs.loss_P.sum() - pairs_per_token * log_probs_D[chosen].sum(), pairs.observed()
 
 
 @dataclass(frozen=True)
@@ -157,13 +170,13 @@ class SimPO(OfPairs):
     beta: float = 2.0
     gamma: float = 0.5
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
-        counts_D = torch.from_numpy(document_targets(batch)).to(forward.device)
+        counts_D = to_device(document_targets(batch), forward.device)
         of_pairs = log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected]
         pairs = simpo(*of_pairs, self.beta, self.gamma)
-        return pairs.loss_P.sum(), pairs.sums()
+        return pairs.loss_P.sum(), pairs.observed()
 
 
 @dataclass(frozen=True)
@@ -184,20 +197,24 @@ class KTO(NextToken):
     def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
         """The statistic is the reference point: the mean log-ratio of mismatched documents, 0 if it is negative."""
         mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
-        total, documents = passes.sum(np.sum([(0.0, 0), *passes.map(_log_ratios, mismatched)], 0).tolist())
+        log_ratios = to_host(passes.map(_log_ratios, mismatched))
+        total, documents = passes.sum([sum((r.sum().item() for r in log_ratios), 0.0), sum(map(len, log_ratios))])
         learned = with_reference(passes, [b for b in microbatches if not b.mismatched])
         return learned, max(0.0, total / max(1.0, documents))
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows),)
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
         labels = np.zeros(0, bool) if batch.desirable_D is None else np.array(batch.desirable_D)
-        desirable_D = torch.from_numpy(labels).to(forward.device)
+        desirable_D = to_device(labels, forward.device)
         weights = self.desirable_weight, self.undesirable_weight
         labelled = kto(log_probs_D, ref_D, desirable_D, totals.statistic, self.beta, *weights)
-        return labelled.loss_D.sum(), labelled.sums()
+        return labelled.loss_D.sum(), labelled.observed()
+
+    def sums_of(self, observed) -> dict[str, float]:
+        return Labelled.sums(observed)
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         """As TRL's; of answers that the step has none of, nothing."""
@@ -207,16 +224,17 @@ class KTO(NextToken):
         return rewards | {"kl": totals.statistic}
 
 
-def _log_ratios(forward, batch: Batch) -> tuple[float, int]:
-    """(summed log-ratios, documents) of a microbatch."""
+def _log_ratios(forward, batch: Batch) -> torch.Tensor:
+    """Log-ratios of a microbatch's documents."""
     log_probs_D, ref_D = log_probs_and_reference(forward, batch)
-    return (log_probs_D - ref_D)[: len(batch.rows)].cpu().double().sum().item(), len(batch.rows)
+    return (log_probs_D - ref_D)[: len(batch.rows)]
 
 
 def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Each document's log-probability, differentiable, and the reference's, which the batch holds."""
     log_probs_D = forward.document_log_probs(batch)
-    return log_probs_D, torch.from_numpy(np.array(batch.reference_D)).to(log_probs_D.dtype).to(log_probs_D.device)
+    reference_D = batch.reference_D if torch.is_tensor(batch.reference_D) else np.array(batch.reference_D)
+    return log_probs_D, to_device(torch.as_tensor(reference_D).to(log_probs_D.dtype), log_probs_D.device)
 
 
 def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:

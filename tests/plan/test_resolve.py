@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 
-from backend_manager import Backend
+from backend_manager import CAPABILITIES, Backend
+from finetune.backend.capabilities import merged
+from finetune.backend.probes import FACTS
 from finetune.config import DEPRECATED_TRAIN_TYPES
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
-from tests.support.plans import PASSED, adjustment, capabilities, plan_of
+from tests.support.plans import NOW, PASSED, adjustment, capabilities, plan_of
 
 
 def test_every_adjustment_carries_a_reason():
@@ -192,6 +194,62 @@ def test_flash_attention_without_kernels_says_what_is_used_instead():
     plan = plan_of(use_flash_attention=True)
     assert plan.settings.use_flash_attention is False
     assert "per document" in adjustment(plan, "use_flash_attention").reason
+
+
+def test_a_gpu_before_capability_8_computes_in_fp16():
+    facts = dict.fromkeys(FACTS) | {"device_name": "Tesla T4", "bfloat16_speed": 0.4, "flash": False}
+    for capability, word, why in (
+        ((7, 5), "fp16", "Tesla T4 has CUDA capability 7.5, and emulates bf16"),
+        ((8, 0), "bf16", "bf16 matmuls: 0.40 x the speed"),
+    ):
+        caps = merged(Backend.CUDA, CAPABILITIES[Backend.CUDA], facts | {"capability": list(capability)})
+        plan = plan_of(Backend.CUDA, caps=caps, dataset="x", train_type="lora")
+        assert plan.settings.precision == word and why in adjustment(plan, "precision").reason
+        asked = plan_of(Backend.CUDA, caps=caps, dataset="x", train_type="lora", precision="bf16")
+        assert asked.settings.precision == word
+
+
+def test_tf32_that_the_environment_forces_is_said():
+    environment = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    for backend, precision, count in ((Backend.CUDA, "fp32", 1), (Backend.CUDA, "bf16", 0), (Backend.CPU, "fp32", 0)):
+        facts = Facts(backend, capabilities(backend), environment=environment)
+        plan = resolve_plan({"dataset": "x", "train_type": "lora", "precision": precision}, facts, NOW)
+        assert sum("TF32" in notice for notice in plan.notices) == count
+
+
+def test_a_quantizer_that_is_wrong_in_the_runs_type_is_passed_over_or_refused():
+    results = {"nf4/4": {"error": None, "failed": {"bf16": "product error 3.0e-01"}}, "bnb/4": {"error": None}}
+    caps = capabilities(quantizers=results)
+    assert plan_of(caps=caps, precision="bf16").settings.quantization_backend == "bnb"
+    assert plan_of(caps=caps, precision="fp32").settings.quantization_backend == "nf4"
+    with pytest.raises(PlanError, match="--quantization_backend nf4: is wrong in bf16 on cpu: product error"):
+        plan_of(caps=caps, precision="bf16", quantization_backend="nf4")
+
+
+def test_layers_are_compiled_where_that_may_pay_and_nobody_forbids_it():
+    def word(backend=Backend.CUDA, environment=None, **overrides):
+        caps = capabilities(backend, supports_bfloat16=True)
+        facts = Facts(backend, caps, environment=environment or {}, num_devices=overrides.pop("num_devices", 1))
+        plan = resolve_plan({"dataset": "x", "train_type": "lora", **overrides}, facts, NOW)
+        return plan.settings.compile, plan.memory.compiles
+
+    assert word() == ("auto", None) and word(Backend.CPU) == ("false", False)
+    assert word(Backend.CPU, compile="true") == ("true", True) and word(Backend.MPS, compile="true") == ("false", False)
+    assert word(environment={"DISABLE_COMPILE": "1"}, compile="true") == ("false", False)
+    assert word(num_devices=2) == ("false", False) and word(num_devices=2, compile="true") == ("true", True)
+    assert word(num_devices=2, cp_degree=2, compile="true") == ("false", False)
+
+
+def test_attention_kernels_that_are_not_here_are_refused_with_what_is():
+    for word in ("varlen", "flash"):
+        with pytest.raises(PlanError, match=f"--attention {word}: no flash attention kernels on cpu. Use auto, groups"):
+            plan_of(attention=word)
+        with pytest.raises(PlanError, match=f"--attention {word}: its kernels compute in 16 bits only"):
+            plan_of(caps=capabilities(supports_flash_attention=True), attention=word, precision="fp32")
+        plan = plan_of(caps=capabilities(supports_flash_attention=True), attention=word, precision="bf16")
+        assert plan.attention.required and plan.attention.kernels
+    assert not plan_of(attention="sdpa").attention.own_products
+    assert plan_of(attention="groups").attention.kernels == () and "varlen" in plan_of().attention.kernels
 
 
 def test_context_over_the_models_limit_is_refused_when_asked_for_and_adjusted_when_not():

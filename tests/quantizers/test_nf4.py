@@ -1,9 +1,16 @@
-"""NF4 against bitsandbytes."""
+"""NF4 against bitsandbytes, on a device in few operations, and without what its kernel needs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.quantizers import bnb, nf4
+import quantization_wrapper
+from finetune.quantizers import bnb, mlx, nf4
 from finetune.quantizers.linear import Format
 from quantization_wrapper import weight_bytes
 
@@ -88,3 +95,94 @@ def test_the_librarys_kernel_gives_the_bits_of_plain_torch(dtype, columns, block
     assert torch.equal(nf4.dequantize(tensors, dtype, weight.shape, fmt), plain)
     rows = {name: tensor[3:9] for name, tensor in tensors.items()}
     assert torch.equal(nf4.dequantize(rows, dtype, weight.shape, fmt), plain[3:9])
+
+
+class Launches(TorchDispatchMode):
+    """Operations that a device would be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(r.alias_info is None for r in func._schema.returns):  # no view
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", [nf4, mlx])
+def test_a_device_quantizes_a_large_weight_in_some_hundred_launches(method):
+    """Blocks of a CPU cache's size would be 11,000."""
+    weight = torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta")
+    with Launches() as launches:
+        stored = method.quantize(weight, nf4_format())
+    assert sum(tensor.nbytes for tensor in stored.values()) < 0.6 * weight.numel() and len(launches.names) < 250
+
+
+def test_dequantization_is_one_operation_on_a_device_and_to_a_compiler():
+    weight = torch.randn(6, 100)
+    for double in (False, True):
+        fmt = nf4_format(double_quant=double)
+        stored = nf4.quantize(weight, fmt)
+        wanted = nf4.dequantize(stored, torch.bfloat16, weight.shape, fmt)
+        arguments = stored["packed"], stored["absmax"], stored.get("absmax_range"), 100, 64, torch.bfloat16
+        assert torch.equal(torch.ops.finetune.nf4_dequantize(*arguments), wanted)
+        torch.library.opcheck(torch.ops.finetune.nf4_dequantize, arguments)
+        with Launches() as launches:
+            found = nf4.dequantize({n: t.to("meta") for n, t in stored.items()}, torch.bfloat16, weight.shape, fmt)
+        assert found.shape == weight.shape and launches.names.count("finetune::nf4_dequantize") == 1
+        assert set(launches.names) <= {"finetune::nf4_dequantize", "aten::_to_copy"}
+
+
+FAKE_TRITON = """
+import subprocess
+def cdiv(a, b): return -(-a // b)
+def next_power_of_2(n): return 1 << (n - 1).bit_length()
+class jit:
+    def __init__(self, function): pass
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+        return launch
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (FAKE_TRITON, "CalledProcessError"),
+        ("raise ImportError('libtriton.so: undefined symbol')", "undefined symbol"),
+        (None, "installed"),
+    ],
+    ids=["no compiler", "another version", "no triton"],
+)
+def test_without_a_compiler_plain_torch_dequantizes_and_says_why(tmp_path, source, why):
+    """Triton compiles when it first runs: it needs a C compiler and Python's headers, which not every image has."""
+    if source is None and importlib.util.find_spec("triton"):
+        pytest.skip("triton is installed")
+    if source is not None:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text(source)
+        (tmp_path / "triton" / "language.py").write_text("constexpr = int")
+    code = (
+        "import torch; from finetune.quantizers import nf4\n"
+        "print(nf4.triton_error(torch.device('meta'), torch.bfloat16)); print(nf4.kernel_of('meta'))"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    error, kernel = done.stdout.splitlines()
+    assert why in error and kernel == f"plain torch (our Triton kernel: {error})", done.stderr
+
+
+def test_a_probe_says_in_which_types_a_quantizer_is_wrong(monkeypatch):
+    found = quantization_wrapper.probe("nf4", 4, "cpu")
+    assert found["error"] is None and found["failed"] == {}
+    plain = nf4.dequantize
+
+    def wrong_in_fp16(tensors, dtype, shape, fmt):
+        return plain(tensors, dtype, shape, fmt) * (1.1 if dtype == torch.float16 else 1.0)
+
+    monkeypatch.setattr(nf4, "dequantize", wrong_in_fp16)
+    found = quantization_wrapper.probe("nf4", 4, "cpu")
+    assert found["error"] is None and list(found["failed"]) == ["fp16"] and "product error" in found["failed"]["fp16"]

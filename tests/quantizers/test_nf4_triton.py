@@ -25,6 +25,10 @@ for rows, columns in ((3, 64), (5, 100), (4, 4096), (2, 17000), (1, 1)):
             levels = torch.tensor(nf4.LEVELS, device=device)
             found = nf4_triton.dequantize({k: v.to(device) for k, v in stored.items()}, levels, columns, 64, dtype)
             assert torch.equal(found.cpu(), wanted), (rows, columns, double, dtype)
+# A trial of its own: right in fp32 and fp16, and in bf16 where the device computes it.
+tried = {dtype: nf4.triton_error(torch.device(device), dtype) for dtype in nf4.DTYPES}
+assert tried[torch.float32] is None and tried[torch.float16] is None, tried
+assert (tried[torch.bfloat16] is None) == (device == "cuda"), tried
 print("equal")
 """
 

@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
+from finetune.torch_engine import checks
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.checks import (
     check_causal,
@@ -15,6 +16,7 @@ from finetune.torch_engine.checks import (
     no_autocast,
     table_of_positions,
 )
+from finetune.torch_engine.device import rounds_to_tf32
 from tests.support import architectures, tiny
 from tests.support.engines import CPU, batches, engine
 
@@ -163,3 +165,24 @@ def test_an_attention_that_picks_by_the_row_s_length_is_refused_beyond_what_it_p
     check_sparse_attention(model, no_autocast, 8)
     with pytest.raises(PlanError, match="picks 8 tokens by its sparse attention.* Add --context_length 8."):
         check_sparse_attention(model, no_autocast, 9)
+
+
+def test_proofs_in_fp32_take_tf32_for_what_it_is(monkeypatch):
+    """NVIDIA's containers force it; products then have 10 bits."""
+    cuda = torch.device("cuda")
+    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
+    assert not rounds_to_tf32(cuda)
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert rounds_to_tf32(cuda) and not rounds_to_tf32(CPU)
+    model = tiny.build("llama")
+    assert checks._is_exact(model, no_autocast) and not checks._is_exact(OnDevice(model, cuda), no_autocast)
+    logits = torch.ones(2, 4)
+    assert checks._rounding(OnDevice(model, cuda), no_autocast, logits, logits) == 2.0**-10
+
+
+class OnDevice:
+    """A model as if on another device."""
+
+    def __init__(self, model, device):
+        self.parameters, self.named_parameters, self.modules = model.parameters, model.named_parameters, model.modules
+        self.device = device

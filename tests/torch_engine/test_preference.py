@@ -55,7 +55,7 @@ def test_dpo_is_the_papers_formula_in_fp64_with_its_gradients():
     rejected_ratio = torch.exp(rejected) / torch.exp(ref_rejected.detach())
     preferred = 1 / (1 + (rejected_ratio / chosen_ratio) ** 0.3)
     assert_equal_with_gradients(found.loss_P, -torch.log(preferred), (chosen, rejected))
-    metrics = found.sums()
+    metrics = found.sums(found.observed())
     assert metrics["rewards/chosen"] == pytest.approx(0.3 * chosen_ratio.log().sum().item())
     assert metrics["rewards/accuracies"] == (chosen_ratio > rejected_ratio).sum().item()
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
@@ -226,8 +226,8 @@ def test_an_empty_microbatch_adds_nothing(method):
     found, statistic = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
     totals = Totals((1, 1), statistic)
     for batch in found:
-        loss_of_batch, sums = built.objective.loss(built.forward, batch, totals)
-        assert loss_of_batch.item() == 0 and set(sums.values()) <= {0.0}
+        loss_of_batch, observed = built.objective.loss(built.forward, batch, totals)
+        assert loss_of_batch.item() == 0 and set(built.objective.sums_of(observed).values()) <= {0.0}
     assert [built.objective.count(batch)[0] for batch in found] == [0]
 
 

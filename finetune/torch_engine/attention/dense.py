@@ -48,8 +48,10 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
     for group in groups:
         n, length = group.num_documents, group.length
         tokens_NL = torch.arange(n * length) if group.gather_NL is None else group.gather_NL
-        tokens_NL, real_NL = tokens_NL.view(n, length), group.real_NL
-        real_NL = torch.ones(n, length, dtype=torch.bool) if real_NL is None else real_NL.view(n, length)
+        tokens_NL, real_NL = tokens_NL.view(n, length), torch.ones(n * length, dtype=torch.bool)
+        if group.slots_M is not None:
+            real_NL = torch.zeros_like(real_NL).index_fill_(0, group.slots_M, True)
+        real_NL = real_NL.view(n, length)
         per = heads // kv_heads
         heads_KP = torch.arange(heads).view(kv_heads, 1, per, 1)
         queries = (tokens_NL.view(1, n, 1, length) * heads + heads_KP).flatten()

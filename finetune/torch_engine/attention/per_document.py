@@ -6,16 +6,22 @@ right padding, so no key mask is needed. The projections around it never see pad
 T tokens of the flat row, N documents of a group, L its padded length, H heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
+from finetune.quantizers.linear import autocasts, without_autocast
+from finetune.torch_engine.attention import varlen
 from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
-from finetune.torch_engine.device import uses_onednn
+from finetune.torch_engine.attention.varlen import MAX_HEAD_SIZE, Attention
+from finetune.torch_engine.device import has_flash_kernels, indices_to_device, to_device, uses_onednn
 
 NAME = "documents"
 
@@ -31,34 +37,68 @@ def dense_up_to(tensor) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """N documents padded to length L.
-    `gather_NL`: token indices in the flat row (0 for padding); `real_NL`: not padding.
+    """N documents padded to length L, M of whose N * L slots hold a token.
+    `gather_NL`: each slot's token in the flat row (0 for padding). `slots_M`, `tokens_M`: the slots that hold a token,
+    and that token. All made on the host: what a device must count, the host waits for.
     """
 
     length: int
     gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
-    real_NL: torch.Tensor | None
+    slots_M: torch.Tensor | None
+    tokens_M: torch.Tensor | None
     num_documents: int
 
 
-@dataclass(frozen=True)
+# Layouts that someone holds, by number: what an operation of a compiled graph is given.
+LAYOUTS: WeakValueDictionary = WeakValueDictionary()
+NUMBERS = itertools.count(2)
+
+
 class Documents:
-    """Document layout of one flat row. `scatter_T`: index of each token in the concatenated groups."""
+    """Document layout of one flat row, made on the host: bounds for kernels that take them, groups for the others.
 
-    groups: tuple[Group, ...]
-    scatter_T: torch.Tensor | None
-    indices: dict = field(default_factory=dict, compare=False)  # dense_attention.Index by what it depends on
+    `bounds_N`: first token of each document, and the number of tokens, int32; None where no kernel takes them.
+    `attention`: which kernels the plan allows.
+    """
+
+    def __init__(self, starts: list[int], num_tokens: int, device: torch.device, attention: Attention):
+        self.starts, self.num_tokens, self.device, self.attention = starts, num_tokens, device, attention
+        self.lengths = [b - a for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
+        self.longest = max(self.lengths)
+        self.bounds_N = None
+        if attention.takes_bounds(device):
+            self.bounds_N = to_device(torch.tensor([*starts, num_tokens], dtype=torch.int32), device)
+        self.indices: dict = {}  # dense.Index by what it depends on
+        self.number = next(NUMBERS)
+        LAYOUTS[self.number] = self
+
+    @cached_property
+    def grouped(self) -> tuple[tuple[Group, ...], torch.Tensor | None]:
+        """(groups, index of each token in the concatenated groups; None if the row is one group)."""
+        return _grouped(self.starts, self.lengths, self.num_tokens, self.device)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.grouped[0]
+
+    @property
+    def scatter_T(self) -> torch.Tensor | None:
+        return self.grouped[1]
 
 
-def documents_of(position_ids_T, device) -> Documents:
+def documents_of(position_ids_T, device, attention: Attention | None = None) -> Documents:
     """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
     positions = torch.as_tensor(position_ids_T).reshape(-1)
     starts = (positions == 0).nonzero().flatten().tolist()
-    lengths = [b - a for a, b in zip(starts, starts[1:] + [len(positions)], strict=True)]
+    return Documents(starts, len(positions), torch.device(device), attention or Attention())
+
+
+def _grouped(starts: list[int], lengths: list[int], num_tokens: int, device: torch.device) -> tuple:
     if len(set(lengths)) == 1:
-        return Documents((Group(lengths[0], None, None, len(lengths)),), None)
+        return (Group(lengths[0], None, None, None, len(lengths)),), None
     order = sorted(range(len(starts)), key=lambda i: -lengths[i])
-    groups, scatter, offset = [], torch.empty(len(positions), dtype=torch.int64), 0
+    shapes, offset = [], 0
+    indices = [torch.empty(num_tokens, dtype=torch.int64)]  # scatter_T, then three of each group
     while order:
         longest = lengths[order[0]]
         members = [i for i in order if lengths[i] * GROUP_WASTE >= longest]
@@ -67,28 +107,36 @@ def documents_of(position_ids_T, device) -> Documents:
         length_N1 = torch.tensor([lengths[i] for i in members]).unsqueeze(1)
         column_L = torch.arange(longest)
         real_NL = column_L < length_N1
-        gather_NL = torch.where(real_NL, start_N1 + column_L, 0)
-        scatter[gather_NL[real_NL]] = offset + real_NL.flatten().nonzero().flatten()
-        groups.append(Group(longest, gather_NL.flatten().to(device), real_NL.flatten().to(device), len(members)))
+        gather_NL = torch.where(real_NL, start_N1 + column_L, 0).flatten()
+        slots_M = real_NL.flatten().nonzero().flatten()
+        tokens_M = gather_NL[slots_M]
+        indices[0][tokens_M] = offset + slots_M
+        indices += [gather_NL, slots_M, tokens_M]
+        shapes.append((longest, len(members)))
         offset += real_NL.numel()
-    return Documents(tuple(groups), scatter.to(device))
+    scatter_T, *of_groups = indices_to_device(indices, device)
+    groups = (
+        Group(length, *of_groups[3 * i : 3 * i + 3], num_documents) for i, (length, num_documents) in enumerate(shapes)
+    )
+    return tuple(groups), scatter_T
 
 
-class _ToGroup(torch.autograd.Function):
-    """[T, H, D] -> [N * L, H, D]. Each real token occurs in exactly one group, so backward is a gather too."""
+class _Gather(torch.autograd.Function):
+    """Rows of x at `index`, of which backward copies those at `slots` to the rows `tokens` of x, each one once.
+    Flat rows to a group's slots, or all groups' slots back to the flat row.
+    """
 
     @staticmethod
-    def forward(ctx, x_THD, gather, real):
-        ctx.save_for_backward(gather, real)
-        ctx.num_tokens = x_THD.shape[0]
-        return x_THD.index_select(0, gather)
+    def forward(ctx, x, index, slots, tokens):
+        ctx.save_for_backward(slots, tokens)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad):
-        gather, real = ctx.saved_tensors
-        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
-        out[gather[real]] = grad[real]
-        return out, None, None
+        slots, tokens = ctx.saved_tensors
+        rows = grad if slots is None else grad.index_select(0, slots)
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, tokens, rows), None, None, None
 
 
 def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
@@ -98,17 +146,7 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and not drops:
         mask = causal_mask(length, window, q_NHLD.device) if windowed else None
-        out = F.scaled_dot_product_attention(
-            q_NHLD,
-            k_NKLD,
-            v_NKLD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=q_NHLD.shape[1] != k_NKLD.shape[1],
-        )
-        return out.transpose(1, 2)
+        return fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout, scaling).transpose(1, 2)
     n, heads, _, size = q_NHLD.shape
     kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
     q = q_NHLD.reshape(n * kv, per * length, size)
@@ -125,6 +163,21 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
         probs = torch.softmax(torch.cat([scores, sinks], -1), -1, dtype=torch.float32)[..., :-1].to(q.dtype)
     out = torch.bmm(F.dropout(probs, dropout) if dropout else probs, v)
     return out.view(n, heads, length, size).transpose(1, 2)
+
+
+def fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout: float, scaling: float) -> torch.Tensor:
+    """SDPA under `mask`, or a causal one if that is None, by a fused kernel.
+
+    On a GPU only flash kernels take fewer key/value heads, and they take no mask: for others keys and values are
+    expanded, or SDPA would compute every score at once, L x L numbers per head.
+    """
+    per_key = q_NHLD.shape[1] // k_NKLD.shape[1]
+    if per_key > 1 and q_NHLD.device.type not in ("cpu", "mps"):
+        small = q_NHLD.dtype.itemsize == 2 and max(q_NHLD.shape[3], v_NKLD.shape[3]) <= MAX_HEAD_SIZE
+        if mask is not None or not small or not has_flash_kernels(q_NHLD.device):
+            k_NKLD, v_NKLD, per_key = k_NKLD.repeat_interleave(per_key, 1), v_NKLD.repeat_interleave(per_key, 1), 1
+    options = {"is_causal": mask is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": per_key > 1}
+    return F.scaled_dot_product_attention(q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, **options)
 
 
 class Scoring(NamedTuple):
@@ -150,36 +203,99 @@ def document_attention(module, query, key, value, attention_mask, documents=None
         raise ValueError("the model passes neither documents nor positions on to attention")
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
         documents = documents_of(position_ids.cpu(), query.device)
-    how, device = scoring_of(query, **scoring), query.device.type
-    if torch.is_autocast_enabled(device):
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    how = scoring_of(query, **scoring)
+    if autocasts(query):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    if documents.bounds_N is not None:
+        kernel = documents.attention.kernel(query, key, value, how)
+        if kernel is not None:
+            bounds, longest = (documents.bounds_N,) * 2, (documents.longest,) * 2
+            return varlen.attend(kernel, query, key, value, bounds, longest, how), None
+    if torch.compiler.is_compiling() and not how.dropout:
+        sinks_H, options = how.sinks_H, (how.scaling, how.window, how.softcap)
+        return torch.ops.finetune_attention.groups(query, key, value, sinks_H, documents.number, *options), None
+    return grouped_attention(query, key, value, documents, how), None
+
+
+def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> torch.Tensor:
+    """Attention of documents of similar length together: [1, T, H, D]."""
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
-    limit = dense_up_to(query) if plain else 0
+    limit = dense_up_to(query) if plain and documents.attention.own_products else 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
         index = _index(documents, dense, query, key, how.window)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(query):
             out = DenseAttention.apply(query, key, value, index, how.scaling)
         if len(dense) == len(documents.groups):
-            return out, None
+            return out
     outputs, long = [], [group for group in documents.groups if group.length > limit]
     for group in long:
         parts = []
         for x in (query, key, value):
-            x = x[0].transpose(0, 1)
+            x = x.squeeze(0).transpose(0, 1)
             if group.gather_NL is not None:
-                x = _ToGroup.apply(x, group.gather_NL, group.real_NL)
+                x = _Gather.apply(x, group.gather_NL, group.slots_M, group.tokens_M)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
         outputs.append(_group_attention(*parts, *how).flatten(0, 1))
     if documents.scatter_T is None:
-        return outputs[0].unsqueeze(0), None
+        return outputs[0].unsqueeze(0)
     if not dense:
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return flat[documents.scatter_T].unsqueeze(0), None
+        return _Gather.apply(flat, documents.scatter_T, None, documents.scatter_T).unsqueeze(0)
     # Each group adds its own rows; those of the others are zero.
     for group, rows in zip(long, outputs, strict=True):
-        out = out.index_add(1, group.gather_NL[group.real_NL], rows[group.real_NL].unsqueeze(0))
-    return out, None
+        out = out.index_add(1, group.tokens_M, rows[group.slots_M].unsqueeze(0))
+    return out
+
+
+# ---- to torch.compile, groups are one operation: a graph of them would hold for one set of lengths only
+
+LIBRARY = torch.library.Library("finetune_attention", "DEF")
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt documents, float scaling, int? window, float? softcap"
+LIBRARY.define(f"groups({ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"groups_backward(Tensor grad, {ARGUMENTS}) -> Tensor[]")
+
+
+@torch.library.impl(LIBRARY, "groups", "CompositeExplicitAutograd")
+def _groups(q, k, v, sinks, documents, scaling, window, softcap):
+    how = Scoring(scaling, 0.0, window, softcap, sinks)
+    with torch.no_grad():
+        return grouped_attention(q, k, v, LAYOUTS[documents], how).contiguous()
+
+
+@torch.library.impl(LIBRARY, "groups_backward", "CompositeExplicitAutograd")
+def _groups_backward(grad, q, k, v, sinks, documents, scaling, window, softcap):
+    """Computes the attention again: what a graph keeps between its forward and its backward are tensors only."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    how = Scoring(scaling, 0.0, window, softcap, None if sinks is None else inputs[3])
+    with torch.enable_grad():
+        out = grouped_attention(*inputs[:3], LAYOUTS[documents], how)
+    return [x.contiguous() for x in torch.autograd.grad(out, inputs, grad)]
+
+
+@torch.library.register_fake("finetune_attention::groups", lib=LIBRARY)
+def _groups_on_meta(q, k, v, sinks, documents, scaling, window, softcap):
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+@torch.library.register_fake("finetune_attention::groups_backward", lib=LIBRARY)
+def _groups_backward_on_meta(grad, q, k, v, sinks, documents, scaling, window, softcap):
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, grad):
+    arguments = *ctx.saved_tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap
+    found = torch.ops.finetune_attention.groups_backward(grad, *arguments)
+    return *found, *[None] * (8 - len(found))
+
+
+torch.library.register_autograd("finetune_attention::groups", _differentiate, setup_context=_keep, lib=LIBRARY)
 
 
 def _index(documents: Documents, groups, query, key, window) -> Index:
@@ -196,6 +312,7 @@ def own_implementation(model) -> str:
 
 
 def register() -> None:
-    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: groups imply the mask."""
+    """Registers NAME for `model.set_attn_implementation`. The layout implies the mask: without a mask function of this
+    name transformers makes none, nor does it look for documents in the position ids, for which the host would wait.
+    """
     AttentionInterface.register(NAME, document_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

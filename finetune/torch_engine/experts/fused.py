@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import quantization_wrapper
-from finetune.quantizers.linear import FrozenLinear, QuantizedLinear
+from finetune.quantizers.linear import FrozenLinear, QuantizedLinear, compute_dtype
+from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.layers import LoRAProduct
 
 
@@ -35,6 +36,16 @@ class QuantizedExperts(nn.Module):
             return self.parts[expert].stored(), self.parts[expert].weight_of
         rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
         return self.parts[0].stored(), partial(self.parts[0].weight_of, rows=rows)
+
+    def all(self) -> tuple:
+        """(stored tensors of all experts, the function that dequantizes them to their weights [E, O, I])."""
+        return tuple(tensor for part in self.parts for tensor in part.stored()), self._weights_of
+
+    def _weights_of(self, stored, dtype) -> torch.Tensor:
+        each = len(stored) // len(self.parts)
+        weights = [part.weight_of(stored[i * each : (i + 1) * each], dtype) for i, part in enumerate(self.parts)]
+        stacked = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return stacked.view(-1, self.out_features, self.in_features)
 
 
 class ExpertsPair(nn.Module):
@@ -87,8 +98,11 @@ class Experts(ExpertsPair):
     def forward(self, hidden, top_k_index, top_k_weights):
         return weighted_sum(self.base, self.run, hidden, top_k_index, top_k_weights)
 
-    def run(self, inputs, counts: list[int], last_bias: bool = True):
+    def run(self, inputs, counts, last_bias: bool = True):
         """See run_experts."""
+        if torch.is_tensor(counts):
+            product = partial(self.grouped_product, grouped.ends(counts))
+            return run_experts(self.base, product, inputs, counts, last_bias)
         factors = {name: pair.factors() for name, pair in self.pairs().items()}
         return run_experts(self.base, partial(self.product, factors), inputs, counts, last_bias)
 
@@ -100,11 +114,20 @@ class Experts(ExpertsPair):
         if name not in factors:
             return FrozenLinear.apply(x, bias, None, weight_of, *stored)
         a, b = factors[name][expert]
-        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, *stored)
+        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, None, None, *stored)
+
+    def grouped_product(self, ends_E, name, x):
+        """Applies each row's expert's weight and adapter."""
+        stored, weights_of = frozen_weights(self.base, name)
+        pair = self.pairs().get(name)
+        factors = (None, None, 1.0) if pair is None else (pair.lora_A, pair.lora_B, self.scaling)
+        return grouped.GroupedProduct.apply(x, ends_E, *factors, weights_of, *stored)
 
 
-def run_trained(base, inputs, counts: list[int], last_bias: bool = True):
+def run_trained(base, inputs, counts, last_bias: bool = True):
     """As Experts.run, for a transformers module whose own weights train: each gradient is collected once."""
+    if torch.is_tensor(counts):
+        return run_experts(base, partial(_trained_product, base, grouped.ends(counts)), inputs, counts, last_bias)
     weights = {name: getattr(base, name).unbind(0) for name in weight_names(base)}
 
     def product(name, expert, x, bias):
@@ -114,13 +137,22 @@ def run_trained(base, inputs, counts: list[int], last_bias: bool = True):
     return run_experts(base, product, inputs, counts, last_bias)
 
 
+def _trained_product(base, ends_E, name, x):
+    weights_EOI = getattr(base, name)
+    weights_EOI = weights_EOI.transpose(1, 2) if base.is_transposed else weights_EOI
+    dtype = compute_dtype(x)
+    return grouped.products(x.to(dtype), weights_EOI.to(dtype), ends_E)
+
+
 def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm.
-    `run(inputs, counts)`: the experts' outputs for inputs sorted by expert, counts[e] of expert e.
+    `run(inputs, counts)`: the experts' outputs for inputs sorted by expert, counts[e] of expert e; a tensor on the
+    device where it multiplies the experts' rows in groups.
     """
     num_chosen = top_k_index.shape[-1]
     sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
-    counts = torch.bincount(sorted_TK, minlength=base.num_experts).tolist()
+    counts = grouped.count_choices(sorted_TK, base.num_experts)
+    counts = counts if grouped.works(hidden.device, compute_dtype(hidden)) else counts.tolist()
     out = run(hidden[order_TK // num_chosen], counts)
     if base.has_post_expert_norm:
         out = base.post_expert_norm(out)
@@ -130,13 +162,23 @@ def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
 
 
-def run_experts(base, product, inputs, counts: list[int], last_bias: bool):
+def run_experts(base, product, inputs, counts, last_bias: bool):
     """The experts' outputs for `inputs`, counts[e] rows of expert e, in order.
 
-    `product(weight name, expert, x, bias)`; `last_bias`: the bias of the outputs is added here, not on another rank.
+    `product(weight name, expert, x, bias)`, or, where `counts` is a tensor, `product(weight name, x)` of all experts;
+    `last_bias`: the bias of the outputs is added here, not on another rank.
     """
     first, last = weight_names(base)
     biased = {first: base.has_bias, last: base.has_bias and last_bias}
+    if torch.is_tensor(counts):
+
+        def with_bias(name, x):
+            out = product(name, x)
+            return out + getattr(base, name + "_bias")[experts_N].to(out.dtype) if biased[name] else out
+
+        experts_N = grouped.expert_of_rows(len(inputs), grouped.ends(counts)) if base.has_bias else None
+        up = with_bias(first, inputs)
+        return with_bias(last, base._apply_gate(up) if base.has_gate else base.act_fn(up))
     # Gradients are collected once, not once per expert.
     biases = {n: getattr(base, n + "_bias").unbind(0) if biased[n] else [None] * len(counts) for n in biased}
     # One at least, so that on a rank without a token there is a graph to go back through.
@@ -155,6 +197,19 @@ def frozen_weight(base, name: str, expert: int):
     if isinstance(weight, QuantizedExperts):
         return weight.of(expert)
     return (weight,), partial(_dense, expert=expert, turned=base.is_transposed)
+
+
+def frozen_weights(base, name: str):
+    """(stored tensors of all experts' weights, the function that returns them as [E, O, I] in a dtype)."""
+    weight = getattr(base, name)
+    if isinstance(weight, QuantizedExperts):
+        return weight.all()
+    return (weight,), partial(_all_dense, turned=base.is_transposed)
+
+
+def _all_dense(stored, dtype, turned):
+    weights = stored[0].to(dtype)
+    return weights.transpose(1, 2) if turned else weights
 
 
 def _dense(stored, dtype, expert, turned):

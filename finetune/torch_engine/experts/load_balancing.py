@@ -11,9 +11,12 @@ T tokens, E experts, K experts per token.
 import sys
 from inspect import signature
 
+import numpy as np
 import torch
 
 from finetune.errors import PlanError
+from finetune.torch_engine.device import fp64_or_fp32, to_device
+from finetune.torch_engine.experts.grouped import count_choices
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.transformers_internals import OutputRecorder
 
@@ -23,11 +26,12 @@ PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 class LoadBalancing:
     """Router logits of the forwards of one step, and their loss.
 
-    `mask_T`: which tokens of the present microbatch are real; set by whoever builds the model's inputs.
+    Nothing waits for the device: which tokens of the present microbatch are real, `rows_T`, comes from whoever builds
+    the model's inputs, and counts stay where they are counted.
     """
 
     def __init__(self, model, coefficient: float, groups: ProcessGroups):
-        self.coefficient, self.groups, self.mask_T = coefficient, groups, None
+        self.coefficient, self.groups, self.rows_T, self.num_tokens = coefficient, groups, None, 0
         self.top_k = model.num_experts_per_tok  # transformers' classes with such a loss have it
         self.recording, self.logits = False, []
         self.begin()
@@ -39,9 +43,13 @@ class LoadBalancing:
         if self.recording:  # not when activations are recomputed
             self.logits.append(logits_TE)
 
+    def use_rows(self, rows_T: np.ndarray, num_tokens: int, device) -> None:
+        """The real tokens of the present microbatch, among all `num_tokens` of it."""
+        self.rows_T, self.num_tokens = to_device(rows_T, device), num_tokens
+
     def begin(self) -> None:
-        """Before a step: nothing is counted."""
-        self.counts_E, self.rows, self.step_is_counted, self.total = 0, 0.0, False, 0.0
+        """Before a step: nothing is counted. `losses`: of the step's microbatches, fp32 scalars on the device."""
+        self.counts_E, self.rows, self.step_is_counted, self.losses = 0, 0.0, False, []
 
     def count(self) -> None:
         """Adds the recorded forward to the step's F and N."""
@@ -49,15 +57,17 @@ class LoadBalancing:
 
     def _add(self, probs: list) -> None:
         for probs_TE in probs:
-            chosen_TK = torch.topk(probs_TE[self.mask_T], self.top_k, dim=-1).indices
-            counts_E = torch.bincount(chosen_TK.reshape(-1), minlength=probs_TE.shape[-1])
-            self.counts_E, self.rows = self.counts_E + counts_E.cpu().double(), self.rows + len(chosen_TK)
+            chosen_TK = torch.topk(probs_TE.index_select(0, self.rows_T), self.top_k, dim=-1).indices
+            self.counts_E = self.counts_E + count_choices(chosen_TK, probs_TE.shape[-1])
+            self.rows += len(chosen_TK)
 
     def finish_counting(self) -> None:
         """Sums F and N over all ranks that have different tokens. Collective."""
-        both = torch.cat([self.counts_E, torch.tensor([self.rows], dtype=torch.float64)])
-        *counts, self.rows = self.groups.all_reduce(both, "data").tolist()
-        self.counts_E, self.step_is_counted = torch.tensor(counts, dtype=torch.float64), True
+        if "data" in self.groups.process_groups:
+            both = torch.cat([self.counts_E.cpu().double(), torch.tensor([self.rows], dtype=torch.float64)])
+            *counts, self.rows = self.groups.all_reduce(both, "data").tolist()
+            self.counts_E = torch.tensor(counts, dtype=torch.float64)
+        self.step_is_counted = True
 
     def loss(self) -> torch.Tensor:
         """The recorded forward's part of the loss, fp32, differentiable.
@@ -67,17 +77,18 @@ class LoadBalancing:
         if not self.step_is_counted:
             self._add([p.detach() for p in probs])
             self.finish_counting()
-        sums_E = sum(p[self.mask_T].float().sum(0) for p in probs)
-        factor_E = self.counts_E * (len(self.counts_E) / self.rows**2)
-        loss = (sums_E * factor_E.to(sums_E.device, torch.float32)).sum()
-        self.total += loss.item()
+        sums_E = sum(p.index_select(0, self.rows_T).float().sum(0) for p in probs)
+        exact = self.counts_E.to(fp64_or_fp32(self.counts_E.device))
+        factor_E = (exact * (len(exact) / self.rows**2)).to(torch.float32)
+        loss = (sums_E * to_device(factor_E, sums_E.device)).sum()
+        self.losses.append(loss.detach())
         return loss
 
     def _take(self) -> list:
         """The recorded router probabilities, in the logits' dtype as transformers computes them."""
         logits, self.logits, self.recording = self.logits, [], False
         rows = [t.reshape(-1, t.shape[-1]) for t in logits]
-        if not rows or any(len(t) != len(self.mask_T) for t in rows):
+        if not rows or any(len(t) != self.num_tokens for t in rows):
             raise PlanError(f"{self.said}: a router of this model does not give one row of logits per token. Omit it.")
         return [torch.softmax(t, -1) for t in rows]
 

@@ -4,50 +4,119 @@ R rank, I in_features, O out_features, V vocabulary, H hidden size. Adapter weig
 dtype.
 """
 
+import contextlib
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.quantizers.linear import QuantizedLinear, rows_of, shaped_like
+from finetune.quantizers.linear import QuantizedLinear, compute_dtype, rows_of, shaped_like, without_autocast
 
 
 class LoRAProduct(torch.autograd.Function):
-    """z = x W^T + b + s (x A^T) B^T with W frozen: saves x once, no gradient for W, no accidental fp32 matmul."""
+    """z = x W^T + b + s (x A^T) B^T with W frozen: saves x once, no gradient for W, no accidental fp32 matmul.
+
+    `casts`: A and B in the dtype of products, if they were cast before, see cast_once; not differentiated.
+    """
 
     @staticmethod
-    def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, *stored):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
+    def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, a_cast, b_cast, *stored):
+        dtype = compute_dtype(x)
+        with without_autocast(x):
             rows = rows_of(x, dtype)
             keep = None if keep is None else keep.to(dtype)
             dropped = rows if keep is None else rows * keep
-            low_R = dropped @ lora_a_RI.to(dtype).t()
+            a, b = lora_a_RI if a_cast is None else a_cast, lora_b_OR if b_cast is None else b_cast
+            low_R, folded = _low(dropped, a.to(dtype), scaling)
             out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
-            out = shaped_like(out.addmm_(low_R, lora_b_OR.to(dtype).t(), alpha=scaling), x)
+            out = shaped_like(out.addmm_(low_R, b.to(dtype).t(), alpha=1.0 if folded else scaling), x)
         ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
-        ctx.save_for_backward(rows, low_R, lora_a_RI, lora_b_OR, keep, *stored)
+        ctx.folded, ctx.kept = folded, (lora_a_RI.dtype, lora_b_OR.dtype)
+        ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        rows, low_R, lora_a_RI, lora_b_OR, keep, *stored = ctx.saved_tensors
+        rows, low_R, a, b, keep, *stored = ctx.saved_tensors
+        a, b = a.to(ctx.dtype), b.to(ctx.dtype)
         grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
         dropped = rows if keep is None else rows * keep
-        grad_low_R = (grad @ lora_b_OR.to(ctx.dtype)) * ctx.scaling
-        grad_a = (grad_low_R.t() @ dropped).to(lora_a_RI.dtype)
-        grad_b = (grad.t() @ low_R).to(lora_b_OR.dtype) * ctx.scaling
+        if ctx.folded:
+            grad_low_R = _scaled(grad, b, ctx.scaling)
+            grad_a = _product(grad_low_R.t(), dropped, ctx.kept[0])
+            grad_b = _product(grad.t(), low_R, ctx.kept[1])
+        else:
+            grad_low_R = (grad @ b) * ctx.scaling
+            grad_a = (grad_low_R.t() @ dropped).to(ctx.kept[0])
+            grad_b = (grad.t() @ low_R).to(ctx.kept[1]) * ctx.scaling
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ ctx.weight_of(stored, ctx.dtype)
             if keep is None:
-                grad_x.addmm_(grad_low_R, lora_a_RI.to(ctx.dtype))
+                grad_x.addmm_(grad_low_R, a)
             else:
-                grad_x += (grad_low_R @ lora_a_RI.to(ctx.dtype)) * keep
+                grad_x += (grad_low_R @ a) * keep
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        return grad_x, grad_a, grad_b, None, None, None, None, *(None for _ in stored)
+        return grad_x, grad_a, grad_b, None, None, None, None, None, None, *(None for _ in stored)
+
+
+def _low(rows, a_RI, scaling: float) -> tuple[torch.Tensor, bool]:
+    """(rows A^T, whether it is scaled): on a GPU scaling costs no launch of its own there, and none later."""
+    if rows.device.type in ("cpu", "mps"):
+        return rows @ a_RI.t(), False
+    return _scaled(rows, a_RI.t(), scaling), True
+
+
+def _scaled(left, right, scaling: float) -> torch.Tensor:
+    """scaling * left @ right, in one operation."""
+    out = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(out, left, right, beta=0, alpha=scaling)
+
+
+def _product(left, right, dtype: torch.dtype) -> torch.Tensor:
+    """left @ right in `dtype`, which may be wider than theirs."""
+    if dtype == torch.float32 and left.dtype.itemsize == 2 and multiplies_to_fp32(left.device, left.dtype):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).to(dtype)
+
+
+@cache
+def multiplies_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if `device` gives a product of 16-bit matrices in fp32, unrounded. Tried once per device and type."""
+    left, right = (torch.linspace(-1, 1, 64 * 64).view(64, 64).roll(i, 0).to(dtype) for i in (0, 7))
+    try:
+        found = torch.mm(left.to(device), right.to(device), out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    if device.type == "meta":
+        return True
+    exact = left.double() @ right.double()
+    return ((found.cpu().double() - exact).abs().max() / exact.abs().max()).item() < 1e-5
+
+
+@contextlib.contextmanager
+def cast_once(model, dtype: torch.dtype | None):
+    """A context in which each adapter is cast to `dtype` once, while its weights do not change: the microbatches of a
+    step. A sharded one is cast when its layer first runs, gathered. None: nothing is cast before its use.
+    """
+    held = [] if dtype is None else [m for m in model.modules() if isinstance(m, LoRALinear)]
+    pairs = [(m, name, getattr(m, name)) for m in held for name in ("lora_A", "lora_B")]
+    whole = [(m, name, p) for m, name, p in pairs if type(p) is nn.Parameter and p.numel() and p.dtype != dtype]
+    try:
+        for m in held:
+            m.casts, m.cast_dtype = {}, dtype
+        if whole:
+            copies = [torch.empty_like(p, dtype=dtype, requires_grad=False) for *_, p in whole]
+            with torch.no_grad():
+                torch._foreach_copy_(copies, [p.detach() for *_, p in whole])
+            for (m, name, _), copied in zip(whole, copies, strict=True):
+                m.casts[name] = copied
+        yield
+    finally:
+        for m in held:
+            m.casts = None
 
 
 class LoRALinear(nn.Module):
@@ -64,6 +133,7 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.dropout = dropout
+        self.casts, self.cast_dtype = None, None  # {name: factor cast before its use}, see cast_once
         self.start = None  # (A, B) whose product was subtracted from the base: see lora_init.py
         self.lora_magnitude_vector = None
         self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
@@ -158,7 +228,17 @@ class LoRALinear(nn.Module):
 
     def _with_adapter(self, x, bias=None, keep=None):
         """Base and adapter, without magnitudes."""
-        return LoRAProduct.apply(x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, *self.stored())
+        casts = (self._cast("lora_A", x), self._cast("lora_B", x))
+        arguments = bias, keep, self.scaling, self.weight_of, *casts, *self.stored()
+        return LoRAProduct.apply(x, self.lora_A, self.lora_B, *arguments)
+
+    def _cast(self, name: str, x) -> torch.Tensor | None:
+        """The factor in the dtype of x's products, if it is kept in it."""
+        if self.casts is None or compute_dtype(x) != self.cast_dtype:
+            return None
+        if name not in self.casts:
+            self.casts[name] = getattr(self, name).detach().to(self.cast_dtype)
+        return self.casts[name]
 
     def dropout_mask(self, x):
         """Dropout mask [rows of x, I], 0 or 1 / (1 - p); an input shard gets its slice of the full mask."""

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from finetune.errors import PlanError
 from finetune.torch_engine import optim
+from finetune.torch_engine.device import to_host
 from finetune.torch_engine.parallel.fsdp import FSDPRoot, sum_gradients_not_average
 from finetune.torch_engine.parallel.parallelism import Local
 from finetune.torch_engine.parallel.placement import Placement, unsharded_shape
@@ -123,15 +124,15 @@ class DeepSpeedZero(Local):
     def _reduce_replicated(self, parameters: list) -> None:
         pass  # ZeRO has
 
-    def clip(self, parameters: dict) -> float:
-        """The norm of all ranks' summed gradients; inf if one is not finite. ZeRO clips within its own step."""
+    def clip(self, parameters: dict, beside: list) -> tuple[float, list]:
+        """As Parallelism.clip, of all ranks' summed gradients; inf if one is not finite. ZeRO clips in its own step."""
         from deepspeed.runtime.utils import get_global_norm
 
         if self.stage == 2:
             norm = float(self.zero.scaled_global_norm())
         else:
             norm = float(get_global_norm(norm_list=self.zero._get_norm_groups()))
-        return norm if norm >= 0 else float("inf")  # DeepSpeed returns -1
+        return norm if norm >= 0 else float("inf"), to_host(beside)  # DeepSpeed returns -1
 
     def step(self) -> None:
         self.engine.step()

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import PlanError
-from finetune.torch_engine.attention.per_document import dense_up_to, scoring_of
+from finetune.torch_engine.attention import varlen
+from finetune.torch_engine.attention.per_document import dense_up_to, fused_attention, scoring_of
+from finetune.torch_engine.attention.varlen import Attention
+from finetune.torch_engine.device import indices_to_device, to_device
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 NAME = "documents_across_ranks"
@@ -36,12 +39,20 @@ class QueryChunk:
 
 @dataclass(frozen=True)
 class Context:
-    """The layout of one row over a context-parallel group. `order_T`: index of each token after the all-gather."""
+    """The layout of one row over a context-parallel group. `order_T`: index of each token after the all-gather.
+
+    Where a kernel takes bounds: `keys_U`, the tokens of the row that each piece attends to, one piece
+    after the other; `bounds`, first query and first key of each piece, and the end; `longest` of each.
+    """
 
     pieces: tuple[QueryChunk, ...]
     order_T: torch.Tensor
     back_T: torch.Tensor  # inverse permutation of order_T
     group: object
+    attention: Attention
+    keys_U: torch.Tensor | None = None
+    bounds: tuple[torch.Tensor, ...] = ()
+    longest: tuple[int, ...] = ()
 
 
 def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray:
@@ -51,7 +62,7 @@ def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray
     return np.concatenate([np.arange(first, first + each), np.arange(last, last + each)])
 
 
-def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, device) -> tuple[Batch, Context]:
+def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Attention) -> tuple[Batch, Context]:
     """This rank's shard of a flat batch, and its layout for attention.
     Padding forms a separate document without targets.
     """
@@ -74,7 +85,15 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, device) -> tup
     )
     back = torch.from_numpy(np.argsort(order))
     pieces = _query_chunks(mine_L, len(positions_T) // (2 * num_ranks), starts)
-    context = Context(pieces, back.to(device), torch.from_numpy(order).to(device), groups.process_groups["cp"])
+    indices, device, of_pieces = [back, torch.from_numpy(order)], groups.device, {}
+    if attention.takes_bounds(device):
+        spans = [(piece.queries, piece.keys) for piece in pieces]
+        lengths = [[span.stop - span.start for span in side] for side in zip(*spans, strict=True)]
+        bounds = (torch.tensor([0, *side]).cumsum(0).to(torch.int32) for side in lengths)
+        of_pieces = {"bounds": tuple(to_device(side, device) for side in bounds), "longest": tuple(map(max, lengths))}
+        indices.append(torch.cat([torch.arange(piece.keys.start, piece.keys.stop) for piece in pieces]))
+    back_T, order_T, *keys_U = indices_to_device(indices, device)
+    context = Context(pieces, back_T, order_T, groups.process_groups["cp"], attention, *keys_U, **of_pieces)
     return part, context
 
 
@@ -123,18 +142,22 @@ def context_attention(module, query, key, value, attention_mask, documents=None,
         key_T, value_T = _AllGatherSequence.apply(both, documents).unbind(1)
     else:
         key_T, value_T = (_AllGatherSequence.apply(t[0].transpose(0, 1), documents) for t in (key, value))
-    out = []
+    kernel = None if documents.keys_U is None else documents.attention.kernel(query, key, value, how)
+    if kernel is not None:
+        seen = (t.index_select(0, documents.keys_U).transpose(0, 1).unsqueeze(0) for t in (key_T, value_T))
+        return varlen.attend(kernel, query, *seen, documents.bounds, documents.longest, how), None
+    out, own_products = [], documents.attention.own_products
     for piece in documents.pieces:
         q = query[:, :, piece.queries]
         k, v = (t[piece.keys].transpose(0, 1).unsqueeze(0) for t in (key_T, value_T))
-        out.append(_attention(q, k, v, *how))
+        out.append(_attention(q, k, v, *how, own_products))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
+def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H, own_products: bool):
     """Causal attention of the last n queries of a document to all its keys up to there: [1, H, n, D]."""
-    num_queries, num_keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    dense = dense_up_to(q)
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    dense = dense_up_to(q) if own_products else 0
     windowed = window is not None and window < num_keys
     square = num_queries == num_keys and not windowed
     fused = softcap is None and sinks_H is None and num_keys > dense
@@ -144,9 +167,7 @@ def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
         if windowed:
             allowed = allowed.triu(num_keys - num_queries + 1 - window)
     if fused:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=allowed is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-        )
+        return fused_attention(q, k, v, allowed, dropout, scaling)
     per = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(per, 1), v.repeat_interleave(per, 1)
     scores = q @ k.transpose(2, 3) * scaling
@@ -161,6 +182,5 @@ def _attention(q, k, v, scaling, dropout, window, softcap, sinks_H):
 
 
 def register() -> None:
-    """Registers NAME for `model.set_attn_implementation`. Its mask function returns None: pieces imply the mask."""
+    """Registers NAME for `model.set_attn_implementation`, without a mask function: pieces imply the mask."""
     AttentionInterface.register(NAME, context_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -64,19 +64,21 @@ def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
         slices.experts.append(name)
 
 
-def run_over_ranks(run, groups: ProcessGroups, inputs, counts: list[int]):
+def run_over_ranks(run, groups: ProcessGroups, inputs, counts):
     """`run` by the ranks that hold the experts: the outputs for this rank's `inputs`, sorted by expert.
+    The host learns here how many rows travel where.
 
     Every rank of the group takes part in every call, forward and backward, with or without tokens.
     """
     group, ranks = groups.process_groups["ep"], groups.dims.ep
-    ours = torch.tensor(counts, device=inputs.device).view(ranks, -1)
+    ours = torch.as_tensor(counts, device=inputs.device).view(ranks, -1)
     theirs = torch.empty_like(ours)  # [source, expert of this rank]
     dist.all_to_all_single(theirs, ours, group=group)
     sent, received = ours.sum(1).tolist(), theirs.sum(1).tolist()
     order, back = _by_expert(theirs)
     arrived = _AllToAll.apply(inputs, sent, received, group)
-    outputs = run(arrived[order], theirs.sum(0).tolist())
+    arrivals = theirs.sum(0)
+    outputs = run(arrived[order], arrivals if torch.is_tensor(counts) else arrivals.tolist())
     return _AllToAll.apply(outputs[back], received, sent, group)
 
 

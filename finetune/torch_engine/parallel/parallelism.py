@@ -47,8 +47,10 @@ class Parallelism(Protocol):
     def reduce_gradients(self) -> dict:
         """Reduces gradients over all ranks; {name: parameter with its gradient} of what the optimizer updates."""
 
-    def clip(self, parameters: dict) -> float:
-        """The norm of all gradients before clipping; scales them down to `max_grad_norm`."""
+    def clip(self, parameters: dict, beside: list) -> tuple[float, list]:
+        """(the norm of all gradients before clipping, `beside` on the host in fp64); scales gradients down to
+        `max_grad_norm`. `beside`: tensors that the host reads at the same time.
+        """
 
     def step(self) -> None:
         """The optimizer's step."""
@@ -116,9 +118,9 @@ class Local:
     def _reduce_replicated(self, parameters: list) -> None:
         all_reduce_gradients(parameters, self.groups, "data")
 
-    def clip(self, parameters: dict) -> float:
+    def clip(self, parameters: dict, beside: list) -> tuple[float, list]:
         norm_groups = self.placement.norm_groups(self.local_params)
-        return optim.clip(parameters, self.max_grad_norm, self.groups, norm_groups)
+        return optim.clip(parameters, self.max_grad_norm, self.groups, norm_groups, beside)
 
     def step(self) -> None:
         self.optimizer.step()

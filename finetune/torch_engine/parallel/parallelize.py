@@ -1,9 +1,12 @@
-"""Distributes a model over the ranks, in this order: TP, EP, PP, activation checkpointing, FSDP2, DDP or ZeRO, CP."""
+"""Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter, ParallelPlan, Parts
 from finetune.torch_engine import checks
+from finetune.torch_engine.compile import compile_layers
+from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.kernels import fuse
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
@@ -22,6 +25,7 @@ def parallelize(
     """
     how, memory, layout = plan.parallel, plan.memory, plan.data.layout
     dims, forward = groups.dims, ModelForward(model, plan, groups, pad_id)
+    forward.not_fused = fuse.fuse(model, groups.device, DTYPES[plan.precision.compute])
 
     # Only a full model can show what its shards must compute: its checks and the logits to compare against.
     if dims.tp * dims.pp > 1 or dims.ep > 1 and local_shards is None:
@@ -34,6 +38,8 @@ def parallelize(
         forward.pipeline = Stage(model, groups, how.pp_schedule)
     if memory.recompute:
         checkpoint_activations(model, memory.reentrant)
+    if memory.compiles:
+        compile_layers(model)
     root = None
     if groups.sharded and how.distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)

@@ -12,6 +12,7 @@ import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
+from finetune.quantizers import nf4
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import llama_pro, memory_stats
@@ -93,6 +94,9 @@ def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_
     if config and not layers.quantize_last:
         for name in layers.experts:
             fused.wrapped(model, name)
+    if config and config.backend == "nf4" and device.type != "cpu":
+        error = nf4.triton_error(device, DTYPES[plan.precision.compute])
+        notices += [f"nf4: plain torch dequantizes, slower than our Triton kernel ({error})"] if error else []
     read = {} if plan.all_weights else read_by_code(model)
     if read:
         first = next(iter(read))

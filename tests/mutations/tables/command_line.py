@@ -90,7 +90,7 @@ TABLE = (
         "CLI_11",
         "a quantizer that failed its probe is used",
         RESOLVE,
-        '    if found and found["error"]:\n        passing',
+        "    if error:\n        passing",
         "    if False:\n        passing",
     ),
     Mutation(

@@ -1,0 +1,219 @@
+"""Attention of packed documents by kernels that take their bounds: no padding, no gather, no plan per shape.
+
+A kernel has the signature of torch.nn.attention.varlen.varlen_attn: query [T, H, D], key and value [T, K, D], bounds
+[N + 1] int32 of queries and of keys, the longest of each, then scale, window_size and enable_gqa. It is tried on the
+device first, against products in fp32 on the host: outputs and the three gradients.
+
+T tokens, N documents, H heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from finetune.errors import PlanError, first_line, is_out_of_memory
+from finetune.plan.parts import AttentionPlan
+
+MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of FlashAttention's kernels
+FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError, AssertionError)
+WHOLE = -1  # a window without a limit to the left
+# Lengths of a trial, around the 64 and 128 tokens that kernels take at a time, and its window.
+LENGTHS, WINDOW = (1, 70, 131, 40), 24
+# Of a result's norm: rounding of 16-bit products is below one eps, a window off by one token some 4 %.
+TRIAL_EPS = 3
+
+
+class Kernel(NamedTuple):
+    """What `load` imports, the types that it computes in, and whether it runs on a CPU."""
+
+    load: Callable[[], Callable]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    on_cpu: bool = False
+
+
+class Found(NamedTuple):
+    """A kernel by its name, or None and why."""
+
+    kernel: Callable | None
+    said: str
+
+
+class Attention:
+    """The kernels that a plan allows, and what each kind of layer got: known once every layer has run.
+
+    `own_products`: documents of a CPU may be computed by matrix products, where those are faster than SDPA.
+    """
+
+    def __init__(self, plan: AttentionPlan = AttentionPlan(), kernels: dict | None = None):  # noqa: B008  frozen
+        self.plan, self.own_products = plan, plan.own_products
+        self.kernels = KERNELS if kernels is None else kernels
+        self.found: dict[tuple, Found] = {}
+
+    def takes_bounds(self, device: torch.device) -> bool:
+        """True if a kernel may take the documents' bounds there."""
+        return any(device.type != "cpu" or self.kernels[name].on_cpu for name in self.plan.kernels)
+
+    def kernel(self, query, key, value, how) -> Callable | None:
+        """The kernel for a layer with queries [1, H, T, D], keys and values [1, K, T, D]; None: groups.
+        PlanError if the plan names a kernel and the layer cannot have it.
+        """
+        windowed, heads, kv_heads = how.window is not None, query.shape[1], key.shape[1]
+        plain = how.softcap is None and how.sinks_H is None and not how.dropout
+        kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain
+        if kind not in self.found:
+            self.found[kind] = self._find(*kind)
+        return self.found[kind].kernel
+
+    def _find(self, device, dtype, size, value_size, per_key, windowed, plain) -> Found:
+        why, tried = unsuited(size, value_size, plain), {}
+        for name in () if why else self.plan.kernels:
+            kernel = self.kernels[name]
+            tried[name] = f"computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
+            if dtype in kernel.dtypes:
+                tried[name] = trial(kernel.load, device, dtype, size, per_key, windowed)
+            if tried[name] is None:
+                return Found(loaded(kernel.load), name)
+        why = why or "; ".join(f"{name}: {error}" for name, error in tried.items())
+        if self.plan.required:
+            raise PlanError(f"--attention {self.plan.word}: not for this model here ({why}). Use --attention auto.")
+        return Found(None, why)
+
+    def used(self) -> tuple[str, str] | None:
+        """(a word of --attention, why) of what the layers got; None if no layer has run."""
+        if not self.found:
+            return None
+        named = sorted({found.said for found in self.found.values() if found.kernel})
+        groups = sorted({found.said for found in self.found.values() if not found.kernel})
+        if not named:
+            return "groups" if self.own_products else "sdpa", "; ".join(groups)
+        word = "varlen" if named == ["varlen"] else "flash"
+        passed = f"{', '.join(named)}: its trial on this device gives the outputs and gradients of fp32 products"
+        return word, passed + (f"; some layers by groups ({'; '.join(groups)})" if groups else "")
+
+
+def unsuited(size: int, value_size: int, plain: bool) -> str | None:
+    """Why no kernel takes such a layer."""
+    if not plain:
+        return "softcap, sinks or dropout of scores"
+    if size != value_size:
+        return f"keys have {size} numbers per head, values {value_size}"
+    if size > MAX_HEAD_SIZE or size % HEAD_SIZE_MULTIPLE:
+        return f"heads of {size}; kernels take multiples of {HEAD_SIZE_MULTIPLE} up to {MAX_HEAD_SIZE}"
+    return None
+
+
+def window_of(how) -> tuple[int, int]:
+    """(tokens before a query that it sees, tokens after it); transformers' window counts the query itself."""
+    return (WHOLE if how.window is None else how.window - 1, 0)
+
+
+def attend(kernel, query, key, value, bounds, longest, how) -> torch.Tensor:
+    """[1, H, T, D], [1, K, U, D] twice -> [1, T, H, D]; `bounds` and `longest`: of queries and of keys."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    options = {"scale": how.scaling, "window_size": window_of(how), "enable_gqa": query.shape[1] != key.shape[1]}
+    return kernel(q, k, v, *bounds, *longest, **options).unsqueeze(0)
+
+
+# ---- a trial on the device
+
+
+@cache
+def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: int, windowed: bool) -> str | None:
+    """Why the kernel is not used for such layers; None if it is right. Tried once per device and kind of layer."""
+    try:
+        kernel = load()
+        if device.type == "meta":
+            return None
+        heads, kv_heads, total = 2 * per_key, 2, sum(LENGTHS)
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randn(total, n, size, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads, heads)]
+        window = (WINDOW - 1 if windowed else WHOLE, 0)
+        options = {"scale": size**-0.5, "window_size": window, "enable_gqa": per_key > 1}
+        bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+        wanted = _with_gradients(in_products, [x.float() for x in rows], bounds, options)
+        found = _with_gradients(kernel, [x.to(device) for x in rows], bounds.to(device), options)
+    except FAILURES as error:
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    limit = TRIAL_EPS * torch.finfo(dtype).eps
+    for what, mine, right in zip(("outputs", "dq", "dk", "dv"), found, wanted, strict=True):
+        off = ((mine.cpu().float() - right).norm() / right.norm()).item()
+        if not off <= limit:
+            return f"{what} are off by {off:.1e} of their norm, more than rounding explains ({limit:.1e})"
+    return None
+
+
+def _with_gradients(kernel, rows, bounds, options) -> list[torch.Tensor]:
+    *inputs, upstream = (x.detach().requires_grad_() for x in rows)
+    with torch.enable_grad():
+        out = kernel(*inputs, bounds, bounds, max(LENGTHS), max(LENGTHS), **options)
+        return [out.detach(), *torch.autograd.grad(out, inputs, upstream.detach())]
+
+
+def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """What a kernel computes, by matrix products and a softmax per document: the reference, on any device.
+
+    Of a document with fewer queries than keys, the last query sees the last key, as in FlashAttention.
+    """
+    per_key, out = query.shape[1] // key.shape[1], []
+    assert enable_gqa or per_key == 1, "fewer key/value heads without enable_gqa"
+    starts_q, starts_k = bounds_q.tolist(), bounds_k.tolist()
+    for i in range(len(starts_q) - 1):
+        q = query[starts_q[i] : starts_q[i + 1]].transpose(0, 1)
+        k, v = (x[starts_k[i] : starts_k[i + 1]].repeat_interleave(per_key, 1).transpose(0, 1) for x in (key, value))
+        assert q.shape[1] <= longest_q and k.shape[1] <= longest_k, "a document longer than the longest"
+        ahead = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device).unsqueeze(1)
+        ahead = ahead - (k.shape[1] - q.shape[1])
+        left, right = window_size
+        seen = (ahead <= right) if right >= 0 else torch.ones_like(ahead, dtype=torch.bool)
+        seen = seen & (ahead >= -left) if left >= 0 else seen
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        out.append((torch.softmax(scores, -1) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+# ---- kernels, each loaded when it is first tried
+
+
+def _torch_varlen() -> Callable:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def _flash_attention_3() -> Callable:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    return partial(_flash, flash_attn_varlen_func)
+
+
+def _flash_attention_3_of_kernels() -> Callable:
+    """Fetched from the Hub by the package `kernels`."""
+    from kernels import get_kernel
+
+    return partial(_flash, get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func)
+
+
+def _flash_attention_2() -> Callable:
+    from flash_attn import flash_attn_varlen_func
+
+    return partial(_flash, flash_attn_varlen_func)
+
+
+def _flash(function, query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """flash-attn's names for the arguments; it takes fewer key/value heads without being told."""
+    bounds = bounds_q, bounds_k, longest_q, longest_k
+    out = function(query, key, value, *bounds, softmax_scale=scale, causal=True, window_size=window_size)
+    return out[0] if isinstance(out, tuple) else out
+
+
+loaded = cache(lambda load: load())
+KERNELS = {
+    "flash-attention 3": Kernel(_flash_attention_3),
+    "flash-attention 3 of kernels": Kernel(_flash_attention_3_of_kernels),
+    "varlen": Kernel(_torch_varlen),
+    "flash-attention 2": Kernel(_flash_attention_2),
+}

@@ -1,0 +1,41 @@
+"""torch.compile of each decoder layer: one graph forward and one backward, whatever the lengths of documents.
+
+All layers share one compiled function, so that equal layers share its graphs. It is looked up when it runs: FSDP2 gives
+a layer another class, whose forward recomputes activations. Evaluation and generation stay as they are.
+"""
+
+from functools import partial
+
+import torch
+
+from finetune.torch_engine.parallel.fsdp import decoder_layers
+
+
+def compile_layers(model, backend: str = "inductor", fullgraph: bool = False) -> None:
+    """Compiles the layers' forward, and with it their backward; hooks stay around it."""
+    compiled = torch.compile(_forward, backend=backend, fullgraph=fullgraph)
+    for layer in decoder_layers(model):
+        layer.forward = partial(_in_training, compiled, layer)
+
+
+def stop_compiling(model) -> None:
+    for layer in decoder_layers(model):
+        layer.__dict__.pop("forward", None)
+
+
+def _forward(layer, *args, **kwargs):
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _in_training(compiled, layer, *args, **kwargs):
+    run = compiled if layer.training and torch.is_grad_enabled() else _forward
+    return run(layer, *args, **kwargs)
+
+
+def choose(eager_s: float, compiled_s: float, compiling_s: float, steps: int) -> tuple[str, str]:
+    """(word of --compile, why), from seconds of one microbatch and of the first compiled ones."""
+    saved_s = (eager_s - compiled_s) * steps
+    fact = f"{eager_s:.3g} s per microbatch, {compiled_s:.3g} s compiled, {compiling_s:.0f} s to compile, measured"
+    if saved_s <= compiling_s:
+        return "false", f"{fact}: would not pay in {steps:,} steps"
+    return "true", f"{fact}: pays in {steps:,} steps"

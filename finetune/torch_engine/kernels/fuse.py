@@ -1,0 +1,129 @@
+"""Replaces a loaded model's RMSNorms, SwiGLU and RoPE by one operation each, where they compute what ours do.
+
+No list of model classes: a class's own code is run on a few numbers on the CPU and must give the formula's bits.
+"""
+
+import copy
+import sys
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from finetune.errors import MODEL_ERRORS
+from finetune.torch_engine.kernels import formulas, ops
+
+EPS = ("variance_epsilon", "eps")
+SIZE = 16
+
+
+def fuse(model, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why nothing was replaced; None if what could be was. On a CPU nothing is: its operations are as fast."""
+    if device.type in ("cpu", "mps"):
+        return f"none for {device.type}"
+    error = ops.error_on(device, dtype)
+    if error is None:
+        replace(model)
+    return error
+
+
+def replace(model) -> dict[str, int]:
+    """{what: how many} were replaced."""
+    found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0}
+    for module in model.modules():
+        kind = type(module)
+        if (offset := norm_offset(kind)) is not None and not module.weight.requires_grad:
+            module.forward = partial(_norm, module, next(name for name in EPS if hasattr(module, name)), offset)
+            found["RMSNorm"] += 1
+        elif is_swiglu(kind) and _takes_swiglu(module):
+            module.forward = partial(_mlp, module)
+            found["SwiGLU"] += 1
+        found["RoPE"] += _replace_rope(sys.modules[kind.__module__])
+    return found
+
+
+def _norm(module, eps: str, offset: bool, x):
+    if x.dtype != module.weight.dtype:
+        return type(module).forward(module, x)
+    return ops.RMSNorm.apply(x, module.weight, getattr(module, eps), offset)
+
+
+def _mlp(module, x):
+    return module.down_proj(ops.SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
+
+
+def _rope(own, q, k, cos, sin, *rest, **named):
+    plain = not rest and not named and q.ndim == 4 and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3])
+    if plain and q.dtype == k.dtype == cos.dtype == sin.dtype:
+        return ops.RoPE.apply(q, k, cos, sin)
+    return own(q, k, cos, sin, *rest, **named)
+
+
+# ---- what a class computes, by its own code on the CPU
+
+
+@cache
+def norm_offset(kind: type) -> bool | None:
+    """Whether an RMSNorm class adds 1 to its weight; None if it is none, or computes something else."""
+    if not kind.__name__.endswith("RMSNorm") or kind.__module__.startswith("torch."):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((5, SIZE), (SIZE,)))
+    twin = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    for name in EPS:
+        setattr(twin, name, 1e-3)
+    try:
+        own = kind.forward(twin, x)
+    except MODEL_ERRORS:
+        return None
+    same = [offset for offset in (False, True) if torch.equal(own, formulas.rms_norm(x, weight, 1e-3, offset)[0])]
+    return same[0] if same else None
+
+
+@cache
+def is_swiglu(kind: type) -> bool:
+    """True if a class's forward is down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    if not kind.__name__.endswith("MLP") or kind.__module__.startswith("torch."):
+        return False
+    twin = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    torch_state = torch.Generator().manual_seed(0)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        linear = nn.Linear(SIZE, SIZE, bias=False, device="meta").to_empty(device="cpu")
+        linear.weight = nn.Parameter(torch.randn(SIZE, SIZE, generator=torch_state), requires_grad=False)
+        setattr(twin, name, linear)
+    twin.act_fn = nn.SiLU()
+    x = torch.randn(3, SIZE, generator=torch_state)
+    try:
+        own = kind.forward(twin, x)
+    except MODEL_ERRORS:
+        return False
+    return torch.equal(own, twin.down_proj(formulas.swiglu(twin.gate_proj(x), twin.up_proj(x))))
+
+
+def _takes_swiglu(module) -> bool:
+    return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _replace_rope(code) -> int:
+    """1 if the module's function apply_rotary_pos_emb was replaced: it turns halves of a head, as Llama's does."""
+    own = getattr(code, "apply_rotary_pos_emb", None)
+    if own is None or isinstance(own, partial) or not _turns_halves(own):
+        return 0
+    code.apply_rotary_pos_emb = partial(_rope, own)
+    return 1
+
+
+@cache
+def _turns_halves(own) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, SIZE, generator=generator).to(torch.bfloat16) for heads in (4, 2))
+    angles = torch.rand(1, 5, SIZE // 2, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    try:
+        found = own(copy.copy(q), copy.copy(k), cos, sin)
+        return all(torch.equal(a, b) for a, b in zip(found, formulas.rope(q, k, cos, sin, 1.0), strict=True))
+    except MODEL_ERRORS:
+        return False

@@ -1,0 +1,139 @@
+"""One operation each, forward and backward, for RMSNorm, SwiGLU and RoPE: on a GPU by Triton.
+
+As operations of torch they are one launch to whoever counts or traces them. Weights of norms get no gradient: layers
+whose norm trains keep transformers' own.
+"""
+
+from functools import cache
+
+import torch
+
+from finetune.quantizers.nf4 import TRITON_FAILURES, triton_errors
+from finetune.torch_engine.kernels import formulas
+
+LIBRARY = torch.library.Library("finetune_kernels", "DEF")
+SCHEMAS = {
+    "rms_norm": "(Tensor x, Tensor weight, float eps, bool offset) -> (Tensor, Tensor)",
+    "rms_norm_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor rstd, bool offset) -> Tensor",
+    "swiglu": "(Tensor gate, Tensor up) -> Tensor",
+    "swiglu_backward": "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    "rope": "(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign) -> (Tensor, Tensor)",
+}
+FAKES = {
+    "rms_norm": lambda x, weight, eps, offset: (torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)),
+    "rms_norm_backward": lambda grad, x, weight, rstd, offset: torch.empty_like(x),
+    "swiglu": lambda gate, up: torch.empty_like(gate),
+    "swiglu_backward": lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+    "rope": lambda q, k, cos, sin, sign: (_tokens_first(q), _tokens_first(k)),
+}
+
+
+def _tokens_first(x_1HTD):
+    batch, heads, tokens, size = x_1HTD.shape
+    return x_1HTD.new_empty(batch, tokens, heads, size).transpose(1, 2)
+
+
+def _implementation(name: str):
+    def run(*arguments):
+        if arguments[0].device.type == "cpu":
+            found = getattr(formulas, name)(*arguments)
+            return tuple(_tokens_first(x).copy_(x) for x in found) if name == "rope" else found
+        from finetune.torch_engine.kernels import triton_kernels
+
+        return getattr(triton_kernels, name)(*arguments)
+
+    return run
+
+
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+    LIBRARY.impl(_name, _implementation(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune_kernels::{_name}", FAKES[_name], lib=LIBRARY)
+OPS = torch.ops.finetune_kernels
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps: float, offset: bool):
+        rows = x.reshape(-1, x.shape[-1])
+        out, rstd = OPS.rms_norm(rows, weight, eps, offset)
+        ctx.offset = offset
+        ctx.save_for_backward(rows, weight, rstd)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight, rstd = ctx.saved_tensors
+        grad_x = OPS.rms_norm_backward(grad.reshape(rows.shape).contiguous(), rows, weight, rstd, ctx.offset)
+        return grad_x.view(grad.shape), None, None, None
+
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return OPS.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return OPS.swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+class RoPE(torch.autograd.Function):
+    """Queries [1, H, T, D] and keys [1, K, T, D] turned by cos and sin [1, T, D], whose halves are equal."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return OPS.rope(_dense(q), _dense(k), cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k):
+        return *OPS.rope(_dense(grad_q), _dense(grad_k), *ctx.saved_tensors, -1.0), None, None
+
+
+def _dense(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@cache
+def error_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels are not used on a device in `dtype`; None if they give the formulas' numbers there to rounding.
+    Tried once per device and type.
+    """
+    if device.type == "meta":
+        return None
+    try:
+        from finetune.torch_engine.kernels import triton_kernels
+
+        for name, arguments in _trials(dtype):
+            wanted = getattr(formulas, name)(*arguments)
+            here = [x.to(device) if torch.is_tensor(x) else x for x in arguments]
+            found = getattr(triton_kernels, name)(*here)
+            pairs = zip(*((x,) if torch.is_tensor(x) else x for x in (found, wanted)), strict=True)
+            off = max(((a.cpu().float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+            if not off <= 2 * torch.finfo(dtype).eps:  # sums of a row in another order; exp of another library
+                return f"{name} is off by {off:.1e} in {str(dtype).removeprefix('torch.')}"
+    except (*TRITON_FAILURES, *triton_errors()) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return None
+
+
+def _trials(dtype) -> list[tuple]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, grad, weight, gate, up = random(5, 100), random(5, 100), random(100), random(7, 300), random(7, 300)
+    angles = torch.rand(1, 9, 20, generator=generator).mul(6).repeat(1, 1, 2)
+    q, k = random(1, 9, 6, 40).transpose(1, 2), random(1, 9, 2, 40).transpose(1, 2)
+    rstd = formulas.rms_norm(x, weight, 1e-6, False)[1]
+    norms = [("rms_norm", (x, weight, 1e-6, offset)) for offset in (False, True)]
+    norms += [("rms_norm_backward", (grad, x, weight, rstd, offset)) for offset in (False, True)]
+    ropes = [("rope", (q, k, angles.cos().to(dtype), angles.sin().to(dtype), sign)) for sign in (1.0, -1.0)]
+    return [*norms, ("swiglu", (gate, up)), ("swiglu_backward", (random(7, 300), gate, up)), *ropes]

@@ -1,0 +1,155 @@
+"""Triton kernels of a decoder layer's elementwise work, each with the roundings of transformers' operations.
+Reference: formulas.py. Imported where triton is installed only.
+
+Rows of D numbers; a program takes one row, all of it at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+OPTIONS = {"enable_fp_fusion": False}  # no fused multiply-add: products are rounded as torch rounds them
+
+
+@triton.jit
+def _rms_norm(x, weight, out, rstd, columns, eps, offset: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < columns
+    kind = out.dtype.element_ty
+    x_D = tl.load(x + row * columns + at, mask=inside, other=0).to(tl.float32)
+    scale = 1 / tl.sqrt_rn(tl.sum(x_D * x_D, 0) / columns + eps)
+    w_D = tl.load(weight + at, mask=inside, other=0)
+    if offset:  # Gemma: (1 + w) in fp32, one rounding
+        y_D = (x_D * scale * (1.0 + w_D.to(tl.float32))).to(kind)
+    else:
+        y_D = (w_D.to(tl.float32) * (x_D * scale).to(kind).to(tl.float32)).to(kind)
+    tl.store(out + row * columns + at, y_D, mask=inside)
+    tl.store(rstd + row, scale)
+
+
+@triton.jit
+def _rms_norm_backward(grad, x, weight, rstd, out, columns, offset: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < columns
+    x_D = tl.load(x + row * columns + at, mask=inside, other=0).to(tl.float32)
+    w_D = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    grad_D = tl.load(grad + row * columns + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(rstd + row)
+    if offset:
+        w_D += 1.0
+    hat_D, grad_D = x_D * scale, grad_D * w_D
+    mean = tl.sum(hat_D * grad_D, 0) / columns
+    tl.store(out + row * columns + at, (scale * (grad_D - hat_D * mean)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu(gate, up, out, total, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < total
+    kind = out.dtype.element_ty
+    g = tl.load(gate + at, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0).to(tl.float32)
+    silu = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32)
+    tl.store(out + at, (silu * u).to(kind), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up, grad_gate, grad_up, total, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < total
+    kind = grad_gate.dtype.element_ty
+    d = tl.load(grad + at, mask=inside, other=0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    silu = (g * sigmoid).to(kind).to(tl.float32)
+    of_silu = (d * u).to(kind).to(tl.float32)
+    tl.store(grad_up + at, (d * silu).to(kind), mask=inside)
+    tl.store(grad_gate + at, (of_silu * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), mask=inside)
+
+
+@triton.jit
+def _rope(
+    q,
+    k,
+    q_out,
+    k_out,
+    cos,
+    sin,
+    q_heads,
+    q_head,
+    q_token,
+    k_head,
+    k_token,
+    q_out_head,
+    q_out_token,
+    k_out_head,
+    k_out_token,
+    sign,
+    half,
+    SIZE: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    inside = at < half
+    kind = q_out.dtype.element_ty
+    of_q = head < q_heads
+    if of_q:
+        source, target = q + head * q_head + token * q_token, q_out + head * q_out_head + token * q_out_token
+    else:
+        source = k + (head - q_heads) * k_head + token * k_token
+        target = k_out + (head - q_heads) * k_out_head + token * k_out_token
+    first = tl.load(source + at, mask=inside, other=0).to(tl.float32)
+    second = tl.load(source + half + at, mask=inside, other=0).to(tl.float32)
+    table = 2 * half * token
+    cos_1 = tl.load(cos + table + at, mask=inside, other=0).to(tl.float32)
+    cos_2 = tl.load(cos + table + half + at, mask=inside, other=0).to(tl.float32)
+    sin_1 = tl.load(sin + table + at, mask=inside, other=0).to(tl.float32) * sign
+    sin_2 = tl.load(sin + table + half + at, mask=inside, other=0).to(tl.float32) * sign
+    out_1 = (first * cos_1).to(kind).to(tl.float32) + (-second * sin_1).to(kind).to(tl.float32)
+    out_2 = (second * cos_2).to(kind).to(tl.float32) + (first * sin_2).to(kind).to(tl.float32)
+    tl.store(target + at, out_1.to(kind), mask=inside)
+    tl.store(target + half + at, out_2.to(kind), mask=inside)
+
+
+def rms_norm(x_ND, weight_D, eps: float, offset: bool):
+    out, rstd = torch.empty_like(x_ND), torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
+    columns = x_ND.shape[1]
+    size = triton.next_power_of_2(columns)
+    _rms_norm[(len(x_ND),)](x_ND, weight_D, out, rstd, columns, eps, offset=offset, SIZE=size, **OPTIONS)
+    return out, rstd
+
+
+def rms_norm_backward(grad_ND, x_ND, weight_D, rstd_N, offset: bool):
+    out, columns = torch.empty_like(x_ND), x_ND.shape[1]
+    size = triton.next_power_of_2(columns)
+    _rms_norm_backward[(len(x_ND),)](grad_ND, x_ND, weight_D, rstd_N, out, columns, offset=offset, SIZE=size, **OPTIONS)
+    return out
+
+
+BLOCK = 1024
+
+
+def swiglu(gate, up):
+    out, total = torch.empty_like(gate), gate.numel()
+    _swiglu[(triton.cdiv(total, BLOCK),)](gate, up, out, total, SIZE=BLOCK, **OPTIONS)
+    return out
+
+
+def swiglu_backward(grad, gate, up):
+    outs, total = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    _swiglu_backward[(triton.cdiv(total, BLOCK),)](grad, gate, up, *outs, total, SIZE=BLOCK, **OPTIONS)
+    return outs
+
+
+def rope(q_1HTD, k_1KTD, cos_1TD, sin_1TD, sign: float):
+    """Queries and keys rotated, by one launch; tokens first in memory, as attention reads them."""
+    outs = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format) for x in (q_1HTD, k_1KTD)]
+    outs = [out.transpose(1, 2) for out in outs]
+    (_, heads, tokens, size), kv_heads = q_1HTD.shape, k_1KTD.shape[1]
+    strides = [stride for x in (q_1HTD, k_1KTD, *outs) for stride in x.stride()[1:3]]
+    arguments = (q_1HTD, k_1KTD, *outs, cos_1TD, sin_1TD, heads, *strides, sign, size // 2)
+    _rope[(tokens, heads + kv_heads)](*arguments, SIZE=triton.next_power_of_2(size // 2), **OPTIONS)
+    return tuple(outs)

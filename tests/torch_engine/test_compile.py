@@ -1,0 +1,184 @@
+"""Compiled decoder layers: one graph, the numbers of eager, no graph for each set of lengths."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from finetune.data.collate import microbatches
+from finetune.distributed.env import RankEnv
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.torch_engine.attention import per_document
+from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
+from finetune.torch_engine.device import set_onednn
+from finetune.torch_engine.lora.layers import cast_once
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from tests.support import cases, ranks, tiny, varlen_reference
+from tests.support.cases import Case
+from tests.support.engines import ROWS, assert_same, engine, gradients
+
+CASES = {
+    "full": Case("full"),
+    "lora": Case("lora"),
+    "dora": Case("lora", use_dora=True),
+    "qlora": Case(method="nf4", double_quant=True),
+    "qlora recomputed": Case(method="nf4", recomputed=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def assert_equal_in_one_graph(built):
+    """fullgraph raises at a break. Gradients through aot_eager, which runs the traced operations as they are."""
+    built.model.train()
+    parts = microbatches(ROWS, np.arange(8), built.layout, 8, 60, 0)
+    wanted = gradients(built, parts)
+    compile_layers(built.model, "aot_eager", fullgraph=True)
+    assert_same(gradients(built, parts), wanted, 1e-6)
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    stop_compiling(built.model)
+    assert not any("forward" in layer.__dict__ for layer in built.model.model.layers)
+
+
+def test_a_lora_layer_with_unequal_documents_is_one_graph():
+    assert_equal_in_one_graph(engine(model=tiny.build("llama", num_hidden_layers=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_of_every_kind_is_one_graph_with_eagers_gradients(name):
+    assert_equal_in_one_graph(cases.build(CASES[name], deep=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gemma3", "mistral", "qwen3", "gemma2"])
+def test_windows_softcaps_and_other_norms_are_in_it(architecture):
+    assert_equal_in_one_graph(cases.build(Case("lora"), architecture=architecture))
+
+
+@pytest.mark.slow
+def test_a_kernel_that_takes_bounds_and_casts_of_a_step_are_in_it():
+    built = cases.build(Case("lora"))
+    kernel = torch.library.custom_op("finetune_tests::varlen", mutates_args=())(_varlen)
+    kernel.register_fake(lambda q, *rest: torch.empty_like(q))
+    kernel.register_autograd(_varlen_backward, setup_context=_keep)
+
+    def call(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+        return kernel(q, k, v, bounds_q, longest_q, scale)
+
+    built.forward.attention = varlen_reference.attention(call)
+    with torch.no_grad():  # the trial comes before anything is compiled, as in a run
+        built.forward.nll(microbatches(ROWS, np.arange(8), built.layout, 8, 60, 0)[0])
+    with cast_once(built.model, torch.float64):
+        assert_equal_in_one_graph(built)
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+    return varlen_reference.varlen_attn(q, k, v, bounds, bounds, longest, longest, **options).contiguous()
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rest = inputs[4:]
+
+
+def _varlen_backward(ctx, grad):
+    *rows, bounds = ctx.saved_tensors
+    return *_varlen_grads(grad, *rows, bounds, *ctx.rest), None, None, None
+
+
+@torch.library.custom_op("finetune_tests::varlen_grads", mutates_args=())
+def _varlen_grads(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        rows = [x.detach().requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(_varlen(*rows, bounds, longest, scale), rows, grad)
+    return tuple(x.contiguous() for x in found)
+
+
+@_varlen_grads.register_fake
+def _(grad, q, k, v, bounds, longest, scale):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "qlora recomputed"])
+def test_no_graph_is_made_after_the_third_of_fifty_steps_of_any_lengths(name):
+    built, random, graphs = cases.build(CASES[name]), np.random.default_rng(0), []
+    compile_layers(built.model, "aot_eager", fullgraph=True)
+    for step in range(50):
+        lengths = np.clip(random.lognormal(2.5, 0.7, random.integers(1, 7)), 2, 120).astype(int)
+        data = tiny.dataset(lengths=tuple(lengths.tolist()), seed=step)
+        built.train_step(microbatches(data, np.arange(len(lengths)), built.layout, 8, 10**6, 0), 1e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[2] == graphs[-1] > 0 and not counters["graph_break"]
+
+
+def test_groups_as_one_operation_have_the_gradients_of_groups():
+    set_onednn(True)
+    lengths = (7, 600, 30)
+    q, k, v = (torch.randn(1, heads, sum(lengths), 8, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    documents = per_document.documents_of(torch.cat([torch.arange(n) for n in lengths]), "cpu")
+    for window, softcap, sink in ((None, None, None), (20, None, None), (20, 30.0, None), (None, None, sinks)):
+        inputs = (q, k, v) if sink is None else (q, k, v, sink)
+        how = per_document.Scoring(0.3, 0.0, window, softcap, sink)
+        outs = (
+            torch.ops.finetune_attention.groups(q, k, v, sink, documents.number, 0.3, window, softcap),
+            per_document.grouped_attention(q, k, v, documents, how),
+        )
+        assert torch.equal(*outs)
+        for mine, right in zip(*(torch.autograd.grad(out.sin().sum(), inputs) for out in outs), strict=True):
+            assert torch.equal(mine, right)
+
+
+def test_compiling_is_chosen_if_it_saves_more_than_it_costs():
+    assert choose(0.5, 0.4, 30.0, 1000)[0] == "true" and choose(0.5, 0.4, 30.0, 200)[0] == "false"
+    assert choose(0.4, 0.5, 0.0, 1000)[0] == "false" and "200 steps" in choose(0.5, 0.4, 30.0, 200)[1]
+
+
+@pytest.mark.slow
+def test_a_timed_pair_of_microbatches_decides_and_leaves_no_trace():
+    built = engine(model=tiny.build("llama", num_hidden_layers=1))
+    batch = microbatches(ROWS, np.arange(8), built.layout, 8, 10**6, 0)[0]
+    before, state = built.rng_state(), {n: v.copy() for n, v in built.trainable_state().items()}
+    word, why = built.compile_if_it_pays(batch, 1)
+    assert word == "false" and "would not pay in 1 steps" in why
+    assert all(np.array_equal(v, built.trainable_state()[n]) for n, v in state.items())
+    assert all(np.array_equal(v, built.rng_state()[n]) for n, v in before.items())
+    assert not any("forward" in layer.__dict__ for layer in built.model.model.layers)
+    assert built.compile_if_it_pays(batch, 10**9)[0] in ("true", "false")  # as this machine says
+
+
+def losses_of_ranks(rank: int, size: int) -> list:
+    """Losses and norms of two steps over FSDP2, eager and compiled, of recomputed layers."""
+    found = []
+    for compiled in (False, True):
+        groups = ProcessGroups.of(RankEnv(rank, size, rank, size), ParallelDims(dp_shard=size), ranks.compute_device())
+        built = cases.build(Case("lora", recomputed=True), groups)
+        if compiled:
+            compile_layers(built.model, "aot_eager")
+        for step in range(2):
+            result = built.train_step(cases.rank_batches(built, cases.rows_of_step(step)), 1e-3)
+            found.append([result.loss, result.grad_norm])
+    return found
+
+
+@pytest.mark.slow
+def test_sharded_layers_are_compiled_and_recompute_as_before(tmp_path):
+    for eager_1, eager_2, compiled_1, compiled_2 in ranks.run(2, losses_of_ranks, tmp_path):
+        assert compiled_1 == pytest.approx(eager_1, rel=1e-6) and compiled_2 == pytest.approx(eager_2, rel=1e-6)
