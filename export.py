@@ -63,6 +63,11 @@ def build_parser() -> Parser:
         help="compare what was written with base + adapter: each layer, or also the full models' logits, which takes "
         "the memory of one in fp32 (default: layers)",
     )
+    parser.add_argument(
+        "--score_dataset",
+        metavar="FILE|none",
+        help="rows to score the merged folder on, beside the run's own score (default: the run's, if the model fits)",
+    )
     older = parser.add_argument_group("Plain checkpoints and the older scripts")
     older.add_argument("--plain", metavar="FILE", help="write --checkpoint as one file of five keys for torch.load")
     older.add_argument(
@@ -88,13 +93,13 @@ def refuse_unread(args) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
     if args.from_older:
-        unread = ("base", "to", "outtype", "verify")
+        unread = ("base", "to", "outtype", "verify", "score_dataset")
     elif args.plain:
-        unread = ("output_dir", "base", "to", "outtype", "verify", *older)
+        unread = ("output_dir", "base", "to", "outtype", "verify", "score_dataset", *older)
     elif args.to in MERGED:
-        unread = ("base", *(("outtype",) if args.to == "hf" else ("dtype",)), *older)
+        unread = ("base", *(("outtype",) if args.to == "hf" else ("dtype", "score_dataset")), *older)
     else:
-        unread = ("dtype", "verify", *(() if args.to == "gguf-lora" else ("outtype",)), *older)
+        unread = ("dtype", "verify", "score_dataset", *(() if args.to == "gguf-lora" else ("outtype",)), *older)
     for name in unread:
         if getattr(args, name) not in (None, "auto", "hf", "layers"):
             raise PlanError(f"--{name} {getattr(args, name)}: is not read by this form of the command. Omit it.")
@@ -249,6 +254,69 @@ def export_merged(checkpoint: Path, target: Path, args) -> None:
         say(line)
 
 
+def say_score(checkpoint: Path, target: Path, args) -> None:
+    """Scores a merged folder on --score_dataset or the run's own rows, beside the run's; a line where it cannot."""
+    from finetune.backend.machine import system_memory
+    from finetune.plan.parts import Parts
+    from finetune.trained_base import settings_of_run
+
+    run = settings_of_run(checkpoint)
+    was = Parts(run).quantization if run else None
+    differs = f"trained on a base in {was}, merged into the dense one" if was else ""
+    later = f"To have its score: python score.py --checkpoint {target} --dataset FILE"
+    dataset = args.score_dataset or (run.score_dataset if run else None)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    reason = "" if 2 * size < system_memory()[1] else "it does not fit in memory beside a copy in fp32"
+    if args.to != "hf" or dataset in (None, "none") or reason:
+        if differs or (reason and dataset):
+            say(f"note: {differs or 'not scored'}{'; ' + reason if reason else ''}: its score may differ. {later}")
+        return
+    try:
+        found = scored(target, str(dataset), run)
+    except PlanError as error:
+        if args.score_dataset:
+            raise
+        say(f"note: the run's own rows cannot be scored now ({error}) {later}")
+        return
+    own = own_score(checkpoint) if args.score_dataset in (None, run.score_dataset if run else None) else None
+    beside = f"; the run's own, on {was or 'the same base'}: {own:.1%}" if own is not None else ""
+    say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""))
+
+
+def scored(folder: Path, dataset: str, run) -> str:
+    """Loss and exact match of a model folder on a file's rows, in words: as many as the run scored."""
+    import argparse
+
+    from finetune import open_checkpoint
+    from finetune.config import TrainConfig
+    from finetune.data.columns import RowOptions
+    from finetune.data.prepare import check_columns
+    from finetune.data.reading.sources import read_rows
+    from finetune.run import evaluation, scoring
+
+    settings = run or TrainConfig()
+    raw, options = read_rows(dataset, samples=settings.score_samples, split="test"), RowOptions()
+    check_columns(raw, options, f"--score_dataset {dataset}")
+    how = argparse.Namespace(checkpoint=str(folder), device=None, precision="auto", n_bits=None)
+    engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
+    _, questions, result = scoring.evaluated(engine, tokenizer, raw, options, dataset, settings.context_length)
+    loss = f"loss {result.loss:.4f}"
+    if not questions:
+        return loss
+    match, _ = evaluation.exact_match(engine, tokenizer, questions, settings.score_max_new_tokens, ends)
+    return f"exact match {match:.1%} of {len(questions)}, {loss}"
+
+
+def own_score(checkpoint: Path) -> float | None:
+    """The exact match that the run scored last; None without one."""
+    from finetune.run.metrics import read_events
+
+    if not (checkpoint / "metrics.jsonl").is_file():
+        return None
+    scores = [event.get("exact_match") for event in read_events(checkpoint, "eval")]
+    return scores[-1] if scores else None
+
+
 def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
     from finetune.model_files import gguf_files
 
@@ -324,16 +392,7 @@ def main(argv=None) -> int:
     if args.to in ADAPTERS:
         return convert_adapter(args)
     export_merged(checkpoint, target, args)
-    from finetune.plan.parts import Parts
-    from finetune.trained_base import settings_of_run
-
-    trained = settings_of_run(checkpoint)
-    was = Parts(trained).quantization if trained else None
-    if was:
-        say(
-            f"note: trained on a base in {was}, merged into the dense one: its score differs from the run's. "
-            f"To have it: python score.py --checkpoint {target} --dataset FILE"
-        )
+    say_score(checkpoint, target, args)
     return 0
 
 

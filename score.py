@@ -89,13 +89,9 @@ def main(argv=None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     from finetune import open_checkpoint
-    from finetune.data.chat_template import ensure_chat_template, shared_renderer
-    from finetune.data.collate import microbatches
     from finetune.data.columns import RowOptions
-    from finetune.data.prepare import DatasetSource, check_columns, needs_chat_template
-    from finetune.data.reading.mixture import Source
+    from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
-    from finetune.data.tokens.tokenize import generation_examples, tokenize
     from finetune.run import evaluation, scoring
 
     for name in ("context_length", "max_new_tokens", "batch_size"):
@@ -109,15 +105,8 @@ def main(argv=None) -> int:
     check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args)
-    read = DatasetSource.of(raw, options, Source(args.dataset))
-    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
     length = args.context_length or (base.settings.context_length if base.settings else 512)
-    length = min(length, engine.context_limit() or length)
-    with shared_renderer(tokenizer) as renderer:
-        rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
-        questions = generation_examples(raw, options, tokenizer, renderer)
-    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
-    result = engine.evaluate(batches)
+    rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, args.dataset, length)
     match, answers = None, []  # of text, which asks nothing
     asked = [name for name in metrics if name in scoring.OF_ANSWERS]
     if questions and (asked or args.show or args.predictions):

@@ -10,6 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.data.chat_template import ensure_chat_template, shared_renderer
+from finetune.data.collate import microbatches
+from finetune.data.prepare import DatasetSource, needs_chat_template
+from finetune.data.reading.mixture import Source
+from finetune.data.tokens.tokenize import generation_examples, tokenize
 from finetune.errors import PlanError
 from finetune.system.files import replace
 
@@ -100,6 +105,20 @@ def _found(pattern: re.Pattern, text: str) -> str | None:
         return None
     group = matches[-1].group(1) if pattern.groups else matches[-1].group()
     return None if group is None else group.strip()
+
+
+def evaluated(engine, tokenizer, raw, options, dataset: str, length: int):
+    """(rows, questions, the engine's StepResult) of a file's rows, as training renders them. Sets ChatML on a tokenizer
+    without a template, if rows need one.
+    """
+    read = DatasetSource.of(raw, options, Source(dataset))
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
+    length = min(length, engine.context_limit() or length)
+    with shared_renderer(tokenizer) as renderer:
+        rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
+        questions = generation_examples(raw, options, tokenizer, renderer)
+    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
+    return rows, questions, engine.evaluate(batches)
 
 
 def judged(questions: list, answers: list[str], metrics: list[str], pattern: str | None, decode) -> list[Answer]:

@@ -32,6 +32,10 @@ FORGETS = (  # as reasoning models do: earlier answers are written otherwise tha
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.index0 > messages | length - 3 else m.content[:3] }}</>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+LAST_THREE = (
+    "{% for m in messages[-3:] %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 INSTRUCTION = re.compile(r'(FROM|TEMPLATE|SYSTEM|PARAMETER \w+) ("""(.*?)"""|[^\n]+)\n', re.DOTALL)
 
 
@@ -85,7 +89,7 @@ def test_the_go_template_writes_what_the_chat_template_writes(make_tokenizer, tm
         assert go_rendered(go, messages, default) == expected.removeprefix(tokenizer.bos_token if bos else "")
 
 
-@pytest.mark.parametrize("template", [SYSTEM_IN_USER, FORGETS, "{{ messages[-1].content }}", "{{ 1 / 0 }}"])
+@pytest.mark.parametrize("template", [SYSTEM_IN_USER, FORGETS, LAST_THREE, "{{ messages[-1].content }}", "{{ 1 / 0 }}"])
 def test_a_template_that_is_not_a_sequence_of_turns_is_left_to_ollama_with_a_line(make_tokenizer, tmp_path, template):
     tokenizer = make_tokenizer(tmp_path, bos=False)
     tokenizer.chat_template = template

@@ -142,3 +142,21 @@ def test_generate_says_so_beside_its_answer(trained, capsys):
 def test_export_says_that_its_base_is_another_one(trained, tmp_path, capsys):
     assert export.main(["--checkpoint", str(trained), "--output_dir", str(tmp_path / "merged")]) == 0
     assert "note: trained on a base in nf4 4 bits, merged into the dense one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["lora", "nf4"])
+def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run, capsys):
+    run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)
+    own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]
+    capsys.readouterr()
+    argv = ["--checkpoint", str(tmp_path / "out"), "--dtype", "fp32", "--output_dir"]
+    assert export.main([*argv, str(tmp_path / "merged")]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    found, _ = scored(tmp_path / "merged", rows, capsys, "--device", "cpu", "--context_length", "64")
+    words = f"exact match {found['exact_match']:.1%} of 6, loss {found['loss']:.4f}; the run's own, on "
+    assert said.startswith(f"score of {tmp_path / 'merged'}: {words}")
+    assert f"{'nf4 4 bits' if kind == 'nf4' else 'the same base'}: {own['exact_match']:.1%}" in said
+    if kind == "lora":
+        assert found["exact_match"] == own["exact_match"]
+    assert export.main([*argv, str(tmp_path / "again"), "--score_dataset", "none"]) == 0
+    assert "exact match" not in capsys.readouterr().out

@@ -84,6 +84,13 @@ def test_each_metric_by_hand(answer, expected, right):
     assert found == right, dict(zip(NAMES, found, strict=True))
 
 
+def test_wrong_predictions_come_first(tmp_path):
+    answers = [scoring.Answer(str(i), "p", "e", "a", {"exact": i % 2 == 0}) for i in range(5)]
+    scoring.write_predictions(tmp_path / "p.jsonl", answers)
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert [row["source"] for row in rows] == ["1", "3", "0", "2", "4"]
+
+
 @pytest.fixture
 def scored(tiny_model, tmp_path, capsys):
     def run(rows, *flags):
