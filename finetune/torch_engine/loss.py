@@ -256,7 +256,8 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_T1 = log_probs_TV.gather(1, labels_T1)
         return log_probs_TV.exp_(), log_probs_T1
     torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
-    log_probs_T1 = out_TV.gather(1, labels_T1).log()
+    # Its divisor loses up to 1e-5 beside a large logit, always to one side; the sum of the probabilities says how much.
+    log_probs_T1 = out_TV.gather(1, labels_T1).log() - out_TV.sum(-1, keepdim=True).log()
     # Below, log(p) would lose digits or be -inf: few rows, if any.
     small = (log_probs_T1 < LOG_OF_SMALL).flatten()
     if small.any():

@@ -74,13 +74,13 @@ def test_a_template_that_is_slow_for_every_row_is_refused_before_the_last(chat_t
 
 
 def test_a_prompt_is_rendered_within_the_same_limits(chat_tokenizer):
-    ids = prompt_ids(chat_tokenizer, "hi", "be brief", raw=False)
+    ids = prompt_ids(chat_tokenizer, [("system", "be brief"), ("user", "hi")], raw=False)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert ids == chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with pytest.raises(PlanError, match="does not render within"):
-        prompt_ids(with_template(chat_tokenizer, LOOPS), "hi", None, raw=False)
+        prompt_ids(with_template(chat_tokenizer, LOOPS), [("user", "hi")], raw=False)
     with pytest.raises(PlanError, match="--prompt: the chat template rejects this row .no system"):
-        prompt_ids(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"), "hi", None, raw=False)
+        prompt_ids(with_template(chat_tokenizer, "{{ raise_exception('no system') }}"), [("user", "hi")], raw=False)
 
 
 def test_signals_of_the_terminal_do_not_end_the_process_that_renders(chat_tokenizer):

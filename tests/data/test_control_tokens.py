@@ -58,7 +58,7 @@ def test_generate_asks_as_training_rendered(chat_tokenizer):
     """The prompt's ids are the row's up to its answer."""
     row = {"messages": [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "No"}]}
     (document,), _ = encoded(row, chat_tokenizer, "escape")
-    asked = prompt_ids(chat_tokenizer, ATTACK, None, False)
+    asked = prompt_ids(chat_tokenizer, [("user", ATTACK)], False)
     assert document.ids[: len(asked)].tolist() == asked
 
 

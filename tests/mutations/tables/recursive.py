@@ -65,7 +65,7 @@ TABLE = (
         'if backend == "mps" and size > 1:',
         'if backend == "mps" and size > 2:',
     ),
-    Mutation("TR_09", "--top-p 1.0 is refused", "generate.py", '"top_p": (0, 1)})', '"top_p": (0, 0.99)})'),
+    Mutation("TR_09", "--top-p 1.0 is refused", "generate.py", '"top_p": (0, 1)}', '"top_p": (0, 0.99)}'),
     Mutation("TR_09", "--top-p has no effect", "generate.py", "        top_p=args.top_p,\n", ""),
     Mutation(
         "TR_09", "--max-new-tokens has no effect", "generate.py", "        args.max_new_tokens,\n", "        100,\n"
