@@ -255,7 +255,7 @@ def _logits_to_grad(
 def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(probabilities, in `out_TV`; what to divide them by [T, 1]; log-probabilities of the labels [T, 1]), fp32.
 
-    Beside a large logit torch's sum on a CPU loses up to 1e-5, always to one side: loss and gradient would be off by it.
+    Beside a large logit torch's sum on a CPU loses up to 1e-5, always to one side, which loss and gradient would have.
     The probabilities' own sum, made in pairs, says how much.
     """
     if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on

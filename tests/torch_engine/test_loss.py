@@ -40,7 +40,7 @@ def test_loss_and_gradient_beside_a_high_logit_have_no_bias():
     exact_hidden = torch.eye(64, dtype=torch.float64, requires_grad=True)
     exact = torch.nn.functional.cross_entropy(exact_hidden @ logits.double(), labels, reduction="sum")
     exact.backward()
-    assert abs(mine.item() - exact.item()) / 64 <= 2e-7  # of fp32's roundings in 64 rows; 2e-6 too much by softmax's sum
+    assert abs(mine.item() - exact.item()) / 64 <= 2e-7  # fp32's roundings in 64 rows; 2e-6 by softmax's sum
     off = (hidden.grad - exact_hidden.grad).diagonal() / exact_hidden.grad.diagonal()
     assert off.mean().abs() <= 2e-6  # 3e-5 by softmax's sum; the label's p - 1 rounds
 
