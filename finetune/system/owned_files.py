@@ -33,7 +33,7 @@ class OwnedFiles:
     def __init__(self, folder: Path, said: str, adopted: Iterable[str] = ()):
         found = read_list(folder)
         self.folder, self.said = folder, said
-        # Without a list always the same id: a kill while the first is written leaves a temporary name that this one knows.
+        # Without a list always the same id: a kill while the first is written leaves a temporary name, known by it.
         place = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
         self.id, self.names = found or (place[:8], set(adopted))
         if self.names:
