@@ -28,6 +28,7 @@ class WriterBatch:
     def mutant(self, rng: random.Random, place: Place) -> Mutant:
         """argv: how the run is started, and whether the folder holds a run already."""
         names = {f"{rng.choice(FOLDERS)}/{rng.choice(NAMES)}".lstrip("/") for _ in range(rng.randrange(1, 4))}
+        names -= {str(above) for name in names for above in Path(name).parents}  # no file is a folder too
         return Mutant({f"run/{name}": rng.randbytes(rng.choice((0, 9, 300))) for name in names}, _way(rng))
 
     def check(self, mutant: Mutant, folder: Path, place: Place) -> None:

@@ -25,7 +25,7 @@ from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, new_folder, open_file
-from finetune.system.json_files import read_json
+from finetune.system.json_files import check, read_json
 from finetune.system.untrusted import untrusted
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
@@ -105,6 +105,8 @@ class TokenCache:
         for name in ("sources", "skipped", "notices"):
             facts[name] = tuple(facts[name])
         example = meta["example"]
+        if example is not None:
+            check(example, {"source": str, "row": dict}, META, "example")
         return TokenizedDataset(**arrays, **facts), example and (example["source"], example["row"])
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
