@@ -211,10 +211,11 @@ def check(args) -> None:
 
 def compared(args) -> tuple[str, str]:
     """(the other model's checkpoint, its name in the output). Raises PlanError."""
-    if args.compare != "base":
-        return args.compare, Path(args.compare).name or args.compare
     from finetune import open_checkpoint
+    from finetune.model_files.hub_adapter import fetched
 
+    if args.compare != "base":
+        return fetched(args.compare, "--compare"), Path(args.compare).name or args.compare
     name = open_checkpoint.base_of(args.checkpoint).name
     if name == args.checkpoint:
         raise PlanError(f"--compare base: {args.checkpoint} is a full model, which has none. Name another checkpoint.")
@@ -226,8 +227,10 @@ def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
     check(args)
     from finetune import open_checkpoint
+    from finetune.model_files.hub_adapter import fetched
 
     prompts = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
+    args.checkpoint = fetched(args.checkpoint)
     recursive = open_checkpoint.is_recursive(args.checkpoint)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:

@@ -139,7 +139,7 @@ def open_engine(args):
         raise PlanError(f"--device {args.device}: {error}") from None
     shape = ModelShape.from_config(files.config)
     base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits)
-    for line in base.lines:
+    for line in base.lines if not getattr(args, "quiet", False) else ():
         say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch

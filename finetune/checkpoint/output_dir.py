@@ -123,7 +123,7 @@ class OutputDir:
             self.write_text(PRETRAINED, recipe)
         latest = str((steps_folder(self.root)[0] / LATEST).relative_to(self.root))
         stacks = [f"stacks/rank-{rank}.txt" for rank in range(self.plan.dims.world_size)]
-        self.owned.claim(PLAN, STATE, "metrics.jsonl", "reference_log_probs.json", latest, *stacks)
+        self.owned.claim(PLAN, STATE, "metrics.jsonl", "README.md", "reference_log_probs.json", latest, *stacks)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
         return keep_aside(self.root, step)

@@ -42,7 +42,9 @@ def start_from(engine, plan: RunPlan, say) -> None:
 
 
 def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
-    """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before."""
+    """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before.
+    The caller writes the final state.
+    """
     summary = log.summary
 
     def sample(scored: str | None) -> str | None:
@@ -66,8 +68,6 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
     state.scores = {"before": summary.before, "after": summary.after}
-    if state.status == "finished":
-        writer.finish(state)
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
