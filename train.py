@@ -111,9 +111,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
-        if plan.settings.adapter and not plan.settings.adapter_merge and not plan.resume_from:
-            start_from(engine, plan, log.say)
-        state = begin(engine, data, plan, log, writer, predicted)
+        state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)
         if state.status == "finished":

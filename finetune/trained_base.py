@@ -14,6 +14,7 @@ from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import Adapter, Parts, Quantization
+from finetune.system.files import check_inside
 from finetune.system.json_files import JsonFileError, read_json
 from quantization_wrapper import AUTO_ORDER, METHODS
 
@@ -65,6 +66,7 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
     file = next((folder / PLAN for folder in folders if (folder / PLAN).is_file()), None)
     if file is None:
         return None
+    check_inside(file)
     try:
         plan = read_json(file, PLAN_SCHEMA)
     except JsonFileError as error:

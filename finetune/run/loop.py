@@ -4,6 +4,7 @@ Everything it uses is an argument; no object holds all.
 """
 
 import time
+from collections.abc import Callable
 
 from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.store import storage
@@ -14,13 +15,18 @@ from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
 
 
-def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) -> TrainState:
+def begin(
+    engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict, start: Callable[[], None] = lambda: None
+) -> TrainState:
     """The state of a new run, or of the checkpoint it resumes from; opens the log at it. Collective.
 
-    `predicted`: bytes, see report.memory_table.
+    `predicted`: bytes, see report.memory_table. `start()`: called where no checkpoint was restored, which is so for a
+    resumed run too if it was killed before its first.
     """
     with storage(writer.root):
         state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
+    if resumed_from is None:
+        start()
     if resumed_from and plan.quantizes_again:
         state.eval_pending = True  # what the other base does to the loss is measured at once
     log.open(writer.root, state, offset, writer.run_id)
@@ -31,7 +37,9 @@ def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) ->
 
 
 def start_from(engine, plan: RunPlan, say) -> None:
-    """Puts --adapter's weights into a new run's adapter, whose function they are at step 0. Collective."""
+    """Puts --adapter's weights, if one is continued, into a new run's adapter: its function at step 0. Collective."""
+    if not plan.settings.adapter or plan.settings.adapter_merge:
+        return
     trains, saved = plan.trains, read_saved(str(plan.settings.adapter))
     assert isinstance(trains, Adapter), trains
     own = engine.broadcast_object(engine.trainable_state())

@@ -51,14 +51,15 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
     plan = _plan_in(folder / PLAN)
     settled, requested = plan.get("settled", {}), plan.get("requested", {})
     state = state or _read(folder / STATE, {})
-    scores = state.get("scores") or {}
+    scores = state.get("scores")
+    scores = scores if isinstance(scores, dict) else {}
     found = [_read(folder / name, {}) for name in BASE_FILES]
     named = [c.get("base_model_name_or_path") or c.get("name") for c in found]
     digests = [c.get("digest") or c.get("base_digest") for c in found]
     start = {}
     if (folder / "metrics.jsonl").is_file():
         try:
-            start = next(iter(read_events(folder, "start")[-1:]), {})
+            start = dict(next(iter(read_events(folder, "start")[-1:]), {}))
         except (ValueError, OSError, LookupError, TypeError):  # a log that was cut or edited
             start = {}
     base = next((n for n in named if isinstance(n, str)), settled.get("model_name") or "")
@@ -69,7 +70,7 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
         digest=next((d for d in digests if isinstance(d, str)), None),
         requested=requested,
         settled=settled,
-        data=start.get("data") or {},
+        data=start["data"] if isinstance(start.get("data"), dict) else {},
         step=step if type(step) is int else None,
         **{name: _numbers(scores.get(name)) for name in ("before", "after", "dense")},
     )

@@ -296,6 +296,24 @@ def test_what_does_not_fit_is_one_line(first, tiny_model, tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
+    """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
+    flags = first() | {"max_steps": 4, "lr": 1e-2}
+    fine_tune(**flags | {"output_dir": str(tmp_path / "whole")})
+    fine_tune(**flags | {"output_dir": str(tmp_path / "cut")})
+    shutil.rmtree(tmp_path / "cut" / "checkpoints")
+    for name in ("train_state.json", "adapter_model.safetensors", "manifest.json"):
+        (tmp_path / "cut" / name).unlink()
+    fine_tune(**flags | {"output_dir": str(tmp_path / "cut")}, resume="auto")
+    losses = [[e["loss"] for e in read_events(tmp_path / n, "step")] for n in ("whole", "cut")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    shutil.rmtree(tmp_path / "first")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints")
+    (tmp_path / "cut" / "train_state.json").unlink()
+    with pytest.raises(PlanError, match="--adapter .*first: is not a folder"):
+        fine_tune(**flags | {"output_dir": str(tmp_path / "cut")}, resume="auto")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora", "nf4"])
 def test_a_resumed_run_needs_no_adapter_and_is_bitwise_the_uninterrupted_one(first, tmp_path, kind):
