@@ -86,6 +86,8 @@ def main(argv=None) -> int:
     from finetune.data.columns import RowOptions
     from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
+    from finetune.estimate.budget import gib
+    from finetune.estimate.inference import Work
     from finetune.model_files.hub_adapter import fetched
     from finetune.run import scoring
 
@@ -97,9 +99,9 @@ def main(argv=None) -> int:
     began = time.perf_counter()
     args.checkpoint = fetched(args.checkpoint)
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args)
-    figures, lines, wrong = {}, [], []
+    figures, lines, wrong, work = {}, [], [], Work()
     if raw is not None:
-        figures, lines, wrong = score_rows(engine, tokenizer, ends, base, raw, options, metrics, args)
+        figures, lines, wrong, work = score_rows(engine, tokenizer, ends, base, raw, options, metrics, args)
     if args.lm_eval is not None:
         from finetune.run.lm_eval_tasks import run_tasks
 
@@ -107,6 +109,10 @@ def main(argv=None) -> int:
         figures["lm_eval"] = found
         for task, values in found.items():
             lines.append(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    used = open_checkpoint.memory_of(engine, args.checkpoint, base, work) if raw is not None else None
+    if used:
+        figures["memory_bytes"] = used
+        lines.append(f"memory above imports: {gib(used['peak'])} ({gib(used['predicted'])} predicted)")
     wall_s = round(time.perf_counter() - began, 1)
     if args.json:
         say(json.dumps(figures | {"base": base.said, "wall_s": wall_s}))
@@ -117,8 +123,9 @@ def main(argv=None) -> int:
     return 0
 
 
-def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], args) -> tuple[dict, list[str], list]:
-    """(figures by name, lines that say them, wrong answers) of the rows of --dataset."""
+def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], args) -> tuple:
+    """(figures by name, lines that say them, wrong answers, the Work that it was) of the rows of --dataset."""
+    from finetune.estimate.inference import Work
     from finetune.run import evaluation, scoring
 
     length = args.context_length or (base.settings.context_length if base.settings else 512)
@@ -149,7 +156,11 @@ def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], 
     named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
     matched = "".join(f" | {name} {value:.1%} of {len(questions)}" for name, value in named)
     line = f"loss {loss:.4f} | perplexity {figures['perplexity']:.3f}{matched}"
-    return figures, [rows.describe(), line], [answer for answer in answers if answer.wrong]
+    asked_at_once = min(args.batch_size, len(questions)) if match is not None else 0
+    prompt = max((len(ids) for ids, _, _ in questions), default=0)
+    scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
+    work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
+    return figures, [rows.describe(), line], [answer for answer in answers if answer.wrong], work
 
 
 if __name__ == "__main__":

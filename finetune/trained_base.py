@@ -27,12 +27,16 @@ REMEDY = "Restore the file, or remove it to open the adapter on a dense base."
 class TrainedBase:
     """How a checkpoint is opened. `plan`: precision, quantization and memory of its engine; `lines`: what to say.
 
-    `settings`: the run's, or None where no plan is beside the checkpoint.
+    `settings`: the run's, or None where no plan is beside the checkpoint. `loading_bytes`: the peak while it was
+    opened, above the process after its imports; 0 where that is not measured.
     """
 
     plan: Parts
     settings: TrainConfig | None
     lines: tuple[str, ...]
+    shape: ModelShape | None = None
+    device: str = "cpu"
+    loading_bytes: int = 0
 
     @property
     def said(self) -> str:
@@ -111,8 +115,9 @@ def _quantization(
     if n_bits is None and (was is None or obstacle):
         return {}, f"as it was trained on {was}{obstacle}" if was else ""
     if was and n_bits in (None, was.bits) and not obstacle:
-        names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant", "cache_dequantized")
-        return {name: getattr(trained, name) for name in names}, ""
+        names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant")
+        # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
+        return {name: getattr(trained, name) for name in names} | {"cache_dequantized": "false"}, ""
     if (checkpoint / TRAINED_BLOCKS).is_file():
         raise PlanError(f"--n_bits {n_bits}: new layers ({TRAINED_BLOCKS}) are opened on a dense base only. Omit it.")
     assert n_bits is not None  # else it is as trained, or dense

@@ -24,6 +24,7 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
 MOST_CHOICES = 32
+FORWARD_TOKENS = 2048  # of scored rows in one forward
 METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
 OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
 
@@ -133,7 +134,7 @@ def evaluated(engine, tokenizer, raw, options, dataset: str, length: int):
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
         questions = generation_examples(raw, options, tokenizer, renderer)
-    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
+    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), FORWARD_TOKENS, engine.pad_id)
     return rows, questions, engine.evaluate(batches)
 
 
