@@ -272,6 +272,8 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
     was = Parts(run).quantization if run else None
     differs = f"trained on a base in {was}, merged into the dense one" if was else ""
     later = f"To have its score: python score.py --checkpoint {target} --dataset FILE"
+    if args.to not in ("hf", "mlx"):  # which score.py does not read
+        later = "To have it: export with --to hf too, whose weights are the same, and score that"
     dataset = args.score_dataset or (run.score_dataset if run else None)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     reason = "" if 2 * size < system_memory()[1] else "it does not fit in memory beside a copy in fp32"

@@ -54,6 +54,7 @@ def trained_base(
     settings = replace(trained or TrainConfig(), train_type="lora", precision=word, llama_pro_path=None)
     settings = replace(settings, world_size=1, use_cpu_offload=False, use_gradient_checkpointing="false")
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
+    settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
     lines = [why] if why else []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:

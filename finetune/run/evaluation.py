@@ -14,14 +14,16 @@ SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`values`: what the eval event of metrics.jsonl holds, `loss` among it. `first_answer`: to the first example."""
+    """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
+    `first_answer`: to the first example.
+    """
 
     values: dict
     first_answer: str | None = None
 
     @property
     def loss(self) -> float:
-        return self.values["loss"]
+        return self.values.get("loss", math.nan)
 
 
 def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
@@ -29,12 +31,15 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
 
     `step` begins the message of the NonFiniteError that a loss which is not finite raises.
     """
-    batches = data.evaluation_batches(plan, engine.pad_id)
-    results = {name: engine.evaluate(part, stopping) for name, part in batches.items()}
+    found = Evaluation({})
+    if data.validation is not None:  # preferences have other rows than what is scored
+        batches = data.evaluation_batches(plan, engine.pad_id)
+        found = Evaluation(
+            data.evaluation_values({name: engine.evaluate(part, stopping) for name, part in batches.items()})
+        )
     if stopping():
         return None
-    found = Evaluation(data.evaluation_values(results))
-    if not math.isfinite(found.loss):
+    if data.validation is not None and not math.isfinite(found.loss):
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
@@ -64,7 +69,7 @@ def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> 
     if "choice" in names and not stopping():
         log_prob = partial(scoring.log_prob_of, engine, data.tokenizer)
         values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
-    if "perplexity" in names:
+    if "perplexity" in names and not math.isnan(loss):
         values["perplexity"] = math.exp(min(loss, 700))
     return values, engine.broadcast_object(answers[0])
 

@@ -119,7 +119,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
 
 def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
-    if data.validation is None:
+    if data.validation is None and not data.score_examples:
         return
     s, summary = plan.settings, log.summary
     with log.phase("scoring"):
@@ -129,7 +129,7 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             return
         log.evaluation(found.values)
         summary.scored_answer = found.first_answer
-        if state.step and (state.best_loss is None or found.loss < state.best_loss):
+        if state.step and data.validation is not None and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step
             if s.save_model and (s.validation_dataset or s.validation_split):
                 writer.publish(engine, state.step, writer.root / "best")

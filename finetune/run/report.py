@@ -176,7 +176,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     s, r = plan.settings, summary
     lines = [""]
     if r.before and r.after and code == 0:
-        names = ["loss", *(n for n in r.after if n.startswith("rewards/") and n in r.before)]
+        names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
         rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
         many = len(data.score_examples)
         for name in (n for n in SCORE_NAMES if n in r.after):
