@@ -5,7 +5,7 @@ E exact, C contains, N numeric (the last numbers are equal), J json, R regex: th
 
 PATTERN = r"\b(\d{4})\b"
 TABLE = (
-    # words
+    # answers in words
     ("yes", "yes", "EC"),
     ("yes", " yes\n", "EC"),
     ("yes", "Yes", "C"),
@@ -18,7 +18,7 @@ TABLE = (
     ("a b", "a\nb", "C"),
     ("Straße", "STRASSE", "C"),
     ("", "", "EC"),
-    # numbers
+    # answers in numbers
     ("42", "42", "ECNJ"),
     ("42", "42.0", "CNJ"),
     ("42", "The answer is 42.", "CN"),
@@ -40,7 +40,7 @@ TABLE = (
     ("12", "1 2", ""),
     ("0", "0", "ECNJ"),
     ("0", "-0.0", "CNJ"),
-    # json
+    # answers in JSON
     ('{"a": 1}', '{"a": 1}', "ECNJ"),
     ('{"a": 1}', '{"a":1}', "NJ"),
     ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}', "J"),
@@ -59,7 +59,7 @@ TABLE = (
     ('"x"', "x", ""),
     ("true", "true", "ECJ"),
     ("true", "1", ""),
-    # years
+    # answers with years
     ("In 1969", "1969", "NR"),
     ("In 1969", "It was in 1969, on July 20", "CR"),
     ("In 1969", "in 1968", ""),
