@@ -18,12 +18,14 @@ if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leave
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.model_files.hub_upload import check_upload, upload
 from finetune.system import process
 from finetune.system.files import check_new, new_folder
 from finetune.system.terminal import say
 
 MERGED = ("hf", "mlx", "gguf", "ollama")
 ADAPTERS = ("peft", "mlx-lm", "gguf-lora")
+LIBRARIES = {"mlx": "mlx", "mlx-lm": "mlx", "gguf": "gguf", "ollama": "gguf", "gguf-lora": "gguf"}  # the Hub's names
 MLX_BITS = ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit")
 MLX_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
@@ -68,6 +70,11 @@ def build_parser() -> Parser:
         metavar="FILE|none",
         help="rows to score the merged folder on, beside the run's own score (default: the run's, if the model fits)",
     )
+    parser.add_argument(
+        "--push_to_hub",
+        metavar="ID",
+        help="then upload the folder to this Hub repository, which is created as a private one; needs HF_TOKEN",
+    )
     older = parser.add_argument_group("Plain checkpoints and the older scripts")
     older.add_argument("--plain", metavar="FILE", help="write --checkpoint as one file of five keys for torch.load")
     older.add_argument(
@@ -93,9 +100,9 @@ def refuse_unread(args) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
     if args.from_older:
-        unread = ("base", "to", "outtype", "verify", "score_dataset")
+        unread = ("base", "to", "outtype", "verify", "score_dataset", "push_to_hub")
     elif args.plain:
-        unread = ("output_dir", "base", "to", "outtype", "verify", "score_dataset", *older)
+        unread = ("output_dir", "base", "to", "outtype", "verify", "score_dataset", "push_to_hub", *older)
     elif args.to in MERGED:
         unread = ("base", *(("outtype",) if args.to == "hf" else ("dtype", "score_dataset")), *older)
     else:
@@ -127,7 +134,7 @@ def settle_outtype(args) -> None:
         gguf_files.check_tools(f"--outtype {args.outtype}", args.outtype)
 
 
-def convert_adapter(args) -> int:
+def convert_adapter(args) -> None:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
@@ -148,8 +155,8 @@ def convert_adapter(args) -> int:
     with storage(target), new_folder(target) as folder:
         replace_tensors(folder / name, tensors)
         (folder / saved.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_card(folder, source, args)
     say(f"adapter for {args.to} in {target}: {len(tensors)} tensors, on {files.name}")
-    return 0
 
 
 def from_older(args) -> int:
@@ -249,6 +256,7 @@ def export_merged(checkpoint: Path, target: Path, args) -> None:
                 )  # fmt: skip
                 write = {"mlx": write_mlx, "gguf": write_gguf, "ollama": write_ollama}[args.to]
                 lines += write(model, folder, Path(files.name).name, args)
+        write_card(folder, checkpoint, args)
     say(f"{'merged into' if adapted else 'written to'} {target}: {lines[0]}")
     for line in lines[1:]:
         say(line)
@@ -264,6 +272,8 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
     was = Parts(run).quantization if run else None
     differs = f"trained on a base in {was}, merged into the dense one" if was else ""
     later = f"To have its score: python score.py --checkpoint {target} --dataset FILE"
+    if args.to not in ("hf", "mlx"):  # which score.py does not read
+        later = "To have it: export with --to hf too, whose weights are the same, and score that"
     dataset = args.score_dataset or (run.score_dataset if run else None)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     reason = "" if 2 * size < system_memory()[1] else "it does not fit in memory beside a copy in fp32"
@@ -272,19 +282,24 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
             say(f"note: {differs or 'not scored'}{'; ' + reason if reason else ''}: its score may differ. {later}")
         return
     try:
-        found = scored(target, str(dataset), run)
+        found, found_of, many = scored(target, str(dataset), run)
     except PlanError as error:
         if args.score_dataset:
             raise
         say(f"note: the run's own rows cannot be scored now ({error}) {later}")
         return
-    own = own_score(checkpoint) if args.score_dataset in (None, run.score_dataset if run else None) else None
-    beside = f"; the run's own, on {was or 'the same base'}: {own:.1%}" if own is not None else ""
+    same_rows = args.score_dataset in (None, run.score_dataset if run else None)
+    own = own_scores(checkpoint) if same_rows else {}
+    beside = f"; the run's own, on {was or 'the same base'}: {said_own(own)}" if own else ""
     say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""))
+    if same_rows:
+        write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
 
 
-def scored(folder: Path, dataset: str, run) -> str:
-    """Loss and exact match of a model folder on a file's rows, in words: as many as the run scored."""
+def scored(folder: Path, dataset: str, run) -> tuple[str, dict[str, float], int]:
+    """(loss and scores of a model folder on as many rows of a file as the run scored, by its --score_metric: in words;
+    by name; the number of rows).
+    """
     import argparse
 
     from finetune import open_checkpoint
@@ -292,6 +307,7 @@ def scored(folder: Path, dataset: str, run) -> str:
     from finetune.data.columns import RowOptions
     from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
+    from finetune.plan.parts import Parts
     from finetune.run import evaluation, scoring
 
     settings = run or TrainConfig()
@@ -299,22 +315,46 @@ def scored(folder: Path, dataset: str, run) -> str:
     check_columns(raw, options, f"--score_dataset {dataset}")
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision="auto", n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
-    _, questions, result = scoring.evaluated(engine, tokenizer, raw, options, dataset, settings.context_length)
+    rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, dataset, settings.context_length)
     loss = f"loss {result.loss:.4f}"
     if not questions:
-        return loss
-    match, _ = evaluation.exact_match(engine, tokenizer, questions, settings.score_max_new_tokens, ends)
-    return f"exact match {match:.1%} of {len(questions)}, {loss}"
+        return loss, {"loss": result.loss}, len(rows)
+    asked = argparse.Namespace(score_examples=questions, tokenizer=tokenizer, stop_ids=ends)
+    values, _ = evaluation.scores(engine, asked, Parts(settings).data, result.loss)
+    return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 
 
-def own_score(checkpoint: Path) -> float | None:
-    """The exact match that the run scored last; None without one."""
-    from finetune.run.metrics import read_events
+def said_scores(values: dict[str, float]) -> str:
+    """Scores in words."""
+    from finetune.run.report import score_text
 
-    if not (checkpoint / "metrics.jsonl").is_file():
-        return None
-    scores = [event.get("exact_match") for event in read_events(checkpoint, "eval")]
-    return scores[-1] if scores else None
+    return ", ".join(f"{name.replace('_', ' ')} {score_text(name, value)}" for name, value in values.items())
+
+
+def said_own(values: dict[str, float]) -> str:
+    """The run's scores in words: of exact match alone the number, as its name stands before it."""
+    return f"{values['exact_match']:.1%}" if list(values) == ["exact_match"] else said_scores(values)
+
+
+def own_scores(checkpoint: Path) -> dict[str, float]:
+    """The scores that the run had last, by name; empty without any."""
+    from finetune.run.evaluation import SCORE_NAMES
+    from finetune.run.model_card import facts_of
+
+    after = facts_of(checkpoint).after
+    return {name: after[name] for name in SCORE_NAMES if name in after}
+
+
+def write_card(folder: Path, checkpoint: Path, args, scores: dict | None = None) -> None:
+    """The folder's README.md: what is known of the run, and `scores` of what was written."""
+    from finetune.run import model_card
+
+    words = "merged into its base and " if args.to in MERGED and (checkpoint / "adapter_config.json").is_file() else ""
+    note = f"It was {words}written by export.py --to {args.to}."
+    kind, library = ("model" if args.to in MERGED else "adapter"), LIBRARIES.get(args.to, "")
+    name = Path(args.output_dir).resolve().name
+    text = model_card.card(model_card.facts_of(checkpoint), name, kind, scores, note, library)
+    (folder / model_card.README).write_text(text, encoding="utf-8")
 
 
 def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
@@ -360,7 +400,7 @@ def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     return [f"try it: python -m mlx_lm generate --model {args.output_dir} --prompt ..."]
 
 
-def gguf_lora(checkpoint: Path, target: Path, args) -> int:
+def gguf_lora(checkpoint: Path, target: Path, args) -> None:
     """Writes the adapter as llama.cpp puts it beside a base of its own."""
     from finetune import open_checkpoint
     from finetune.model_files import gguf_files
@@ -370,8 +410,8 @@ def gguf_lora(checkpoint: Path, target: Path, args) -> int:
     with storage(target), new_folder(target) as folder:
         folder.mkdir(parents=True, exist_ok=True)
         held = gguf_files.write_gguf_lora(Path(files.folder), checkpoint, folder / "adapter.gguf", args.outtype)
+        write_card(folder, checkpoint, args)
     say(f"adapter for llama.cpp in {target}/adapter.gguf: {held}, on {files.name}")
-    return 0
 
 
 def main(argv=None) -> int:
@@ -385,14 +425,24 @@ def main(argv=None) -> int:
     for flag in ("checkpoint", "output_dir"):
         if not getattr(args, flag):
             raise PlanError(f"--{flag}: is required. See --help.")
-    checkpoint, target = Path(args.checkpoint), Path(args.output_dir)
+    target = Path(args.output_dir)
     check_new(target, "--output_dir")
+    if args.push_to_hub:
+        check_upload(args.push_to_hub)
+    from finetune.model_files.hub_adapter import fetched
+
+    args.checkpoint = fetched(args.checkpoint)
+    checkpoint = Path(args.checkpoint)
     if args.to == "gguf-lora":
-        return gguf_lora(checkpoint, target, args)
-    if args.to in ADAPTERS:
-        return convert_adapter(args)
-    export_merged(checkpoint, target, args)
-    say_score(checkpoint, target, args)
+        gguf_lora(checkpoint, target, args)
+    elif args.to in ADAPTERS:
+        convert_adapter(args)
+    else:
+        export_merged(checkpoint, target, args)
+        say_score(checkpoint, target, args)
+    if args.push_to_hub:
+        address = upload(target, args.push_to_hub, f"export.py --to {args.to} of {checkpoint.name}")
+        say(f"uploaded to {address} (a new repository is private)")
     return 0
 
 

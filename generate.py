@@ -52,6 +52,7 @@ def build_parser() -> Parser:
         "--raw_weights", action="store_true", help="the weights, not their EMA, of a checkpoint of pretrain.py"
     )
     parser.number("seed", 42, "sampling seed")
+    parser.add_argument("--verbose", action="store_true", help="also say the memory that it took, and was predicted")
     return parser
 
 
@@ -211,14 +212,20 @@ def check(args) -> None:
 
 def compared(args) -> tuple[str, str]:
     """(the other model's checkpoint, its name in the output). Raises PlanError."""
-    if args.compare != "base":
-        return args.compare, Path(args.compare).name or args.compare
     from finetune import open_checkpoint
+    from finetune.model_files.hub_adapter import fetched
 
+    if args.compare != "base":
+        return fetched(args.compare, "--compare"), Path(args.compare).name or args.compare
     name = open_checkpoint.base_of(args.checkpoint).name
     if name == args.checkpoint:
         raise PlanError(f"--compare base: {args.checkpoint} is a full model, which has none. Name another checkpoint.")
     return name, "base"
+
+
+def split(opened) -> tuple:
+    """((engine, tokenizer, stop ids), the base as it is opened)."""
+    return opened[:3], opened[3]
 
 
 def main(argv=None) -> int:
@@ -226,8 +233,12 @@ def main(argv=None) -> int:
     args = build_parser().parse_args(argv)
     check(args)
     from finetune import open_checkpoint
+    from finetune.estimate.budget import gib
+    from finetune.estimate.inference import Work
+    from finetune.model_files.hub_adapter import fetched
 
     prompts = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
+    args.checkpoint = fetched(args.checkpoint)
     recursive = open_checkpoint.is_recursive(args.checkpoint)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
@@ -236,7 +247,9 @@ def main(argv=None) -> int:
         if given and recursive:
             raise PlanError(f"{flag} {given}: is not for checkpoints of pretrain.py. Use --prompt or --interactive.")
     other = compared(args) if args.compare else None
-    opened = open_checkpoint.open_recursive(args) if recursive else open_checkpoint.open_engine(args)[:3]
+    opened, base = (
+        (open_checkpoint.open_recursive(args), None) if recursive else split(open_checkpoint.open_engine(args))
+    )
     if args.prompts or other:
         by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
         if other:
@@ -246,6 +259,7 @@ def main(argv=None) -> int:
             by_model[name] = answers_of(open_checkpoint.open_engine(args)[:3], prompts, args)
         print_answers(prompts, by_model)
         return 0
+    longest = [0]
     engine, tokenizer, ends = opened
     engine.seed(args.seed)
 
@@ -254,9 +268,14 @@ def main(argv=None) -> int:
             ids = tokenizer.encode(turns[-1][1]) if args.raw else tokenizer.prompt(turns)
         else:
             ids = prompt_ids(tokenizer, turns, args.raw)
+        longest[0] = max(longest[0], len(ids))
         return answer(engine, tokenizer, ends, ids, args)
 
     converse(reply, args)
+    if args.verbose and base:
+        used = open_checkpoint.memory_of(engine, args.checkpoint, base, Work(1, longest[0], args.max_new_tokens))
+        if used:
+            say(f"memory above imports: {gib(used['peak'])} ({gib(used['predicted'])} predicted)", file=sys.stderr)
     return 0
 
 

@@ -82,6 +82,8 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
             engine.load_weights(engine.read_weights(Path(plan.settings.load_checkpoint)), "load_checkpoint")
         state = begin(engine, data, plan, log, writer, predicted_memory(plan, data))
         run_steps(engine, data, plan, state, log, writer, stop)
+        if state.status == "finished":
+            writer.finish(state)
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(pretrain_closing_lines(plan, data, state, log.summary)))

@@ -25,7 +25,12 @@ def build_parser() -> Parser:
 
     parser = Parser(prog="score.py", description=__doc__)
     open_checkpoint.add_flags(parser)
-    parser.add_argument("--dataset", required=True, metavar="FILE|NAME", help="rows with answers")
+    parser.add_argument("--dataset", metavar="FILE|NAME", help="rows with answers")
+    parser.add_argument(
+        "--lm_eval",
+        metavar="TASK,...",
+        help="tasks of lm-evaluation-harness, or YAML files of tasks, in the place of --dataset or beside it",
+    )
     parser.add_argument(
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
     )
@@ -53,58 +58,76 @@ def build_parser() -> Parser:
     return parser
 
 
-def metrics_of(args) -> list[str]:
-    """The names of --metric. Raises PlanError."""
-    from finetune.run.scoring import METRICS, judges
-
-    names = [name.strip() for name in (args.metric or "exact,perplexity").split(",") if name.strip()]
-    unknown = next((name for name in names if name not in METRICS), None)
-    if unknown or not names:
-        raise PlanError(f"--metric {unknown or args.metric}: is not one. Use {', '.join(METRICS)}.")
-    judges(names, args.pattern)
-    if args.pattern and "regex" not in names:
-        raise PlanError(f"--pattern {args.pattern}: is for --metric regex. Add it, or omit the pattern.")
-    if args.predictions and Path(args.predictions).exists():
-        raise PlanError(f"--predictions {args.predictions}: exists. Give another file.")
-    return list(dict.fromkeys(names))
-
-
-def log_prob_of(engine, tokenizer, prompt: list[int], text: str) -> float:
-    """Log-probability of a text after a prompt, summed over its tokens."""
-    import numpy as np
-
-    from finetune.data.collate import microbatches
-    from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
-
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    row = np.array([*prompt, *ids], np.int64), np.arange(len(prompt) + len(ids)) >= len(prompt)
-    counts = dict(rows=1, tokens=len(row[0]), targets=len(ids), skipped=0, dropped_empty=0)
-    counts |= dict(prompt_truncated=0, answer_truncated=0)
-    document = TokenizedDataset(**joined_parts([row]), sources=("choice",), counts=counts)
-    result = engine.evaluate(microbatches(document, range(1), engine.layout, 1, len(row[0]), engine.pad_id))
-    return -result.loss * result.num_targets
-
-
-def main(argv=None) -> int:
-    process.prepare_environment()
-    args = build_parser().parse_args(argv)
-    from finetune import open_checkpoint
-    from finetune.data.columns import RowOptions
-    from finetune.data.prepare import check_columns
-    from finetune.data.reading.sources import read_rows
-    from finetune.run import evaluation, scoring
-
+def check(args) -> None:
+    """Raises PlanError for flags that contradict themselves, before anything is loaded."""
     for name in ("context_length", "max_new_tokens", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
-    metrics = metrics_of(args)
-    raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-    options = RowOptions(args.dataset_format)
-    check_columns(raw, options, f"--dataset {args.dataset}")
+    if args.predictions and Path(args.predictions).exists():
+        raise PlanError(f"--predictions {args.predictions}: exists. Give another file.")
+    if args.lm_eval is not None:
+        from finetune.run.lm_eval_tasks import check_lm_eval
+
+        check_lm_eval(args.lm_eval)
+    if args.dataset is None:
+        given = next((n for n in ("metric", "pattern", "predictions", "show") if getattr(args, n)), None)
+        if args.lm_eval is None or given:
+            what = f"--{given}: is of rows, and there are none" if given else "--dataset: is required, or --lm_eval"
+            raise PlanError(f"{what}. See --help.")
+
+
+def main(argv=None) -> int:
+    process.prepare_environment()
+    args = build_parser().parse_args(argv)
+    check(args)
+    from finetune import open_checkpoint
+    from finetune.data.columns import RowOptions
+    from finetune.data.prepare import check_columns
+    from finetune.data.reading.sources import read_rows
+    from finetune.estimate.budget import gib
+    from finetune.estimate.inference import Work
+    from finetune.model_files.hub_adapter import fetched
+    from finetune.run import scoring
+
+    metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
+    raw, options = None, RowOptions(args.dataset_format)
+    if args.dataset is not None:
+        raw = read_rows(args.dataset, samples=args.samples, split=args.split)
+        check_columns(raw, options, f"--dataset {args.dataset}")
     began = time.perf_counter()
+    args.checkpoint = fetched(args.checkpoint)
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args)
+    figures, lines, wrong, work = {}, [], [], Work()
+    if raw is not None:
+        figures, lines, wrong, work = score_rows(engine, tokenizer, ends, base, raw, options, metrics, args)
+    if args.lm_eval is not None:
+        from finetune.run.lm_eval_tasks import run_tasks
+
+        found = run_tasks(engine, tokenizer, ends, args.lm_eval, None if args.samples < 0 else args.samples)
+        figures["lm_eval"] = found
+        for task, values in found.items():
+            lines.append(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    used = open_checkpoint.memory_of(engine, args.checkpoint, base, work) if raw is not None else None
+    if used:
+        figures["memory_bytes"] = used
+        lines.append(f"memory above imports: {gib(used['peak'])} ({gib(used['predicted'])} predicted)")
+    wall_s = round(time.perf_counter() - began, 1)
+    if args.json:
+        say(json.dumps(figures | {"base": base.said, "wall_s": wall_s}))
+    else:
+        say("\n".join(lines) + f" | {wall_s} s")
+    for row in wrong[: args.show]:
+        say(f"{row.source}\n  expected {row.expected}\n  got      {row.answer}")
+    return 0
+
+
+def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], args) -> tuple:
+    """(figures by name, lines that say them, wrong answers, the Work that it was) of the rows of --dataset."""
+    from finetune.estimate.inference import Work
+    from finetune.run import evaluation, scoring
+
     length = args.context_length or (base.settings.context_length if base.settings else 512)
     rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, args.dataset, length)
     match, answers = None, []  # of text, which asks nothing
@@ -117,7 +140,7 @@ def main(argv=None) -> int:
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
-        log_prob = partial(log_prob_of, engine, tokenizer)
+        log_prob = partial(scoring.log_prob_of, engine, tokenizer)
         scores["choice"] = scoring.choice(questions, scoring.choices_of(questions), log_prob)
     if args.predictions:
         scoring.write_predictions(Path(args.predictions), answers)
@@ -129,21 +152,15 @@ def main(argv=None) -> int:
         "perplexity": math.exp(min(loss, 700)),
         "exact_match": match,
         "scores": scores,
-        "base": base.said,
-        "wall_s": round(time.perf_counter() - began, 1),
     }
-    if args.json:
-        say(json.dumps(figures))
-    else:
-        named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
-        matched = "".join(f"{name} {value:.1%} of {len(questions)} | " for name, value in named)
-        say(
-            f"{rows.describe()}\nloss {loss:.4f} | perplexity {figures['perplexity']:.3f} | {matched}"
-            f"{figures['wall_s']} s"
-        )
-    for row in [answer for answer in answers if answer.wrong][: args.show]:
-        say(f"{row.source}\n  expected {row.expected}\n  got      {row.answer}")
-    return 0
+    named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
+    matched = "".join(f" | {name} {value:.1%} of {len(questions)}" for name, value in named)
+    line = f"loss {loss:.4f} | perplexity {figures['perplexity']:.3f}{matched}"
+    asked_at_once = min(args.batch_size, len(questions)) if match is not None else 0
+    prompt = max((len(ids) for ids, _, _ in questions), default=0)
+    scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
+    work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
+    return figures, [rows.describe(), line], [answer for answer in answers if answer.wrong], work
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
+from finetune.run.conclusion import conclude, uploaded
 from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
@@ -110,15 +111,17 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
-        if plan.settings.adapter and not plan.resume_from:
-            start_from(engine, plan, log.say)
-        state = begin(engine, data, plan, log, writer, predicted)
+        state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)
+        if state.status == "finished":
+            conclude(plan, data, state, log, writer, stop)
         data.close()
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
     log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
+    if state.status == "finished" and plan.output.push_to_hub and not env.rank:
+        log.say(uploaded(plan))
     return state
 
 
@@ -161,6 +164,12 @@ def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, Train
         done = finished_run(plan)
         if done:
             say(f"already complete: {plan.settings.output_dir} is at its last step, {done.step}")
+            if plan.output.push_to_hub:
+                say(uploaded(plan))
+        elif plan.settings.adapter_merge and not plan.resume_from:
+            from finetune.torch_engine.weights.merged_base import with_merged_base
+
+            plan = with_merged_base(plan, say)
         return plan, done
     lines, fits = report_lines(plan, plan.shape, plan.memory_budget, dims=plan.dims)
     say("\n".join(lines))

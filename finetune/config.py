@@ -208,6 +208,18 @@ class TrainConfig:
     score_samples: int = data_flag(
         32, "score the first N rows of --score_dataset; -1: all", minimum=-1, nonzero=True, resumable=True
     )
+    score_metric: str = data_flag(
+        "exact",
+        "how --score_dataset is scored, several comma-separated: exact, contains (the expected text is in the answer), "
+        "numeric (the last numbers are equal), json, regex (--score_pattern finds the same in both), choice (the "
+        "likeliest of the answers that the rows have), perplexity",
+        metavar="NAME,...",
+        nonempty=True,
+        resumable=True,
+    )
+    score_pattern: str | None = data_flag(
+        None, "of --score_metric regex: its first group, or its match", metavar="REGEX", nonempty=True, resumable=True
+    )
     score_max_new_tokens: int = data_flag(
         128, "maximum tokens generated per answer when scoring", minimum=1, resumable=True
     )
@@ -262,8 +274,13 @@ class TrainConfig:
         None,
         "continue from this trained adapter, on other data; its base, rank, scale, DoRA and layers are taken unless "
         "they are given. A larger --lora_rank leaves what it computes unchanged",
-        metavar="DIR",
+        metavar="DIR|ID",
         nonempty=True,
+    )
+    adapter_merge: bool = adapter_flag(
+        False,
+        "merge --adapter into its base first, which is written to merged_base in --output_dir, and train a new adapter "
+        "on the result",
     )
     lora_rank: int = adapter_flag(16, "LoRA rank", minimum=1, aliases=("lora_r",))
     lora_alpha: float = adapter_flag(32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
@@ -382,6 +399,13 @@ class TrainConfig:
         nonempty=True,
     )
     save_model: bool = output_flag(True, "write the trained weights at the end")
+    push_to_hub: str | None = output_flag(
+        None,
+        "after training, upload the weights, tokenizer, run_plan.json and model card to this Hub repository, which is "
+        "created as a private one; needs HF_TOKEN",
+        metavar="ID",
+        nonempty=True,
+    )
     save_every: int = output_flag(0, "save a checkpoint every N steps; 0: only at the end", minimum=0)
     keep_last: int = output_flag(2, "number of checkpoints to keep", minimum=1)
     resume: str | None = output_flag(

@@ -2,19 +2,21 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.errors import PlanError
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.inference import Work, predicted
+from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.plan.parts import Parts
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
-from finetune.trained_base import trained_base
+from finetune.trained_base import TrainedBase, trained_base
 
 
 def add_flags(parser) -> None:
@@ -139,13 +141,27 @@ def open_engine(args):
         raise PlanError(f"--device {args.device}: {error}") from None
     shape = ModelShape.from_config(files.config)
     base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits)
-    for line in base.lines:
+    for line in base.lines if not getattr(args, "quiet", False) else ():
         say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
     open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
-    engine = open_on(args.checkpoint, files, str(manager.backend), base.plan, pad_id(tokenizer))
+    engine, loading_bytes = open_on(args.checkpoint, files, str(manager.backend), base.plan, pad_id(tokenizer))
     engine.verify("auto")
+    shape = planned_shape(files, None)
+    base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)
     return engine, tokenizer, end_ids(tokenizer, files.folder), base
+
+
+def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:
+    """{"predicted", "peak"} in bytes above the process after its imports, of what was done since it was opened; None
+    where one of them is not known.
+    """
+    shape = base.shape.known if base.shape else None
+    if shape is None or not base.loading_bytes:
+        return None
+    adapted = (Path(checkpoint) / "adapter_config.json").is_file()
+    found = predicted(base.plan, shape, base.device, work, adapted)
+    return {"predicted": found["total"], "peak": max(base.loading_bytes, engine.reset_memory())}
 
 
 def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
@@ -153,22 +169,22 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
     from finetune.mlx_engine import load
 
-    return load.open_trained(Path(checkpoint), files, plan, pad)
+    return load.open_trained(Path(checkpoint), files, plan, pad), 0
 
 
 def _open_torch(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
     from finetune.torch_engine.device import device_of
     from finetune.torch_engine.engine import TorchEngine
-    from finetune.torch_engine.memory_stats import keep_heap
+    from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.weights.load import load_trained
 
     prepare_torch(plan.precision.onednn)
-    where = device_of(device)
+    where, baseline = device_of(device), current_resident_bytes()
     model = load_trained(checkpoint, files, where, plan)
-    keep_heap(low_memory=False)
-    return TorchEngine(parallelize(model, plan, ProcessGroups(device=where), pad_id=pad), plan)
+    engine = TorchEngine(parallelize(model, plan, ProcessGroups(device=where), pad_id=pad), plan)
+    return engine, engine.begin_memory(baseline)
 
 
 def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.errors import NonFiniteError, PlanError
-from finetune.system.files import is_plain_name, outside
+from finetune.system.files import check_inside, is_plain_name, outside
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
 
@@ -198,8 +198,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     """{name: fp32 array} of a file of floats, as adapters are. PlanError if it is damaged, or a number not finite."""
     from safetensors import deserialize
 
-    if target := outside(path):
-        raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
+    check_inside(path)
     with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
         found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
     return {name: _finite(array, name, path) for name, array in found.items()}
@@ -211,8 +210,7 @@ class FloatTensors(Mapping):
     def __init__(self, path: Path):
         from safetensors import safe_open
 
-        if target := outside(path):
-            raise PlanError(f"{path}: links to {target}, outside the folder. Copy the file into it.")
+        check_inside(path)
         self.path = path
         with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
             with safe_open(path, framework="numpy"):  # checks the offsets

@@ -14,6 +14,7 @@ from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import Adapter, Parts, Quantization
+from finetune.system.files import check_inside
 from finetune.system.json_files import JsonFileError, read_json
 from quantization_wrapper import AUTO_ORDER, METHODS
 
@@ -26,12 +27,16 @@ REMEDY = "Restore the file, or remove it to open the adapter on a dense base."
 class TrainedBase:
     """How a checkpoint is opened. `plan`: precision, quantization and memory of its engine; `lines`: what to say.
 
-    `settings`: the run's, or None where no plan is beside the checkpoint.
+    `settings`: the run's, or None where no plan is beside the checkpoint. `loading_bytes`: the peak while it was
+    opened, above the process after its imports; 0 where that is not measured.
     """
 
     plan: Parts
     settings: TrainConfig | None
     lines: tuple[str, ...]
+    shape: ModelShape | None = None
+    device: str = "cpu"
+    loading_bytes: int = 0
 
     @property
     def said(self) -> str:
@@ -49,6 +54,7 @@ def trained_base(
     settings = replace(trained or TrainConfig(), train_type="lora", precision=word, llama_pro_path=None)
     settings = replace(settings, world_size=1, use_cpu_offload=False, use_gradient_checkpointing="false")
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
+    settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
     lines = [why] if why else []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
@@ -65,6 +71,7 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
     file = next((folder / PLAN for folder in folders if (folder / PLAN).is_file()), None)
     if file is None:
         return None
+    check_inside(file)
     try:
         plan = read_json(file, PLAN_SCHEMA)
     except JsonFileError as error:
@@ -109,8 +116,9 @@ def _quantization(
     if n_bits is None and (was is None or obstacle):
         return {}, f"as it was trained on {was}{obstacle}" if was else ""
     if was and n_bits in (None, was.bits) and not obstacle:
-        names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant", "cache_dequantized")
-        return {name: getattr(trained, name) for name in names}, ""
+        names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant")
+        # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
+        return {name: getattr(trained, name) for name in names} | {"cache_dequantized": "false"}, ""
     if (checkpoint / TRAINED_BLOCKS).is_file():
         raise PlanError(f"--n_bits {n_bits}: new layers ({TRAINED_BLOCKS}) are opened on a dense base only. Omit it.")
     assert n_bits is not None  # else it is as trained, or dense

@@ -2,6 +2,9 @@
 
 from finetune.plan.parts import Adapter
 
+# The PEFT version whose config this is: the first that knows all of these keys (target_parameters).
+PEFT_VERSION = "0.17.0"
+
 
 def adapter_config(
     adapter: Adapter, base_name: str, revision: str | None, target_modules: list[str], **changes
@@ -9,6 +12,7 @@ def adapter_config(
     """The content for these LoRA adapters; `changes` replace fields."""
     return {
         "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.rank,

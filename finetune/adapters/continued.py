@@ -13,6 +13,7 @@ import numpy as np
 
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
+from finetune.model_files.hub_adapter import fetched
 from finetune.system.json_files import read_json
 
 BASE = "base_model.json"  # the base's digest, beside an adapter
@@ -55,9 +56,11 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
-def read_saved(folder: str) -> SavedAdapter:
-    """Raises PlanError for a folder without an adapter that can be continued; no weight is read."""
-    path = Path(folder).expanduser()
+def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
+    """What is in a folder, or in a Hub adapter, downloaded if `fetch`; no weight is read. Raises PlanError for one that
+    cannot be continued.
+    """
+    path = Path(fetched(folder, "--adapter", fetch)).expanduser()
     if not path.is_dir():
         raise PlanError(f"--adapter {folder}: is not a folder. Give the --output_dir of a run with an adapter.")
     config, tensors = open_adapter(path)

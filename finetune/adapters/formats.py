@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 from finetune import safetensors_io
+from finetune.adapters.config import PEFT_VERSION
 from finetune.adapters.saved import CONFIG, MLX_LM_FILE
 from finetune.errors import PlanError
 
@@ -131,6 +132,7 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
         raise PlanError(f"--to peft: {MLX_LM_FILE} {fact}. Give the base it was trained on.")
     return out, {
         "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.get("model"),
         "r": rank,

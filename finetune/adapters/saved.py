@@ -11,6 +11,7 @@ import numpy as np
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.safetensors_io import FloatTensors, read_tensors
+from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json
 
 PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
@@ -59,6 +60,7 @@ def _file_of(folder: Path) -> Path:
     for path in (folder / CONFIG, file):
         if not path.is_file():
             raise PlanError(f"{folder}: has no {path.name}. {AGAIN}")
+        check_inside(path)
     return file
 
 

@@ -127,6 +127,8 @@ class OutputDir:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")
+        if isinstance(self.plan, RunPlan) and self.plan.output.save_model:
+            later.append("README.md")
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)

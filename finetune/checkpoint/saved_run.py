@@ -104,7 +104,7 @@ def _of_output_dir(root: Path, said: str) -> SavedRun:
         raise PlanError(f"{said}: {root} has no {PLAN}. Give the output_dir of a run.") from None
     except JsonFileError as error:
         raise PlanError(f"{error}. {AGAIN}") from None
-    return SavedRun(root, _checked_plan(content, root / PLAN), None)
+    return SavedRun(root, checked_plan(content, root / PLAN), None)
 
 
 def newest_plan(root: Path, step_folders: list[Path], read: Callable[[Path], dict]) -> dict | None:
@@ -125,7 +125,7 @@ def _plan_of_checkpoint(folder: Path) -> dict:
     manifest = read_manifest(folder, REQUIRED)
     verified_json(folder, manifest, STATE, CHECKPOINT_STATE_SCHEMA)
     try:
-        return _checked_plan(verified_json(folder, manifest, PLAN, PLAN_SCHEMA), folder / PLAN)
+        return checked_plan(verified_json(folder, manifest, PLAN, PLAN_SCHEMA), folder / PLAN)
     except PlanError as error:
         raise CheckpointDamagedError(str(error)) from None
 
@@ -141,7 +141,7 @@ def _with_newer_requests(saved: SavedRun) -> SavedRun:
         fact = str(error)
     else:
         if "sha256" in content and is_as_written(content):
-            newer = saved.saved_plan | {"requested": _checked_plan(content, file)["requested"]}
+            newer = saved.saved_plan | {"requested": checked_plan(content, file)["requested"]}
             return SavedRun(saved.output_dir, newer, saved.step_folder)
         fact = f"{file} is not as it was written"
     notice = f"{fact}: the plan of the checkpoint is used"
@@ -165,7 +165,7 @@ def parse_settled(saved: dict, file: Path) -> dict:
     return {k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
 
 
-def _checked_plan(saved: dict, file: Path) -> dict:
+def checked_plan(saved: dict, file: Path) -> dict:
     """A saved plan with its requested and settled values converted to the flags' types. Raises PlanError."""
     settled = parse_settled(saved, file)
     for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):

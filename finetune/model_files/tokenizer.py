@@ -8,17 +8,20 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
-from finetune.system.files import is_plain_name, outside
+from finetune.system.files import check_inside, is_plain_name
 from finetune.system.untrusted import untrusted
 
-WITH_TEXT = ("chat_template", "additional_chat_templates")
+# How the files begin that are saved again with a tokenizer.
+COPIED = (
+    *("chat_template", "additional_chat_templates", "tokenizer", "special_tokens_map", "added_tokens"),
+    *("vocab", "merges", "spiece"),
+)
 
 
 def load_tokenizer(folder: Path):
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
-    for file in (f for f in Path(folder).iterdir() if f.name.startswith(WITH_TEXT)):
-        if target := outside(file):  # its text would be copied to whatever folder the tokenizer is saved in
-            raise PlanError(f"{file}: links to {target}, outside the folder. Copy the file into it.")
+    for file in (f for f in Path(folder).iterdir() if f.name.startswith(COPIED)):
+        check_inside(file)  # its text would be copied to whatever folder the tokenizer is saved in
     trial = TokenizerTrial(Path(folder) / "tokenizer.json")  # meanwhile transformers is imported
     from transformers import AutoConfig
 

@@ -265,8 +265,12 @@ PREFERENCE = (
     ),
 )
 
-CONTINUING = beside("adapter", SET)
+CONTINUING = Condition(
+    "`--adapter` without `--adapter_merge`",
+    lambda draft: bool(draft.values["adapter"]) and not draft.values["adapter_merge"],
+)
 SAVED_ADAPTER = (
+    Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
     Conflict(
         "init_lora_weights",
         is_none_of("default", "gaussian", if_given=True),
@@ -280,7 +284,7 @@ SAVED_ADAPTER = (
         is_one_of("kto"),
         CONTINUING,
         "its reference with mismatched answers is the base without adapters",
-        "Use --preference dpo, or export.py the adapter and train on the merged model",
+        "Use --preference dpo, or add --adapter_merge",
     ),
     Conflict(
         "precompute_ref_log_probs",
@@ -503,8 +507,12 @@ MODEL = (
 )
 
 SAVING = tuple(
-    contradicts("save_model", is_one_of(False), other, SET, ", which writes checkpoints")
-    for other in ("save_every", "resume")
+    contradicts("save_model", is_one_of(False), other, SET, f", which {why}")
+    for other, why in (
+        ("save_every", "writes checkpoints"),
+        ("resume", "writes checkpoints"),
+        ("push_to_hub", "uploads what is saved"),
+    )
 )
 
 # The tables under the headings of the page of the docs.

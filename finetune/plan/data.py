@@ -11,6 +11,7 @@ from finetune.plan import conflicts
 from finetune.plan.conflicts import check
 from finetune.plan.draft import Draft
 from finetune.plan.parts import Parts
+from finetune.run.scoring import metrics_of
 
 MULTIPLE = 64  # lengths are rounded up to these
 SHORT = 512  # rows up to this length are never cut
@@ -23,6 +24,7 @@ def data_flags(draft: Draft) -> None:
     if values["dataset"]:
         sources_of(values["dataset"])
     check(draft, conflicts.DATA)
+    metrics_of(values["score_metric"], values["score_pattern"], "score_metric", "score_pattern")
     columns, ignored = parse_columns(values["columns"]), parse_names(values["ignore_columns"])
     both = [column for column in columns.values() if column.casefold() in ignored]
     if both:

@@ -13,6 +13,7 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import ModelFiles, find_model_of
+from finetune.model_files.hub_upload import check_upload
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -31,7 +32,9 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
-    adapter = read_saved(overrides["adapter"]) if overrides.get("adapter") and not saved else None
+    adapter = read_saved(overrides["adapter"], prepare) if overrides.get("adapter") and not saved else None
+    if saved and saved.saved_plan["settled"].get("adapter_merge"):  # the base that it was trained on
+        overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
@@ -57,6 +60,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
             check_local(source.name, f"--{flag}")
+    if plan.output.push_to_hub and prepare:
+        check_upload(plan.output.push_to_hub)
     if plan.settings.verbose:
         manager.print_summary()
     return check_resumed(plan, saved.saved_plan) if saved else plan

@@ -199,7 +199,9 @@ class ObjectivePlan:
         s, facts = settings, OBJECTIVES[settings.preference]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
-        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once, s.adapter is not None)
+        return cls(
+            s.preference, facts, arguments, s.router_aux_loss_coef, once, s.adapter is not None and not s.adapter_merge
+        )
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ class DataPlan:
     dataset_samples: int
     score_samples: int
     score_max_new_tokens: int
+    score_metric: str
+    score_pattern: str | None
     validation_split: float
     format: str
     columns: str | None
@@ -390,6 +394,7 @@ class OutputPlan:
     keep_last: int
     eval_every: int
     overwrite: bool
+    push_to_hub: str | None = None
 
     @property
     def folder(self) -> Path:

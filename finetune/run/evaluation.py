@@ -1,47 +1,77 @@
-"""Validation loss and exact match of a model during a run, over all ranks."""
+"""Validation loss and scores of a model during a run, over all ranks."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from finetune.errors import NonFiniteError
+from finetune.plan.parts import DataPlan
+from finetune.run import scoring
+
+EXACT = "exact_match"  # what the eval event calls --score_metric exact; other scores have the metric's name
+SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`values`: what the eval event of metrics.jsonl holds, `loss` among it. `first_answer`: to the first example."""
+    """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
+    `first_answer`: to the first example.
+    """
 
     values: dict
     first_answer: str | None = None
 
     @property
     def loss(self) -> float:
-        return self.values["loss"]
+        return self.values.get("loss", math.nan)
 
 
 def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
-    """Loss on the validation rows and exact match on the scored ones. None if `stopping()` became true. Collective.
+    """Loss on the validation rows, and scores of the scored ones. None if `stopping()` became true. Collective.
 
     `step` begins the message of the NonFiniteError that a loss which is not finite raises.
     """
-    batches = data.evaluation_batches(plan, engine.pad_id)
-    results = {name: engine.evaluate(part, stopping) for name, part in batches.items()}
+    found = Evaluation({})
+    if data.validation is not None:  # preferences have other rows than what is scored
+        batches = data.evaluation_batches(plan, engine.pad_id)
+        found = Evaluation(
+            data.evaluation_values({name: engine.evaluate(part, stopping) for name, part in batches.items()})
+        )
     if stopping():
         return None
-    found = Evaluation(data.evaluation_values(results))
-    if not math.isfinite(found.loss):
+    if data.validation is not None and not math.isfinite(found.loss):
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
-    mine, matched = engine.shard_list(data.score_examples), 0.0
+    values, first = scores(engine, data, plan.data, found.loss, stopping)
+    return None if stopping() else Evaluation(found.values | values, first)
+
+
+def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> tuple[dict[str, float], str | None]:
+    """({name: score of the scored rows by --score_metric}, the answer to the first of them). Collective.
+
+    `loss`: of these rows, whose exponential is the perplexity.
+    """
+    names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
+    asked, values = [name for name in names if name in scoring.OF_ANSWERS], {}
     answers: list[str] | list[None] = [None]
-    with engine.full_weights():
-        if mine:
-            most = plan.data.score_max_new_tokens
-            matched, answers = exact_match(engine, data.tokenizer, mine, most, data.stop_ids, stopping=stopping)
-    if stopping():
-        return None
-    match = round(engine.all_reduce_sum(matched * len(mine))) / len(data.score_examples)
-    return Evaluation(found.values | {"exact_match": match}, engine.broadcast_object(answers[0]))
+    if asked:
+        mine, judged = engine.shard_list(examples), []
+        with engine.full_weights():
+            if mine:
+                limits = how.score_max_new_tokens, data.stop_ids
+                whole = asked != ["exact"]
+                _, answers = exact_match(engine, data.tokenizer, mine, *limits, stopping=stopping, whole=whole)
+                judged = scoring.judged(mine, answers, asked, how.score_pattern, data.tokenizer.decode)
+        for name in asked:
+            right = engine.all_reduce_sum(float(sum(answer.right[name] for answer in judged)))
+            values[EXACT if name == "exact" else name] = round(right) / len(examples)
+    if "choice" in names and not stopping():
+        log_prob = partial(scoring.log_prob_of, engine, data.tokenizer)
+        values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
+    if "perplexity" in names and not math.isnan(loss):
+        values["perplexity"] = math.exp(min(loss, 700))
+    return values, engine.broadcast_object(answers[0])
 
 
 def exact_match(

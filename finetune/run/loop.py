@@ -4,6 +4,7 @@ Everything it uses is an argument; no object holds all.
 """
 
 import time
+from collections.abc import Callable
 
 from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.store import storage
@@ -14,13 +15,18 @@ from finetune.run import evaluation, report
 from finetune.run.metrics import Metrics
 
 
-def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) -> TrainState:
+def begin(
+    engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict, start: Callable[[], None] = lambda: None
+) -> TrainState:
     """The state of a new run, or of the checkpoint it resumes from; opens the log at it. Collective.
 
-    `predicted`: bytes, see report.memory_table.
+    `predicted`: bytes, see report.memory_table. `start()`: called where no checkpoint was restored, which is so for a
+    resumed run too if it was killed before its first.
     """
     with storage(writer.root):
         state, offset, resumed_from = writer.restore_or_begin(engine, plan, data, log.say)
+    if resumed_from is None:
+        start()
     if resumed_from and plan.quantizes_again:
         state.eval_pending = True  # what the other base does to the loss is measured at once
     log.open(writer.root, state, offset, writer.run_id)
@@ -31,7 +37,9 @@ def begin(engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict) ->
 
 
 def start_from(engine, plan: RunPlan, say) -> None:
-    """Puts --adapter's weights into a new run's adapter, whose function they are at step 0. Collective."""
+    """Puts --adapter's weights, if one is continued, into a new run's adapter: its function at step 0. Collective."""
+    if not plan.settings.adapter or plan.settings.adapter_merge:
+        return
     trains, saved = plan.trains, read_saved(str(plan.settings.adapter))
     assert isinstance(trains, Adapter), trains
     own = engine.broadcast_object(engine.trainable_state())
@@ -42,7 +50,9 @@ def start_from(engine, plan: RunPlan, say) -> None:
 
 
 def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
-    """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before."""
+    """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before.
+    The caller writes the final state.
+    """
     summary = log.summary
 
     def sample(scored: str | None) -> str | None:
@@ -66,8 +76,6 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
     state.scores = {"before": summary.before, "after": summary.after}
-    if state.status == "finished":
-        writer.finish(state)
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
@@ -111,7 +119,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
 
 def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
-    if data.validation is None:
+    if data.validation is None and not data.score_examples:
         return
     s, summary = plan.settings, log.summary
     with log.phase("scoring"):
@@ -121,7 +129,7 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             return
         log.evaluation(found.values)
         summary.scored_answer = found.first_answer
-        if state.step and (state.best_loss is None or found.loss < state.best_loss):
+        if state.step and data.validation is not None and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step
             if s.save_model and (s.validation_dataset or s.validation_split):
                 writer.publish(engine, state.step, writer.root / "best")

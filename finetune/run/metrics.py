@@ -33,13 +33,15 @@ class Summary:
     """What the closing report shows, gathered while the run goes on. Bytes and seconds.
 
     `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
-    first scored example; `scored_answer`: its answer in the last scoring. `peak`, `predicted`: {"total": bytes,
-    "items": {name: bytes}}.
+    first scored example; `scored_answer`: its answer in the last scoring. `dense`: scores on the dense base, of an
+    adapter trained on a quantized one, or why there are none. `peak`, `predicted`: {"total": bytes, "items": {name:
+    bytes}}.
     """
 
     seconds: dict = field(default_factory=dict)
     before: dict | None = None
     after: dict | None = None
+    dense: dict | str | None = None
     sample_before: str | None = None
     sample_after: str | None = None
     scored_answer: str | None = None
@@ -178,7 +180,7 @@ class Metrics:
             versions=versions(),
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
-            data=data.train.counts,
+            data=data.train.counts | {"sha256": data.train.digest()},
         )
 
     def step(self, result, lr: float, seconds: float, memory) -> None:

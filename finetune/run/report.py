@@ -8,6 +8,7 @@ from finetune.data.formats import needs_template, question_text, turns_of
 from finetune.data.preference_rows import as_answer
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
+from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table
 from finetune.system.terminal import clean
 
@@ -147,19 +148,42 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     return [line]
 
 
+def score_text(name: str, value: float) -> str:
+    return f"{value:.4f}" if name == "perplexity" else f"{value:.1%}"
+
+
+def dense_lines(plan, summary: Summary, many: int) -> list[str]:
+    """The scores of an adapter on both bases, and who has which; nothing for a run without a quantized base."""
+    dense, own = summary.dense, str(plan.quantization)
+    if dense is None:
+        return []
+    if isinstance(dense, str):
+        return [f"on the dense base, which export.py merges into: {dense}"]
+
+    def said(values: dict) -> str:
+        scores = [f"{n.replace('_', ' ')} {score_text(n, values[n])}" for n in SCORE_NAMES if n in values]
+        return ", ".join([*scores, *([f"loss {values['loss']:.4f}"] if "loss" in values else [])])
+
+    return [
+        f"scores of {many} rows, by the base under the adapter:",
+        f"  {own}, as trained (generate.py, score.py): {said(summary.after or {})}",
+        f"  dense (what export.py writes): {said(dense)}",
+    ]
+
+
 def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
     s, r = plan.settings, summary
     lines = [""]
     if r.before and r.after and code == 0:
-        names = ["loss", *(n for n in r.after if n.startswith("rewards/") and n in r.before)]
+        names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
         rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
-        if "exact_match" in r.after:
-            name = f"exact match of {len(data.score_examples)}"
+        many = len(data.score_examples)
+        for name in (n for n in SCORE_NAMES if n in r.after):
             # A resumed run may score what the run before it did not.
-            before = f"{r.before['exact_match']:.1%}" if "exact_match" in r.before else "-"
-            rows.append((name, before, f"{r.after['exact_match']:.1%}"))
-        lines += [table(rows), ""]
+            before, after = (score_text(name, v[name]) if name in v else "-" for v in (r.before, r.after))
+            rows.append((f"{name.replace('_', ' ')} of {many}", before, after))
+        lines += [table(rows), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.collate import microbatches
 from finetune.data.prepare import DatasetSource, needs_chat_template
 from finetune.data.reading.mixture import Source
-from finetune.data.tokens.tokenize import generation_examples, tokenize
+from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_parts, tokenize
 from finetune.errors import PlanError
 from finetune.system.files import replace
 
@@ -22,6 +24,7 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
 MOST_CHOICES = 32
+FORWARD_TOKENS = 2048  # of scored rows in one forward
 METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
 OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
 
@@ -41,7 +44,21 @@ class Answer:
         return not all(self.right.values())
 
 
-def judges(metrics: list[str], pattern: str | None) -> dict[str, Callable[[str, str], bool]]:
+def metrics_of(words: str, pattern: str | None, flag: str = "metric", pattern_flag: str = "pattern") -> list[str]:
+    """The names in the value of a flag. Raises PlanError."""
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    unknown = next((name for name in names if name not in METRICS), None)
+    if unknown or not names:
+        raise PlanError(f"--{flag} {unknown or words}: is not one. Use {', '.join(METRICS)}.")
+    judges(names, pattern, flag, pattern_flag)
+    if pattern and "regex" not in names:
+        raise PlanError(f"--{pattern_flag} {pattern}: is for --{flag} regex. Add it, or omit the pattern.")
+    return list(dict.fromkeys(names))
+
+
+def judges(
+    metrics: list[str], pattern: str | None, flag: str = "metric", pattern_flag: str = "pattern"
+) -> dict[str, Callable[[str, str], bool]]:
     """{metric: (answer, expected) -> right} of those that compare an answer's text. Raises PlanError."""
     found: dict[str, Callable[[str, str], bool]] = {
         "exact": lambda answer, expected: answer.strip() == expected.strip(),
@@ -51,11 +68,11 @@ def judges(metrics: list[str], pattern: str | None) -> dict[str, Callable[[str, 
     }
     if "regex" in metrics:
         if not pattern:
-            raise PlanError("--metric regex: needs --pattern, which finds what is compared in both answers.")
+            raise PlanError(f"--{flag} regex: needs --{pattern_flag}, which finds what is compared in both answers.")
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise PlanError(f"--pattern {pattern}: is not a regular expression ({error}). Correct it.") from None
+            raise PlanError(f"--{pattern_flag} {pattern}: is not a regular expression ({error}). Correct it.") from None
         found["regex"] = lambda answer, expected: (
             _found(compiled, answer) is not None and _found(compiled, answer) == _found(compiled, expected)
         )
@@ -117,7 +134,7 @@ def evaluated(engine, tokenizer, raw, options, dataset: str, length: int):
     with shared_renderer(tokenizer) as renderer:
         rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
         questions = generation_examples(raw, options, tokenizer, renderer)
-    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), 2048, engine.pad_id)
+    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), FORWARD_TOKENS, engine.pad_id)
     return rows, questions, engine.evaluate(batches)
 
 
@@ -132,12 +149,33 @@ def judged(questions: list, answers: list[str], metrics: list[str], pattern: str
     ]
 
 
-def choices_of(questions: list) -> list[str]:
+def log_prob_of(engine, tokenizer, prompt: list[int], text: str) -> float:
+    """Log-probability of a text after a prompt, summed over its tokens. Collective."""
+    return log_prob_of_ids(engine, prompt, tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def log_prob_of_ids(engine, prompt: list[int], ids: list[int]) -> float:
+    """Log-probability of tokens after others, which may not be empty; summed. Collective."""
+    row = np.array([*prompt, *ids], np.int64), np.arange(len(prompt) + len(ids)) >= len(prompt)
+    counts = dict(rows=1, tokens=len(row[0]), targets=len(ids), skipped=0, dropped_empty=0)
+    counts |= dict(prompt_truncated=0, answer_truncated=0)
+    document = TokenizedDataset(**joined_parts([row]), sources=("choice",), counts=counts)
+    result = engine.evaluate(microbatches(document, range(1), engine.layout, 1, len(row[0]), engine.pad_id))
+    return -result.loss * result.num_targets
+
+
+def greedy_log_prob(engine, prompt: list[int], ids: list[int]) -> tuple[float, bool]:
+    """(log-probability of tokens after a prompt, whether greedy decoding gives them). Collective."""
+    (new,) = engine.generate([prompt], len(ids), set())
+    return log_prob_of_ids(engine, prompt, ids), new == ids
+
+
+def choices_of(questions: list, flag: str = "metric") -> list[str]:
     """The distinct answers of the rows, in order. Raises PlanError unless there are a few of them."""
     found = list(dict.fromkeys(expected.strip() for _, expected, _ in questions))
     if not 2 <= len(found) <= MOST_CHOICES:
         raise PlanError(
-            f"--metric choice: the rows have {len(found)} distinct answers, of which the likeliest is taken; 2 to "
+            f"--{flag} choice: the rows have {len(found)} distinct answers, of which the likeliest is taken; 2 to "
             f"{MOST_CHOICES} are. Use another metric."
         )
     return found

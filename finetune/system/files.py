@@ -53,6 +53,12 @@ def outside(file: Path) -> Path | None:
     return None if any(target.is_relative_to(root) for root in roots) else target
 
 
+def check_inside(file: Path) -> None:
+    """Raises PlanError for a link that leaves its file's folder, whose target would be read as a part of the folder."""
+    if target := outside(file):
+        raise PlanError(f"{file}: links to {target}, outside the folder. Copy the file into it.")
+
+
 @contextlib.contextmanager
 def replace(path: Path, durable: bool = False, mark: str = "") -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end: a reader sees the old content or the new one.

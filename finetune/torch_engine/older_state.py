@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.adapters.config import shortest_targets
+from finetune.adapters.config import PEFT_VERSION, shortest_targets
 from finetune.adapters.saved import read_adapter
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
@@ -151,6 +151,7 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         raise PlanError(f"{said}: lora_alpha is {alpha!r}, not a positive number. Give --lora_alpha.")
     config = {
         "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.name,
         "revision": base.revision,

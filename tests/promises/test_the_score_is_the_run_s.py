@@ -144,6 +144,38 @@ def test_export_says_that_its_base_is_another_one(trained, tmp_path, capsys):
     assert "note: trained on a base in nf4 4 bits, merged into the dense one" in capsys.readouterr().out
 
 
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, "dpo", "dpo, nf4"])
+def test_of_32_rows_each_is_answered_as_in_the_run_and_the_export_s_score_stands_beside(kind, tmp_path, run, capsys):
+    """Row by row: what the run found right is what score.py finds right; the merged model's score is printed too."""
+    if kind == "engine of MLX":
+        pytest.skip("its tensors are merged by torch, see tests/mlx_engine")
+    rows = jsonl(tmp_path / "32.jsonl", ROWS[:32])
+    flags = KINDS.get(kind, KINDS["nf4"] if "nf4" in kind else {})
+    if kind.startswith("dpo"):
+        flags = flags | dict(preference="dpo", dataset=jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    names = "exact,contains,numeric"
+    run(**flags, score_dataset=rows, score_max_new_tokens=6, num_epochs=2, score_metric=names)
+    own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]
+    found, _ = scored(
+        tmp_path / "out", rows, capsys, "--device", "cpu", "--metric", names, "--predictions", str(tmp_path / "p")
+    )
+    predictions = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
+    assert len(predictions) == 32
+    assert own["exact_match"] == found["exact_match"]
+    for name in ("contains", "numeric"):
+        assert own[name] == found["scores"][name] == sum(p["right"][name] for p in predictions) / 32
+    if kind == "full":
+        return
+    argv = ["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")]
+    assert export.main(argv) == 0
+    said = capsys.readouterr().out
+    assert f"score of {tmp_path / 'merged'}: exact match" in said and "; the run's own, on " in said
+
+
 @pytest.mark.parametrize("kind", ["lora", "nf4"])
 def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run, capsys):
     run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.rig import intercept
 from tests.rig.children import Child, start_ranks, start_run
-from tests.rig.materials import ONE_RANK, TWO_RANKS, Place
+from tests.rig.materials import CONTINUED, ONE_RANK, TWO_RANKS, Place
 from tests.rig.oracle import Outcome, check_finished
 
 KILLS = 5
@@ -33,13 +33,23 @@ def killed_at_random(seed: str, place: Place, variants: tuple) -> Outcome:
 
 
 def call_kills(seed: int, place: Place) -> Outcome:
+    return killed_at_calls(f"call-kills {seed}", place, ONE_RANK)
+
+
+def continued_kills(seed: int, place: Place) -> Outcome:
+    """Of runs that continue from an adapter, or merge it first: every other one at system calls."""
+    killed = killed_at_calls if seed % 2 else killed_at_random
+    return killed(f"continued-kills {seed}", place, CONTINUED)
+
+
+def killed_at_calls(seed: str, place: Place, variants: tuple) -> Outcome:
     """A run killed five times, each at a system call."""
 
     def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
         armed = (folder / "run", rng.randint(1, CALLS_AHEAD), rng.choice(intercept.KILLS))
         return [start_run(flags, folder, name=f"run{number}", armed=armed).end()], f": {armed[1:]}"
 
-    return _killed_five_times(f"call-kills {seed}", place, ONE_RANK, kill)
+    return _killed_five_times(seed, place, variants, kill)
 
 
 def rank_call_kills(seed: int, place: Place) -> Outcome:

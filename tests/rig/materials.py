@@ -39,11 +39,17 @@ VARIANTS = {
     "full-2": (2, RUN | dict(train_type="full") | ONE | RANKS),
     "dpo": (1, RUN | LORA | ONE | dict(preference="dpo", dataset="pairs.jsonl", precompute_ref_log_probs="true")),
     "kto": (1, RUN | LORA | ONE | dict(preference="kto", dataset="labels.jsonl")),
+    "continued": (1, RUN | LORA | ONE | dict(adapter="lora")),
+    "continued-wider": (1, RUN | LORA | EVALUATED | dict(adapter="lora", lora_rank=6)),
+    "continued-nf4": (1, RUN | LORA | ONE | dict(adapter="lora", train_type="qlora", quantization_backend="nf4")),
+    "continued-dpo": (1, RUN | LORA | ONE | dict(adapter="lora", preference="dpo", dataset="pairs.jsonl")),
+    "merged": (1, RUN | LORA | ONE | dict(adapter="lora", adapter_merge=True)),
     "streaming": (1, RUN | LORA | ONE | dict(streaming=True, max_steps=6, shuffle_buffer=4)),
 }
 ONE_RANK = ("lora", "lora-evaluated", "full")
 TWO_RANKS = ("lora-2", "full-2")
 PREFERENCES = ("dpo", "kto")
+CONTINUED = ("continued", "continued-wider", "continued-nf4", "continued-dpo", "merged")
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Place:
         flags["dataset"] = self.rows() / flags["dataset"]
         if "validation_dataset" in flags:
             flags["validation_dataset"] = self.rows() / flags["validation_dataset"]
+        if "adapter" in flags:
+            flags["adapter"] = self.whole(flags["adapter"]) / "run"
         return flags | dict(output_dir=output_dir)
 
     def whole(self, variant: str) -> Path:

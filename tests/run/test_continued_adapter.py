@@ -1,5 +1,6 @@
 """Runs that continue from a trained adapter: at step 0 they compute what it computes, and go on as PEFT does."""
 
+import argparse
 import json
 import math
 import shutil
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune.adapters.saved import read_adapter
 from finetune.errors import PlanError
+from finetune.open_checkpoint import open_engine
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.stream import load_dense
@@ -81,18 +84,18 @@ def test_more_rank_and_another_alpha_leave_the_function_unchanged(first, tiny_mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "rslora", "nf4", "hqq", "mlx-affine"])
 def test_ten_steps_are_those_of_peft_continued_from_the_same_adapter(first, tiny_model, tmp_path, kind):
-    """All rows in each step, so that their order does not matter; SGD, so that the adapter after ten steps sums
-    ten gradients. fp32: the same sums in another order, documents packed here and alone there, which later steps
-    enlarge in the norm of gradients.
+    """PEFT on what our quantized base dequantizes to, as its own quantizers are others. All rows in each step, so that
+    their order does not matter; SGD, so that the adapter after ten steps sums ten gradients. fp32: the same sums in
+    another order, documents packed here and alone there, which later steps enlarge in the norm of gradients.
     """
     texts = ["a lamp for a desk", "candles are wax", "what is two plus two", "one more lamp"]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = first(**KINDS[kind], lr=0.01) | {"dataset": str(tmp_path / "texts.jsonl"), "lr": 1e-3, "max_steps": 10}
     plain = dict(lr_scheduler="constant", warmup_steps=0, optimizer="sgd", apply_gradient_clipping=False)
     fine_tune(**flags | plain)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base = dequantized_base(tiny_model, tmp_path / "first")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "first"), is_trainable=True).train()
@@ -148,8 +151,111 @@ def test_layers_that_the_adapter_lacks_start_anew_and_those_it_has_go_on(first, 
     assert any("v_proj" in name for name in load_file(tmp_path / "second" / "adapter_model.safetensors"))
 
 
+def dequantized_base(model, folder):
+    """transformers' model with the weights that an adapter's base has as it was trained."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    opened, *_ = open_engine(argparse.Namespace(checkpoint=str(folder), device="cpu", precision="auto", n_bits=None))
+    for name, module in opened.model.named_modules():
+        stored = getattr(module, "base", None)
+        if isinstance(stored, QuantizedLinear):
+            base.get_submodule(name).weight.data = stored.weight_of(stored.stored(), torch.float32).clone()
+    return base
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
+def test_a_merged_adapter_is_the_base_of_a_new_one_as_if_peft_had_merged_it(first, tiny_model, tmp_path, kind):
+    flags = first(**KINDS[kind]) | {"lr": 1e-2, "max_steps": 4, "lora_rank": 3}
+    fine_tune(**flags, adapter_merge=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    peft.PeftModel.from_pretrained(base, str(tmp_path / "first")).merge_and_unload().save_pretrained(
+        tmp_path / "theirs"
+    )
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "theirs")
+    del flags["adapter"]
+    fine_tune(**flags | {"model_name": str(tmp_path / "theirs"), "output_dir": str(tmp_path / "third")})
+    losses = [[e["loss"] for e in read_events(tmp_path / n, "step")] for n in ("second", "third")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # fp32: W + s B A in two orders
+    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "second" / "merged_base") and config["r"] == 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(again, str(tmp_path / "second")).eval()
+    with torch.no_grad():
+        found = theirs(input_ids=IDS).logits
+    expected = logits_of(tmp_path / "second" / "merged_base", tmp_path / "second")
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_merged_base_is_made_once_and_another_adapter_s_is_refused(first, tmp_path, capsys):
+    flags = first() | {"max_steps": 4, "save_every": 2, "lora_rank": 3, "adapter_merge": True}
+    fine_tune(**flags)
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-4")
+    whole = load_file(tmp_path / "second" / "adapter_model.safetensors")
+    fine_tune(**flags, resume="auto")
+    assert "merged base" not in capsys.readouterr().out  # a resumed run has it
+    resumed = load_file(tmp_path / "second" / "adapter_model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    fine_tune(**flags, overwrite=True)
+    assert f"merged base: {tmp_path / 'second' / 'merged_base'}, from before" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "second", tmp_path / "other")
+    with pytest.raises(PlanError, match="merged_base holds something else than this adapter, merged. Remove it"):
+        fine_tune(**flags | {"adapter": str(tmp_path / "other"), "model_name": None}, overwrite=True)
+    with pytest.raises(PlanError, match="--adapter_merge true: there is no adapter to merge. Add --adapter"):
+        fine_tune(**{k: v for k, v in flags.items() if k != "adapter"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "rslora", "nf4"])
+def test_dpo_from_an_adapter_is_that_of_trl_with_that_adapter_as_the_reference(first, tiny_model, tmp_path, kind):
+    """All pairs in each step, SGD: TRL's DPOTrainer on PEFT's model, whose own copy of the adapter is its reference."""
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    flags = first(**KINDS[kind], lr=0.01) | {"dataset": pairs_file(tmp_path), "preference": "dpo", "batch_size": 8}
+    plain = dict(lr_scheduler="constant", warmup_steps=0, optimizer="sgd", apply_gradient_clipping=False, lr=1e-2)
+    fine_tune(**flags | plain, max_steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = dequantized_base(tiny_model, tmp_path / "first")
+        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "first"), is_trainable=True)
+    rows = [json.loads(line) for line in open(flags["dataset"], encoding="utf-8")]
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=8,
+        max_steps=10,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        optim_args="momentum=0.9",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        beta=0.1,
+        save_strategy="no",
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    trainer = trl.DPOTrainer(
+        theirs, None, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    assert "ref" in trainer.model.peft_config
+    trainer.train()
+    wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = [event["loss"] for event in read_events(tmp_path / "second", "step")]
+    assert len(found) == 10 and found[9] < found[0]
+    assert found == pytest.approx(wanted, abs=5e-5)  # TRL logs four digits
+    named = {
+        n.replace(".default", "").replace("_vector.weight", "_vector"): p for n, p in trainer.model.named_parameters()
+    }
+    for name, tensor in load_file(tmp_path / "second" / "adapter_model.safetensors").items():
+        assert (named[name] - tensor).abs().max() <= 5e-5 * tensor.abs().max(), name
+
+
 def pairs_file(folder):
-    rows = [{"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "I do not know."} for i in range(8)]
+    # The space before an answer is the answer's, so that every tokenizer's user agrees where the prompt ends.
+    rows = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " I do not know."} for i in range(8)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "pairs.jsonl")
 
@@ -188,6 +294,24 @@ def test_what_does_not_fit_is_one_line(first, tiny_model, tmp_path):
         with pytest.raises(PlanError, match=fact) as error:
             fine_tune(**flags | {"max_steps": 1} | changes(tmp_path))
         assert "\n" not in str(error.value)
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
+    """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
+    flags = first() | {"max_steps": 4, "lr": 1e-2}
+    fine_tune(**flags | {"output_dir": str(tmp_path / "whole")})
+    fine_tune(**flags | {"output_dir": str(tmp_path / "cut")})
+    shutil.rmtree(tmp_path / "cut" / "checkpoints")
+    for name in ("train_state.json", "adapter_model.safetensors", "manifest.json"):
+        (tmp_path / "cut" / name).unlink()
+    fine_tune(**flags | {"output_dir": str(tmp_path / "cut")}, resume="auto")
+    losses = [[e["loss"] for e in read_events(tmp_path / n, "step")] for n in ("whole", "cut")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    shutil.rmtree(tmp_path / "first")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints")
+    (tmp_path / "cut" / "train_state.json").unlink()
+    with pytest.raises(PlanError, match="--adapter .*first: is not a folder"):
+        fine_tune(**flags | {"output_dir": str(tmp_path / "cut")}, resume="auto")
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
-"""A Hugging Face hub on 127.0.0.1 over local folders: enough of its API for listings, snapshots and single files."""
+"""A Hugging Face hub on 127.0.0.1 over local folders: enough of its API for listings, snapshots, single files and, with
+`uploads`, new model repositories and commits.
+"""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -11,12 +14,15 @@ from urllib.parse import unquote, urlsplit
 
 
 @contextlib.contextmanager
-def serve(models=None, datasets=None, token=None) -> Iterator[str]:
-    """The endpoint's URL for HF_ENDPOINT. `models`, `datasets`: {repo id: folder}. With `token`, 401 without it."""
+def serve(models=None, datasets=None, token=None, uploads=None) -> Iterator[str]:
+    """The endpoint's URL for HF_ENDPOINT. `models`, `datasets`: {repo id: folder}. With `token`, 401 without it.
+    `uploads`: a folder in which uploaded repositories are made, as uploads/ORG/NAME.
+    """
     repos = {("models", k): Path(v) for k, v in (models or {}).items()}
     repos |= {("datasets", k): Path(v) for k, v in (datasets or {}).items()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.repos, server.token, server.log = repos, token, []
+    server.repos, server.token, server.log, server.uploads = repos, token, [], uploads and Path(uploads)
+    server.large, server.private = {}, {}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -56,12 +62,25 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self):
-        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+        sent = self.rfile.read(int(self.headers["Content-Length"])) or b"{}"
+        if self.path.endswith("ndjson") or self.headers.get("Content-Type") == "application/x-ndjson":
+            return self.answer([json.loads(line) for line in sent.splitlines()])
+        self.answer(json.loads(sent))
+
+    def do_PUT(self):
+        """Bytes of a large file, by their sha256."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if hashlib.sha256(content).hexdigest() != self.path.rpartition("/")[2]:
+            return self.fail(400, "BadDigest")
+        self.server.large[self.path.rpartition("/")[2]] = content
+        self.send({})
 
     def answer(self, body=None):
         if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
             return self.fail(401, "GatedRepo")
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if self.server.uploads and self.uploading(parts, body):
+            return None
         api = parts[0] == "api"
         parts = parts[1:] if api else parts
         kind = parts[0] if parts[0] in ("models", "datasets") else "models"
@@ -71,6 +90,46 @@ class Handler(BaseHTTPRequestHandler):
             if folder:
                 return self.repo(folder, "/".join(parts[:length]), parts[length:], api, body)
         self.fail(404, "RepoNotFound")
+
+    def uploading(self, parts, body) -> bool:
+        """Answers what a client asks while it uploads; False if it asks something else."""
+        name = "/".join(parts[2:4])
+        folder = self.server.uploads / name
+        match parts:
+            case ["api", "whoami-v2"]:
+                self.send({"type": "user", "name": "org", "auth": {}})
+            case ["api", "repos", "create"]:
+                name = f"{body.get('organization') or 'org'}/{body['name']}"
+                (self.server.uploads / name).mkdir(parents=True, exist_ok=True)
+                self.server.repos[("models", name)] = self.server.uploads / name
+                self.server.private.setdefault(name, body.get("private"))
+                self.send({"url": f"http://127.0.0.1/{name}", "name": name})
+            case ["api", "validate-yaml"]:
+                self.send({"errors": [], "warnings": []})
+            case ["api", "models", _, _, "preupload", _]:
+                large = (".safetensors", ".gguf")
+                modes = [("lfs" if f["path"].endswith(large) else "regular", f["path"]) for f in body["files"]]
+                answer = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for mode, path in modes]
+                self.send({"files": answer})
+            case [_, repo, "info", "lfs", "objects", "batch"] if repo.endswith(".git"):
+                here = f"http://127.0.0.1:{self.server.server_address[1]}/large/"
+                found = [o | {"actions": {"upload": {"href": here + o["oid"]}}} for o in body["objects"]]
+                self.send({"transfer": "basic", "objects": found})
+            case ["api", "models", _, _, "commit", _]:
+                for entry in body:
+                    value = entry["value"]
+                    if entry["key"] in ("file", "lfsFile"):
+                        target = folder / value["path"]
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        is_large = entry["key"] == "lfsFile"
+                        target.write_bytes(
+                            self.server.large[value["oid"]] if is_large else base64.b64decode(value["content"])
+                        )
+                commit = commit_of(folder)
+                self.send({"commitUrl": f"http://127.0.0.1/{name}/commit/{commit}", "commitOid": commit})
+            case _:
+                return False
+        return True
 
     def repo(self, folder, repo_id, rest, api, body):
         commit, files = commit_of(folder), files_of(folder)

@@ -46,6 +46,8 @@ class LazyWeights:
         check_tensors(said, files, tasks, wanted)
         self._reader = _Reader(self.model, files, None, torch.device("cpu"), {}, None, said)
         self._tasks = {target: task for task in tasks for target in self._reader.targets_of(task)}
+        self._source: dict[str, str] = {}  # until ties are known, each name is its own
+        self._computed: dict[str, torch.Tensor] = {}
         tied = set(self.model.all_tied_weights_keys)
         missing = (set(wanted) - set(self._tasks)) | self._equal_pairs()
         self.model.tie_weights(missing_keys=missing, recompute_mapping=False)

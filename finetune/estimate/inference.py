@@ -1,0 +1,95 @@
+"""Predicted memory of a model that is opened to answer and to be scored: nothing of it is trained.
+
+The peak is that of loading, of a forward pass over rows that are scored, or of generation, which keeps dense weights
+while it runs (torch_engine/generation/generate.py) and each row's keys and values.
+"""
+
+from dataclasses import dataclass
+
+from finetune.estimate.engine_limits import logits_rows
+from finetune.estimate.memory import (
+    KERNEL_BYTES,
+    LIBRARY_BYTES,
+    base_bytes,
+    cached_bytes,
+    dequantized_once,
+    frozen_extras,
+    loading_bytes,
+    trainable_tensors,
+    uses_onednn,
+)
+from finetune.estimate.model_cost import ModelCost
+from finetune.estimate.model_shape import KnownShape
+from finetune.plan.parts import Parts
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an opened model does at most: `rows` answered at once, of `prompt` tokens, with `new` ones; `scored` tokens
+    of rows in one forward, of which `targets` are targets.
+    """
+
+    rows: int = 0
+    prompt: int = 0
+    new: int = 0
+    scored: int = 0
+    targets: int = 0
+
+
+def predicted(plan: Parts, shape: KnownShape, device: str, work: Work, adapted: bool = True) -> dict:
+    """{"total": bytes, "items": {name: bytes}} above the process after its imports; `loading` is beside the total's sum
+    where it is the peak. `adapted`: an adapter is on it.
+    """
+    m = ModelCost(shape, plan, device)
+    adapter = 4 * sum(trainable_tensors(m)) if adapted else 0
+    items = {
+        "base": base_bytes(m) + (frozen_extras(m) if adapted else 0),
+        "adapter": adapter,
+        "dequantized": cached_bytes(m),
+        "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
+    }
+    answering, scoring = generation_items(m, work, adapted), scoring_items(m, work)
+    largest = max((answering, scoring), key=lambda parts: sum(parts.values()))
+    total = sum(items.values()) + sum(largest.values())
+    loading = loading_bytes(plan, shape)
+    found = {name: int(n) for name, n in (items | largest).items() if n}
+    return {"total": int(max(total, loading)), "items": found | {"loading": int(loading)}}
+
+
+def generation_items(m: ModelCost, work: Work, adapted: bool) -> dict:
+    """Bytes beside the weights while `work.rows` are answered: dense copies, keys and values, one forward, logits."""
+    if not work.rows:
+        return {}
+    shape, b = m.shape, m.compute
+    width = shape.num_kv_heads * shape.head_dim
+    # Growing a layer's keys or values copies them.
+    cache = 2 * work.rows * (work.prompt + work.new) * width * b * (shape.num_layers + 1)
+    tokens = work.rows * work.prompt
+    inner = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    forward = tokens * b * (4 * shape.hidden_size + 3 * inner)
+    logits = work.rows * shape.vocab_size * (b + 8)
+    return {"dense": dense_copies(m, adapted), "cache": cache, "forward": forward, "logits": logits}
+
+
+def dense_copies(m: ModelCost, adapted: bool) -> int:
+    """Bytes of dense weights that generation keeps: adapted ones merged in fp32, quantized ones in the compute type."""
+    linears = [(name, rows * columns) for name, rows, columns in m.shape.linears]
+    if m.compute == 4 and not m.autocast:
+        merged = {name for name, _, _ in m.adapted} if adapted else set()
+        quantized = m.plan.quantization is not None and not m.plan.memory.cache_dequantized
+        return 4 * sum(n for name, n in linears if name in merged or quantized)
+    if m.plan.quantization is None or m.plan.memory.cache_dequantized:
+        return 0
+    return m.compute * sum(n for _, n in linears)
+
+
+def scoring_items(m: ModelCost, work: Work) -> dict:
+    """Bytes beside the weights in a forward pass whose activations are not kept."""
+    if not work.scored:
+        return {}
+    shape, b = m.shape, m.compute
+    inner = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    rows = min(logits_rows(shape.vocab_size, m.device == "cpu"), max(1, work.targets))
+    forward = work.scored * b * (4 * shape.hidden_size + 3 * inner)
+    return {"forward": forward + dequantized_once(m)[0], "logits": rows * shape.vocab_size * (b + 8)}

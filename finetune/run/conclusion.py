@@ -1,0 +1,68 @@
+"""What a finished run does with its result: its score on the dense base too, its model card, and the Hub."""
+
+import argparse
+from dataclasses import asdict
+
+from finetune import open_checkpoint
+from finetune.checkpoint.output_dir import CheckpointWriter
+from finetune.model_files.hub_upload import upload
+from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.run import evaluation, model_card
+from finetune.run.metrics import Metrics
+
+ENGINE_BYTES = 1.2  # of the dense weights: what answering takes beside them
+
+
+def conclude(plan: RunPlan, data, state: TrainState, log: Metrics, writer: CheckpointWriter, stop) -> None:
+    """Ends a finished run on rank 0: scores, card, the final state."""
+    if writer.files is None:
+        return
+    if plan.output.save_model:
+        if plan.quantization and data.score_examples:
+            with log.phase("scoring the dense base"):
+                log.summary.dense = dense_scores(plan, data, log, stop)
+            state.scores = {**(state.scores or {}), "dense": log.summary.dense}
+        facts = model_card.facts_of(writer.root, asdict(state))
+        kind = "model" if plan.all_weights else "adapter"
+        writer.files.write_text(model_card.README, model_card.card(facts, writer.root.resolve().name, kind))
+    writer.finish(state)
+
+
+def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
+    """Scores of the published adapter on its dense base, beside the loaded model; why there are none, if so."""
+    later = f"python score.py --checkpoint {plan.output.output_dir} --n_bits 16 --dataset {plan.data.score_dataset}"
+    reason = _obstacle(plan, log)
+    if reason:
+        return f"{reason}. To have it: {later}"
+    how = argparse.Namespace(
+        checkpoint=str(plan.output.output_dir), device=plan.backend, precision="auto", n_bits=16, quiet=True
+    )
+    engine, _, _, _ = open_checkpoint.open_engine(how)
+    batches = data.evaluation_batches(plan, engine.pad_id) if data.validation is not None else {}
+    found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()}) if batches else {}
+    values, _ = evaluation.scores(engine, data, plan.data, found.get("loss", float("nan")), stop.requested)
+    if stop.requested():
+        return f"a signal came before it was known. To have it: {later}"
+    return found | values
+
+
+def _obstacle(plan: RunPlan, log: Metrics) -> str:
+    if plan.dims.world_size > 1:
+        return "not scored, as ranks share the model"
+    shape = plan.shape.known if plan.shape else None
+    budget = plan.memory_budget
+    if shape is None or budget is None:
+        return "not scored, as its size is not known"
+    needed = ENGINE_BYTES * shape.num_weights * plan.precision.weight_bytes
+    held = (log.summary.peak or {"total": 0})["total"]
+    if needed > budget.usable - held:
+        gib = (n / 2**30 for n in (needed, max(0, budget.usable - held)))
+        return "not scored, as it takes {:.1f} GiB and {:.1f} are left beside this model".format(*gib)
+    return ""
+
+
+def uploaded(plan: RunPlan) -> str:
+    """Uploads a finished run's folder; the line that says so. Raises PlanError."""
+    repo_id = str(plan.output.push_to_hub)
+    address = upload(plan.output.folder, repo_id, f"{plan.settings.train_type} of {plan.settings.model_name}")
+    return f"uploaded to {address} (a new repository is private)"

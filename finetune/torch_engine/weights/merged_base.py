@@ -1,0 +1,70 @@
+"""--adapter_merge: the base of a new run is another base with its trained adapter merged, written to the output_dir."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from finetune import open_checkpoint
+from finetune.adapters.continued import read_saved
+from finetune.adapters.saved import PEFT_FILE
+from finetune.checkpoint.lock import Lock
+from finetune.checkpoint.output_dir import root_of
+from finetune.checkpoint.published import manifest_of
+from finetune.checkpoint.store import MANIFEST, holds_a_run, storage
+from finetune.errors import PlanError
+from finetune.model_files.digest import file_digest
+from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.tokenizer import load_tokenizer
+from finetune.plan.run_plan import RunPlan
+from finetune.system.files import new_folder
+from finetune.system.json_files import JsonFileError, read_json
+from finetune.torch_engine.weights import merge
+from finetune.torch_engine.weights.stream import config_dtype
+
+FOLDER, SOURCE = "merged_base", "merged_from.json"
+
+
+def with_merged_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:
+    """The plan on the merged base, which is written once, in the base's dtype and checked. Raises PlanError."""
+    root = root_of(plan)
+    if holds_a_run(root) and not plan.settings.overwrite:
+        return plan  # refused with its line when the run takes the folder
+    lock = Lock(root)
+    try:
+        folder = merged_base(read_saved(str(plan.settings.adapter)).folder, plan.files, root / FOLDER, say)
+    finally:
+        lock.release()
+    files = find_model(str(folder))
+    changes = {"model_name": (str(folder), "base and --adapter, merged"), "revision": (None, "a local folder")}
+    return replace(plan.changed(changes), files=files)
+
+
+def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Callable[[str], None]) -> Path:
+    """Writes base and adapter merged into `folder`, unless they are there. Raises PlanError."""
+    assert base is not None, "make_plan found the base"
+    dtype = config_dtype(base.config)
+    source = {"adapter": file_digest(adapter / PEFT_FILE), "base": base.digest, "dtype": str(dtype)}
+    if folder.exists():
+        if _source_in(folder) != source:
+            raise PlanError(
+                f"--adapter_merge: {folder} holds something else than this adapter, merged. Remove it, or give another "
+                "--output_dir."
+            )
+        say(f"merged base: {folder}, from before")
+        return folder
+    with storage(folder), new_folder(folder) as made:
+        merge.Merge.of(adapter, base.folder).write(made, dtype)
+        checked = merge.check_written(adapter, base.folder, made, dtype)
+        load_tokenizer(open_checkpoint.tokenizer_folder(adapter, base)).save_pretrained(made)
+        (made / SOURCE).write_text(json.dumps(source, indent=1) + "\n")
+        (made / MANIFEST).write_text(manifest_of(made, 0, ""))
+    say(f"merged base: {folder}: {checked}")
+    return folder
+
+
+def _source_in(folder: Path) -> dict | None:
+    try:
+        return read_json(folder / SOURCE, {str: str})
+    except (JsonFileError, FileNotFoundError):
+        return None

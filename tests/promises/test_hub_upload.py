@@ -1,0 +1,92 @@
+"""What is trained and exported here reaches the Hub, and opens from there as it does from its folder."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard
+
+from finetune.errors import PlanError
+from finetune.model_files.hub_upload import check_upload, upload
+from tests.support import hub
+from tests.support.commands import ROOT, words
+
+TOKEN = "secret-of-a-test"
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(the environment of programs that use the server, the folder of what is uploaded)."""
+    import os
+
+    (tmp_path / "hub").mkdir()
+    with hub.serve(uploads=tmp_path / "hub", token=TOKEN) as endpoint:
+        own = {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+        # Large files by HTTP: the Hub's other protocol has a server of its own.
+        own |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+        yield {**os.environ, **own}, tmp_path / "hub"
+
+
+def cli(env, script, *argv):
+    command = [sys.executable, str(ROOT / script), *map(str, argv)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_uploaded_and_opens_from_the_hub_as_from_its_folder(served, flags, rows_file, tmp_path):
+    env, uploads = served
+    own = flags | {"train_type": "qlora", "quantization_backend": "nf4", "log_to": "stdout"}
+    code, said, err = cli(env, "train.py", *words(own, max_steps=2, push_to_hub="org/shop"))
+    assert code == 0, err
+    assert said.splitlines()[-1].startswith("uploaded to http://127.0.0.1")
+    names = {str(p.relative_to(uploads / "org/shop")) for p in (uploads / "org/shop").rglob("*") if p.is_file()}
+    assert {"README.md", "adapter_model.safetensors", "adapter_config.json", "run_plan.json"} <= names
+    assert not any("step-" in name or "metrics" in name for name in names)
+    assert "library_name: peft" in (uploads / "org/shop" / "README.md").read_text()
+    score = ["--dataset", rows_file, "--samples", 4, "--max_new_tokens", 4, "--json"]
+    figures = []
+    for checkpoint in ("org/shop", tmp_path / "out"):
+        code, said, err = cli(env, "score.py", "--checkpoint", checkpoint, *score)
+        assert code == 0 and "base: nf4 4 bits, as trained" in err, err
+        figures.append({k: v for k, v in json.loads(said).items() if k != "wall_s"})
+    assert figures[0] == figures[1]
+    code, _, err = cli(
+        env, "export.py", "--checkpoint", "org/shop", "--output_dir", tmp_path / "m", "--push_to_hub", "org/m"
+    )
+    assert code == 0, err
+    card = ModelCard.load(uploads / "org/m" / "README.md")
+    assert card.data.library_name == "transformers" and (uploads / "org/m/model.safetensors").is_file()
+    code, said, err = cli(env, "train.py", *words(own, resume="auto", push_to_hub="org/again"))
+    assert code == 0 and "already complete" in said and (uploads / "org/again/README.md").is_file(), err
+    continued = {k: v for k, v in flags.items() if k not in ("model_name", "lora_rank", "output_dir")}
+    code, said, err = cli(
+        env, "train.py", *words(continued, adapter="org/shop", max_steps=1, output_dir=tmp_path / "2")
+    )
+    assert code == 0 and "continues from the adapter in" in said, err
+
+
+def test_what_the_hub_would_refuse_is_one_line_before_anything_is_loaded(served, monkeypatch, tmp_path):
+    env, uploads = served
+    for name in ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, env[name])
+    for name, fact in (("shop", "is not the id"), ("a/b/c", "is not the id"), ("org/a--b", "is not the id")):
+        with pytest.raises(PlanError, match=fact):
+            check_upload(name)
+    monkeypatch.setenv("HF_TOKEN", "wrong-token")
+    with pytest.raises(PlanError, match="--push_to_hub org/shop: .* answers 401, so HF_TOKEN may not do that") as error:
+        check_upload("org/shop")
+    assert "wrong-token" not in str(error.value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(PlanError, match="HF_HUB_OFFLINE is set"):
+        check_upload("org/shop")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    check_upload("org/shop")
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PlanError, match="Everything is in .*hf upload org/shop") as error:
+        upload(tmp_path / "run", "org/shop", "x")
+    assert "\n" not in str(error.value)
+    assert not list(uploads.iterdir())

@@ -1,0 +1,187 @@
+"""What a finished run says and writes beside its weights: scores on both bases, by any metric, and its model card."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+from huggingface_hub import ModelCard
+
+import export
+import score
+from finetune.engine import StepResult
+from finetune.run import evaluation, model_card, scoring
+from finetune.run.metrics import read_events
+from tests.support.rows import ROWS, jsonl
+
+NF4 = dict(train_type="qlora", quantization_backend="nf4", num_epochs=2)
+LIMITS = dict(score_max_new_tokens=6, score_samples=6)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return jsonl(tmp_path / "scored.jsonl", ROWS[:6])
+
+
+def of_dense(folder, rows, capsys) -> dict:
+    capsys.readouterr()
+    assert score.main(f"--checkpoint {folder} --dataset {rows} --n_bits 16 --json --max_new_tokens 6".split()) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_qlora_run_ends_with_the_scores_on_both_bases_and_the_card_has_them(rows, tmp_path, run, capsys):
+    state = run(**NF4, **LIMITS, score_dataset=rows, score_metric="exact,contains,perplexity")
+    said = capsys.readouterr().out
+    own = read_events(tmp_path / "out", "eval")[-1]
+    dense = of_dense(tmp_path / "out", rows, capsys)
+    found = state.scores["dense"]
+    assert found["loss"] == pytest.approx(dense["loss"], rel=1e-6) and found["loss"] != own["loss"]
+    assert found["exact_match"] == dense["exact_match"]
+    assert f"nf4 4 bits, as trained (generate.py, score.py): exact match {own['exact_match']:.1%}" in said
+    assert f"dense (what export.py writes): exact match {dense['exact_match']:.1%}" in said
+    assert f"loss {dense['loss']:.4f}" in said and f"loss {own['loss']:.4f}" in said
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    by_name = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert by_name["perplexity"] == pytest.approx(found["perplexity"], abs=1e-6)
+    assert f"| the same adapter, dense base | {found['loss']:.4f} |" in card.text
+    assert "It was trained on a base in nf4 4 bits" in card.text
+
+
+def test_a_dense_base_that_does_not_fit_is_a_line_with_the_command(rows, tmp_path, run, capsys, monkeypatch):
+    from finetune.run import conclusion
+
+    monkeypatch.setattr(conclusion, "ENGINE_BYTES", 1e9)
+    state = run(**NF4, **LIMITS, score_dataset=rows)
+    assert "not scored, as it takes" in state.scores["dense"]
+    assert f"To have it: python score.py --checkpoint {tmp_path / 'out'} --n_bits 16" in capsys.readouterr().out
+    assert "the same adapter, dense base" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_run_is_scored_by_each_metric_as_score_py_does(rows, tmp_path, run, capsys):
+    names = "exact,contains,numeric,json,regex,choice,perplexity"
+    run(**LIMITS, num_epochs=1, score_dataset=rows, score_metric=names, score_pattern=r"\d+")
+    own = read_events(tmp_path / "out", "eval")[-1]
+    capsys.readouterr()
+    argv = f"--checkpoint {tmp_path / 'out'} --dataset {rows} --json --max_new_tokens 6 --metric {names} --pattern \\d+"
+    assert score.main(argv.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert own["exact_match"] == found["exact_match"]
+    for name in ("contains", "numeric", "json", "regex", "choice"):
+        assert own[name] == found["scores"][name], name
+    assert own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metric", "pattern", "fact"),
+    [
+        ("exakt", None, "--score_metric exakt: is not one"),
+        ("regex", None, "--score_metric regex: needs --score_pattern"),
+        ("exact", "x", "--score_pattern x: is for --score_metric regex"),
+        ("regex", "(", "--score_pattern .: is not a regular expression"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused_in_the_plan(run, tmp_path, metric, pattern, fact):
+    from finetune.errors import PlanError
+
+    with pytest.raises(PlanError, match=fact):
+        run(score_metric=metric, score_pattern=pattern)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_names_base_data_plan_command_scores_and_limits(rows, tmp_path, run, tiny_model):
+    run(max_steps=2, score_dataset=rows, **LIMITS)
+    text = (tmp_path / "out" / "README.md").read_text()
+    start = read_events(tmp_path / "out", "start")[-1]
+    base = json.loads((tmp_path / "out" / "base_model.json").read_text())
+    for part in (base["digest"], start["data"]["sha256"], "## Scores", "## Limits", "| lora_rank | 4 |", "rows.jsonl"):
+        assert part in text
+    assert f"python train.py --model_name {tiny_model.name} --train_type lora --dataset rows.jsonl" in text
+    assert str(tmp_path) not in text  # folders of this machine are not for others
+    assert ModelCard(text).data.library_name == "peft"
+
+
+def test_the_metadata_name_the_base_and_data_that_are_on_the_hub(tmp_path):
+    settled = {"dataset": ["org/rows:2", "mine.jsonl"], "train_type": "lora", "preference": "dpo"}
+    facts = model_card.Facts(base="org/base", settled=settled | {"dataset": ["org/rows", "mine.jsonl"]})
+    for kind, relation in (("adapter", "adapter"), ("model", "finetune")):
+        data = ModelCard(model_card.card(facts, "mine", kind)).data
+        assert (data.base_model, data.base_model_relation, data.datasets) == ("org/base", relation, ["org/rows"])
+        assert data.tags == ["lora", "dpo"]
+    local = replace(facts, base=str(tmp_path))
+    assert ModelCard(model_card.card(local, "mine", "adapter")).data.base_model is None
+
+
+def test_a_card_says_what_is_known_where_files_are_missing_or_damaged(run, tmp_path):
+    run(max_steps=1)
+    whole = model_card.card(model_card.facts_of(tmp_path / "out"), "x", "adapter")
+    for name in ("run_plan.json", "metrics.jsonl", "base_model.json", "train_state.json"):
+        (tmp_path / "out" / name).write_text("{")
+    poorer = model_card.card(model_card.facts_of(tmp_path / "out"), "x", "adapter")
+    assert "| training | lora |" in whole and "| training |" not in poorer and "Limits" in poorer
+    assert ModelCard(poorer).data.library_name == "peft"
+
+
+@pytest.mark.parametrize("to", ["hf", "mlx-lm"])
+def test_an_export_has_a_card_too(rows, run, tmp_path, to):
+    run(max_steps=2, score_dataset=rows, **LIMITS)
+    assert export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "m"), "--to", to]) == 0
+    card = ModelCard.load(tmp_path / "m" / "README.md")
+    assert card.data.library_name == {"hf": "transformers", "mlx-lm": "mlx"}[to]
+    assert f"export.py --to {to}" in card.text and "## Training" in card.text
+    assert ("| this model, 6 rows |" in card.text) is (to == "hf")
+
+
+def test_adapter_config_names_the_version_of_peft_whose_form_it_is(run, tmp_path):
+    from peft import PeftConfig
+
+    run(max_steps=1)
+    config = PeftConfig.from_pretrained(tmp_path / "out")
+    assert config.peft_version == json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_version"]
+
+
+class Answering:
+    """An engine that gives these answers: what counts them is judged here, not a model."""
+
+    def __init__(self, answers: list[str]):
+        self.answers = answers
+
+    def shard_list(self, items):
+        return items
+
+    def full_weights(self):
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def generate(self, prompts, most, ends, stop_row=None):
+        return [[int(prompt[0])] for prompt in prompts]
+
+    def all_reduce_sum(self, number):
+        return number
+
+    def broadcast_object(self, value):
+        return value
+
+    def evaluate(self, batches):
+        raise AssertionError(f"asked for {StepResult}")
+
+
+def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
+    """tests/support/sixty_answers.py: each answer with which metrics find it right, as read by a person."""
+    from tests.support.sixty_answers import PATTERN, TABLE
+
+    assert len(TABLE) == 60
+    words = [answer for _, answer, _ in TABLE]
+    examples = [([i], expected, f"{i}") for i, (expected, _, _) in enumerate(TABLE)]
+    tokenizer = argparse.Namespace(decode=lambda ids, skip_special_tokens=False: words[ids[0]])
+    data = argparse.Namespace(score_examples=examples, tokenizer=tokenizer, stop_ids=set())
+    names = scoring.OF_ANSWERS
+    how = argparse.Namespace(score_metric=",".join(names), score_pattern=PATTERN, score_max_new_tokens=9)
+    values, first = evaluation.scores(Answering(words), data, how, 0.0)
+    assert first == words[0]
+    letters = dict(zip(names, "ECNJR", strict=True))
+    for name, letter in letters.items():
+        key = "exact_match" if name == "exact" else name
+        assert values[key] == sum(letter in right for _, _, right in TABLE) / 60, name
+    for i, answer in enumerate(scoring.judged(examples, words, list(names), PATTERN, tokenizer.decode)):
+        assert {letters[n] for n, right in answer.right.items() if right} == set(TABLE[i][2]), TABLE[i]
