@@ -51,6 +51,7 @@ from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
@@ -127,8 +128,6 @@ class OutputDir:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")
-        if isinstance(self.plan, RunPlan) and self.plan.output.save_model:
-            later.append("README.md")
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
@@ -146,6 +145,13 @@ class OutputDir:
 
     def write_json(self, name: str, content: dict) -> None:
         self.write_text(name, json.dumps(content, indent=1) + "\n")
+
+    def write_card(self, name: str, text: str) -> bool:
+        """Writes a page about the result; False if someone else's is there, which stays."""
+        if kind_of(self.root / name) not in (None, "a file") or (self.root / name).exists() and name not in self.owned.names:
+            return False
+        self.write_text(name, text)
+        return True
 
     def write_text(self, name: str, text: str) -> None:
         self.owned.claim(name)

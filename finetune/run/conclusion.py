@@ -24,7 +24,8 @@ def conclude(plan: RunPlan, data, state: TrainState, log: Metrics, writer: Check
             state.scores = {**(state.scores or {}), "dense": log.summary.dense}
         facts = model_card.facts_of(writer.root, asdict(state))
         kind = "model" if plan.all_weights else "adapter"
-        writer.files.write_text(model_card.README, model_card.card(facts, writer.root.resolve().name, kind))
+        if not writer.files.write_card(model_card.README, model_card.card(facts, writer.root.resolve().name, kind)):
+            log.say(f"note: {writer.root / model_card.README} is not of a run and stays: no model card is written")
     writer.finish(state)
 
 
