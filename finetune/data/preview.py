@@ -25,6 +25,7 @@ SAMPLES, BINS, BAR = 3, 10, 40
 REMEDIES = {
     "dropped_empty": "fill in the answers, or remove the rows",
     "duplicates": "remove all but one of each",
+    "contradictory": "keep the answer that is right, unless several are meant",
     "in validation": "remove them from the training rows, or the validation loss shows memory",
     "in score": "remove them from the training rows, or exact match shows memory",
     "no end": "answers without an end token never stop; use a tokenizer with an EOS token",
@@ -35,6 +36,7 @@ WORDS = {
     **CUTS,
     "dropped_empty": "rows without an answer to learn",
     "duplicates": "rows that repeat an earlier one, token for token",
+    "contradictory": "rows whose prompt has another answer in an earlier row",
     "in validation": "training rows that are validation rows too",
     "in score": "training rows that are scored too",
     "no end": "rows whose last target is not an end token",
@@ -120,7 +122,7 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
         if digest in seen:
             again.append(i)
         seen.add(digest)
-    rows_where = {"duplicates": again}
+    rows_where = {"duplicates": again, "contradictory": _answered_before(train)}
     for use in ("validation", "score"):
         if use in datasets:
             other = {_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
@@ -150,6 +152,22 @@ def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
         if not cut and int(ids[np.flatnonzero(is_target)[-1]]) not in special:
             unended.append(i // each)
     return {name: list(dict.fromkeys(rows)) for name, rows in {"double BOS": double, "no end": unended}.items()}
+
+
+def _answered_before(dataset: TokenizedDataset) -> list[int]:
+    """Rows whose first prompt an earlier row has with another answer. Preference pairs, of two documents, have none."""
+    if dataset.documents_per_row > 1:
+        return []
+    answers, again = {}, []
+    for i in range(dataset.num_rows):
+        ids, is_target = dataset.document(i)
+        start = int(np.argmax(is_target))
+        end = start + int(np.argmin(np.append(is_target[start:], False)))
+        if start > 1:  # a text's first token is no prompt, only predicted by nothing
+            prompt = hashlib.blake2b(ids[:start].tobytes(), digest_size=16).digest()
+            if not np.array_equal(answers.setdefault(prompt, ids[start:end]), ids[start:end]):
+                again.append(i)
+    return again
 
 
 def _digest(dataset: TokenizedDataset, row: int) -> bytes:

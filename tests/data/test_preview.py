@@ -18,7 +18,8 @@ def chat(question, answer, **more):
 def odd(tmp_path):
     """Files with a duplicate, an empty answer, rows of validation and score among them, and a long row."""
     rows = [chat(f"q{i}", f"a{i}", id=i) for i in range(8)]
-    rows += [chat("q1", "a1", id=9), chat("q9", " ", id=10), chat("long " * 80, "a")]
+    rows += [chat("q1", "a1", id=9), chat("q9", " ", id=10), chat("long " * 80, "a"), chat("q5", "b")]
+    rows[6]["messages"] += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     return {
         "dataset": jsonl(tmp_path / "train.jsonl", rows),
         "validation_dataset": jsonl(
@@ -34,7 +35,7 @@ def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path)
     assert code == 0, err
     train = odd["dataset"]
     for line in (
-        f"data, train: {train}, chat: rendered by the tokenizer's chat template: 10 rows, ",
+        f"data, train: {train}, chat: rendered by the tokenizer's chat template: 11 rows, ",
         f"data, validation: {odd['validation_dataset']}, ",
         f"data, score: {odd['score_dataset']}, ",
         "  note: columns not used, with their number of rows: 'id' (10)",
@@ -43,18 +44,19 @@ def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path)
         "⟦a2<|im_end|>⟧",
         f"check: rows without an answer to learn (1), first {train}:10: fill in the answers, or remove the rows",
         f"check: rows that repeat an earlier one, token for token (1), first {train}:9: remove all but one of each",
+        f"check: rows whose prompt has another answer in an earlier row (1), first {train}:12: keep the answer that is right",
         f"check: training rows that are validation rows too (2), first {train}:3: remove them from the training rows",
         f"check: training rows that are scored too (1), first {train}:5: remove them",
         f"check: truncated at the start of the prompt (1), first {train}:11: raise --context_length",
     ):
         assert line in out, line
     content = json.loads(report.read_text())
-    assert {d["use"]: d["rows"] for d in content["datasets"]} == {"train": 10, "validation": 3, "score": 1}
+    assert {d["use"]: d["rows"] for d in content["datasets"]} == {"train": 11, "validation": 3, "score": 1}
     assert [sample["source"] for sample in content["samples"]] == [f"{train}:{i}" for i in (1, 2, 3)]
     lint = {entry["check"]: (entry["count"], entry["first"]) for entry in content["lint"]}
     assert lint["duplicates"] == (1, f"{train}:9") and lint["in validation"] == (2, f"{train}:3")
     assert all(entry["remedy"] for entry in content["lint"]) and "keeps all (p50" in content["lost"]
-    assert sum(n for _, n in content["lengths"]["bins"]) == 10
+    assert sum(n for _, n in content["lengths"]["bins"]) == 11
     assert not (tmp_path / "out").exists()
 
 
