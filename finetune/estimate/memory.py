@@ -144,7 +144,9 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     if m.plan.quantization:
         if m.plan.memory.cache_dequantized:
             return 0, 0
+        by_kernel = m.plan.quantization.method == "nf4" and m.device == "cuda"
         peak = 6 * n if m.plan.quantization.method == "nf4" else 4 * n + (b * n if b < 4 else 0)
+        peak = b * n if by_kernel else peak  # one kernel writes the weight in the compute dtype
         return peak, b * n
     return (b * n, b * n) if m.autocast else (0, 0)
 

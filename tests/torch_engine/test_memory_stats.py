@@ -12,8 +12,8 @@ from tests.support.engines import batches, engine, gradients
 from tests.support.planned import engine_of, settings_of
 
 
-def test_memory_is_counted_by_item():
-    built = engine(train_type="full", optimizer="adamw")
+def test_memory_is_counted_by_item(device):
+    built = engine(train_type="full", optimizer="adamw", device=device)
     built.train_step(batches(), 1e-3)
     items = built.memory().items
     weights = sum(p.numel() for p in built.model.parameters()) * 4
@@ -37,9 +37,9 @@ def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_offload_copies_activations_and_no_weight(train_type):
+def test_offload_copies_activations_and_no_weight(train_type, device):
     """Frozen weights were copied to the host and back at each use: 23 of 25 MiB."""
-    built = engine(train_type=train_type)
+    built = engine(train_type=train_type, device=device)
     (batch,) = batches()
     wanted = gradients(built, [batch])
     weights = {t.untyped_storage().data_ptr() for t in (*built.model.parameters(), *built.model.buffers())}
