@@ -91,6 +91,11 @@ def input_activation_bytes(m: ModelCost) -> float:
     return total + b * sum(shared.values())
 
 
+def takes_swiglu(m: ModelCost) -> bool:
+    """True if SwiGLU between dense linears is one kernel."""
+    return m.fuses and m.shape.activation in ("silu", "swish") and m.shape.kind not in (*UNGATED, *ONE_MATRIX)
+
+
 def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
     shape, b = m.shape, m.compute
@@ -98,8 +103,7 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     if shape.kind == "gpt2":
         extra = 2 * shape.hidden_size * b if shape.dropout else 0
     act = 4 if shape.activation == "gelu_new" else 1
-    fused = m.fuses and shape.activation in ("silu", "swish") and shape.kind not in ONE_MATRIX
-    plain = (act if shape.kind in UNGATED else 2 if fused else 2 + act) * f * b + extra
+    plain = (act if shape.kind in UNGATED else 2 if takes_swiglu(m) else 2 + act) * f * b + extra
     k = shape.experts_per_token
     trains = m.full or bool(adapted_experts(m))
     clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
