@@ -68,6 +68,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return refused or any(text in str(error).lower() for text in MEMORY_REFUSED)
 
 
+class OutputClosedError(BrokenPipeError):
+    """Who read what this process prints has closed the pipe, as `| head` does. SIGPIPE's exit code; nothing is said."""
+
+    exit_code = 141
+
+
 # Failures reported as one line and an exit code, without a traceback.
 EXPECTED = (
     PlanError,
@@ -77,4 +83,5 @@ EXPECTED = (
     StorageError,
     OutputDirInUseError,
     CheckpointDamagedError,
+    OutputClosedError,
 )

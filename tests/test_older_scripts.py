@@ -378,6 +378,7 @@ def test_wandb_gets_the_older_keys_beside_ours(tmp_path):
 
 
 @pytest.mark.promise("CLI_16")
+@pytest.mark.slow
 def test_a_timeline_without_matplotlib_is_said_before_the_run_and_counted_truly(tiny_model, rows_file, tmp_path):
     from backend_manager import package_version
 

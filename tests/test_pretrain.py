@@ -483,6 +483,7 @@ process.exit_with(main)
 
 
 @pytest.mark.promise("TR_13")
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
 def test_a_loop_over_sizes_ends_where_memory_does(here):
     """A model that does not fit in the address space, and an allocation of a step: both end with code 71."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest
+from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, unreadable
 from finetune.errors import CheckpointDamagedError
 from finetune.model_files.digest import file_digest
 from finetune.safetensors_io import digest_of
@@ -55,7 +55,7 @@ def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
                 try:
                     same = digest.result() == digests[file.name]
                 except OSError as error:
-                    raise CheckpointDamagedError(f"{file}: cannot be read ({error.strerror or error})") from None
+                    raise unreadable(file, error) from None
                 if not same:
                     raise CheckpointDamagedError(f"{file}: its content has changed (sha256 differs)")
 

@@ -99,7 +99,10 @@ def storage(path: Path):
             raise PlanError(
                 f"{error.filename or path}: is a link, and links are not followed there. Remove it."
             ) from error
-        raise StorageError(f"{path}: {error.strerror or error} ({free}). Earlier checkpoints are intact.") from error
+        cause = error.strerror or error
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            cause = f"{cause} ({free})"
+        raise StorageError(f"{path}: {cause}. Earlier checkpoints are intact.") from error
 
 
 def make_folder(path: Path) -> bool:
@@ -279,11 +282,18 @@ def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
         raise CheckpointDamagedError(str(error)) from None
 
 
+def unreadable(path: Path, error: OSError) -> PlanError | CheckpointDamagedError:
+    """What to raise for a file of a checkpoint that cannot be read: permissions are no damage."""
+    if isinstance(error, PermissionError):
+        return PlanError(f"{path}: permission denied. Change its permissions.")
+    return CheckpointDamagedError(f"{path}: cannot be read ({error.strerror or error})")
+
+
 def _check_digest(path: Path, digest: str) -> None:
     try:
         found = digest_of(path)
     except OSError as error:
-        raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise unreadable(path, error) from None
     if found != digest:
         raise CheckpointDamagedError(f"{path}: its content has changed (sha256 differs)")
 

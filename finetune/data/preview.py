@@ -158,7 +158,8 @@ def _answered_before(dataset: TokenizedDataset) -> list[int]:
     """Rows whose first prompt an earlier row has with another answer. Preference pairs, of two documents, have none."""
     if dataset.documents_per_row > 1:
         return []
-    answers, again = {}, []
+    answers: dict[bytes, np.ndarray] = {}
+    again = []
     for i in range(dataset.num_rows):
         ids, is_target = dataset.document(i)
         start = int(np.argmax(is_target))

@@ -18,6 +18,7 @@ from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import RunPlan
+from finetune.system.files import check_writable
 
 
 def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
@@ -78,6 +79,7 @@ def with_files_checked(plan: RunPlan) -> RunPlan:
         return replace(plan, notices=(*plan.notices, notice))
     if plan.output.folder.resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {plan.output.output_dir}: is the model's own folder. Give another.")
+    check_writable(plan.output.folder, "--output_dir")
     if plan.engine != "mlx" and any(path.suffix == ".npz" for path in files.weight_files):
         raise PlanError(
             f"--model_name {name}: holds MLX's .npz. Direct loading not supported, conversion required: "

@@ -18,6 +18,7 @@ from finetune.plan.run_plan import TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule
+from finetune.system.files import check_writable
 
 NO_MPS_RANKS = "Distributed training is not supported on MPS"
 COMPILE_COSTS = "compiling takes longer than it saves here"
@@ -278,6 +279,7 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
         s = replace(s, checkpoint_path=str(folder))
     else:
         folder = Path(s.checkpoint_path)
+        check_writable(folder, "checkpoint_path")
     if holds_a_run(folder) and not s.overwrite:
         raise PlanError(
             f"checkpoint_path={s.checkpoint_path}: holds another run. Use resume=auto to continue it, or "

@@ -11,10 +11,10 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, StorageError, is_out_of_memory
+from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
 from finetune.system.terminal import log_error
 
-MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or --batch_size."
+MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 
 def prepare_environment() -> None:
@@ -156,21 +156,23 @@ def exit_with(main) -> None:
     open_standard_streams()
     try:
         code = main()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = OutputClosedError.exit_code
     except EXPECTED as error:
         sys.stdout.flush()
         log_error(error)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
     except (OSError, MemoryError, RuntimeError, ImportError) as error:
         line = out_of_memory(error)
         if line is not None:
             code = OutOfMemoryError.exit_code
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             line, code = f"{error.filename or 'output'}: {error.strerror}. Free some space.", StorageError.exit_code
+        elif isinstance(error, PermissionError) and error.filename:
+            line, code = f"{error.filename}: permission denied. Change its permissions.", PlanError.exit_code
         else:
             raise
         log_error(line)

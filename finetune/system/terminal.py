@@ -8,6 +8,8 @@ import re
 import sys
 import urllib.parse
 
+from finetune.errors import OutputClosedError
+
 # All of C0, C1 and DEL but tab and newline, the marks that reorder text, and halves of characters (undecodable names).
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
@@ -22,7 +24,10 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
     """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept."""
     stream = sys.stdout if file is None else file
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
-    print(text, end=end, file=stream, flush=True)
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except BrokenPipeError as error:
+        raise OutputClosedError(*error.args) from None
 
 
 def log_error(text) -> None:

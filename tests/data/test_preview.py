@@ -44,7 +44,7 @@ def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path)
         "⟦a2<|im_end|>⟧",
         f"check: rows without an answer to learn (1), first {train}:10: fill in the answers, or remove the rows",
         f"check: rows that repeat an earlier one, token for token (1), first {train}:9: remove all but one of each",
-        f"check: rows whose prompt has another answer in an earlier row (1), first {train}:12: keep the answer that is right",
+        f"check: rows whose prompt has another answer in an earlier row (1), first {train}:12: keep the answer",
         f"check: training rows that are validation rows too (2), first {train}:3: remove them from the training rows",
         f"check: training rows that are scored too (1), first {train}:5: remove them",
         f"check: truncated at the start of the prompt (1), first {train}:11: raise --context_length",

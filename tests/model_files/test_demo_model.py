@@ -123,7 +123,8 @@ def write_gguf(folder, path):
     writer.close()
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_becomes_a_folder_with_the_same_logits(tmp_path, tied):
     import torch
     import transformers

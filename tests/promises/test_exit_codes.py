@@ -15,7 +15,7 @@ from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import NonFiniteError, PlanError
 from finetune.run.metrics import read_events
 from tests.support import ranks, tiny
-from tests.support.commands import ROOT, by_hand, command, finish, words
+from tests.support.commands import PYTHON, ROOT, TORCHRUN, by_hand, command, finish, words
 from tests.support.rows import json_lines
 
 ROW = {"prompt": "a", "completion": "b"}
@@ -168,12 +168,30 @@ def test_an_infinite_learning_rate_stops_with_65_names_step_and_rows_and_saves_n
             assert all(np.isfinite(a).all() for a in saved.tensors(name).values())
 
 
-def test_a_closed_pipe_is_not_a_success(flags):
-    argv = command(flags)
+def with_closed_pipe(argv) -> tuple[int, str]:
+    """(exit code, stderr) of a command whose output nobody reads."""
     read, write = os.pipe()
     os.close(read)
-    assert subprocess.run(argv, stdout=write, stderr=subprocess.DEVNULL, cwd=ROOT).returncode == 141
+    ended = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(write)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", ["world_size", "torchrun"])
+def test_ranks_whose_output_nobody_reads_end_with_the_pipes_code(flags, launched):
+    """Not as if a rank were lost, which another try would mend."""
+    argv = command(flags, batch_size=2, world_size=2)
+    if launched == "torchrun":
+        argv = [*TORCHRUN, *command(flags, batch_size=2)[len(PYTHON) :]]
+    code, said = with_closed_pipe(argv)
+    assert "stopped responding" not in said
+    assert code == 141 if launched == "world_size" else "exitcode  : 141" in said, said
+
+
+def test_a_closed_pipe_is_not_a_success(flags):
+    argv = command(flags)
+    assert with_closed_pipe(argv) == (141, "")
     with open("/dev/full", "w") as full:
         out = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert out.returncode == 74 and out.stderr.startswith("error: ")

@@ -36,6 +36,7 @@ def test_ranks_train_as_one_process_does(size, tmp_path, device):
 FAST_OF_EXPERTS = [("TP 2", "lora", "mixtral"), ("EP 2", "full", "qwen3_moe"), ("EP 2", "nf4", "gpt_oss")]
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_train_as_in_one_process(tmp_path):
     found = ranks.run(2, cases.matrix, tmp_path, wanted=FAST_OF_EXPERTS)
     check(found)
@@ -91,6 +92,7 @@ def test_the_gpipe_schedule_gives_the_run_of_one_process(base, alone, tmp_path):
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_one_scored_row_on_two_ranks_is_scored_by_one_of_them(base, tmp_path):
     """The rank without a row waits at the next collective of ours: generation may not communicate."""
     scored = jsonl(tmp_path / "scored.jsonl", [{"prompt": "the cat", "completion": "sat"}])

@@ -97,7 +97,7 @@ def read_complete(folder):
 
 @pytest.fixture(scope="module")
 def long_run(tiny_model, tmp_path_factory):
-    """Flags of a run of 150 steps with dropout that saves each, and the run itself, undisturbed."""
+    """Flags of a run of 80 steps with dropout that saves each, and the run itself, undisturbed."""
     folder = tmp_path_factory.mktemp("long")
     rows = [{"prompt": f"{i} and {i}? ", "completion": f"{2 * i}"} for i in range(40)]
     (folder / "rows.jsonl").write_bytes(json_lines(*rows))
@@ -108,7 +108,7 @@ def long_run(tiny_model, tmp_path_factory):
         train_type="lora",
         lora_rank=4,
         batch_size=4,
-        max_steps=150,
+        max_steps=80,
         save_every=1,
         lora_dropout=0.1,
         lr="1e-3",
@@ -148,12 +148,12 @@ def kill_until_done(flags, folder, whole, kills, seed):
     return failed, differ, done
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tmp_path, kills):
     flags, whole = long_run
     failed, differ, done = kill_until_done(flags, tmp_path / "out", whole, kills, seed=kills)
     assert (failed, differ) == (0, []) and done >= kills / 2
-    last = "checkpoints/step-150"
+    last = "checkpoints/step-80"
     same_files(tmp_path / "out" / last, whole / last, WHOLE_STATE)
 
 

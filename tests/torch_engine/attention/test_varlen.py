@@ -223,6 +223,7 @@ def context_losses(rank: int, size: int) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_context_parallel_ranks_attend_by_the_same_kernels(tmp_path):
     for plain, by_kernel in ranks.run(2, context_losses, tmp_path):
         assert by_kernel[:2] == pytest.approx(plain, rel=2e-6) and by_kernel[2] == "flash"
