@@ -46,6 +46,8 @@ class FSDP2(Local):
 
     def accumulating(self, last: bool):
         self.root.set_requires_gradient_sync(last or not self.no_sync)
+        # Embedding and head stay gathered until the step's last backward: nothing changes them before.
+        self.root.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
