@@ -284,7 +284,7 @@ def estimate(
         "logits": step["logits"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
-        "gathered": gathered_bytes(m) if ranks > 1 else 0,
+        "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
@@ -310,13 +310,15 @@ def peak_of(before: dict | None, now: dict) -> dict:
     return {"total": total, "items": items | {"workspace": total - sum(items.values())}}
 
 
-def gathered_bytes(m: ModelCost) -> int:
+def gathered_bytes(m: ModelCost, step: int = 0) -> int:
     """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched) and the FSDP root group.
 
-    The root group is the embedding and, unless tied, the head.
+    The root group is the embedding and, unless tied, the head. FSDP2 keeps the buffer of a gather until the next one is
+    copied out: at a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
+    beside them, is not there yet.
     """
     layer, root = unit_bytes(m)
-    return int(2 * layer + root)
+    return int(max(2 * layer + root, 2 * (layer + root) - step))
 
 
 def staged_bytes(m: ModelCost, ranks: int) -> int:

@@ -4,9 +4,7 @@ The program's own layers, kernels' shapes and step; only numbers are missing. Th
 every step but the first; its fused step has no temporaries.
 """
 
-import contextlib
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,19 +55,10 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-@dataclass(frozen=True)
-class Cell:
-    config: dict
-    kind: str
-    lengths: tuple[int, ...]
-    recomputed: bool
-    fused: bool = True
-
-
-def counted(config: dict, settings, lengths, fused: bool = True) -> tuple[int, int, dict]:
+def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     """(predicted, counted, predicted items) peak bytes of one microbatch of documents of these lengths."""
     model = large.model(config, settings, META)
-    engine = torch_engine(model, settings, META) if fused else _without_kernels(model, settings)
+    engine = torch_engine(model, settings, META)
     per_document.register()
     engine.forward.use(Layout(True, "", chunked_head=True))
     engine.forward.attention = Attention(AttentionPlan("auto", ("varlen",)))
@@ -92,20 +81,3 @@ def counted(config: dict, settings, lengths, fused: bool = True) -> tuple[int, i
     found = memory.estimate(Parts(settings), shape, load, "cuda")
     items = {name: n for name, n in found["items"].items() if name != "libraries"}
     return sum(items.values()), bytes_.peak, items
-
-
-@contextlib.contextmanager
-def _plain():
-    from finetune.torch_engine.kernels import ops
-
-    before = ops.error_on
-    ops.error_on = lambda device, dtype: "left out"
-    try:
-        yield
-    finally:
-        ops.error_on = before
-
-
-def _without_kernels(model, settings):
-    with _plain():
-        return torch_engine(model, settings, META)

@@ -12,6 +12,7 @@ from tests.support.build import torch_engine
 from tests.support.devices import tolerance
 from tests.support.engine_access import chunked_head
 from tests.support.engines import ROWS, batches, engine
+from tests.support.launches import Launches
 
 
 def test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy(device):
@@ -92,3 +93,12 @@ def test_evaluation_makes_no_gradient_of_the_head(device):
     built.evaluate(batches())
     hook.remove()
     assert not seen and linear.weight.grad is None
+
+
+def test_a_gpu_reads_the_heads_weight_a_few_times_per_microbatch():
+    """In chunks of 128 rows, a CPU cache's size, 16 times forward and 16 times backward for 2,048 targets."""
+    linear = torch.nn.Linear(64, 128_256, bias=False, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    hidden = torch.empty(2048, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with Launches() as launches:
+        loss.Head(linear, 1.0, None).nll(hidden, torch.empty(2048, dtype=torch.int64, device="meta")).backward()
+    assert launches.counts["aten::mm"] == 2 * 4
