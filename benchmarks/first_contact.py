@@ -89,7 +89,9 @@ TINY = dict(
 def settings_of(setup: Setup, kind: str = "lora", **changes):
     from finetune.config import TrainConfig
 
-    values = dict(quantization_backend="nf4" if kind == "qlora" else "none", quant_type="nf4", cache_dequantized="false")
+    values = dict(
+        quantization_backend="nf4" if kind == "qlora" else "none", quant_type="nf4", cache_dequantized="false"
+    )
     values |= dict(use_gradient_checkpointing="false", train_type=kind, precision=setup.precision, lr=1e-4)
     return dataclasses.replace(TrainConfig(), **(values | changes))
 
@@ -187,7 +189,9 @@ def facts(setup: Setup) -> dict:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     found: dict = {"python": sys.version.split()[0], "packages": versions, "compiler": shutil.which("gcc")}
-    found["environment"] = {k: v for k, v in os.environ.items() if k.startswith(("PYTORCH_", "TORCH_", "CUDA_", "NCCL"))}
+    found["environment"] = {
+        k: v for k, v in os.environ.items() if k.startswith(("PYTORCH_", "TORCH_", "CUDA_", "NCCL"))
+    }
     if device.type != "cpu":
         module = torch.get_device_module(device)
         found |= {"card": module.get_device_name(), "devices": module.device_count(), "runtime": torch.version.cuda}
@@ -298,7 +302,8 @@ def without_compiler(setup: Setup) -> dict:
     code = (
         "import torch; from finetune.quantizers import nf4\n"
         f"print(nf4.kernel_of({setup.device!r}))\n"
-        f"from finetune.torch_engine.kernels import ops; print(ops.error_on(torch.device({setup.device!r}), torch.float32))"
+        "from finetune.torch_engine.kernels import ops\n"
+        f"print(ops.error_on(torch.device({setup.device!r}), torch.float32))"
     )
     with tempfile.TemporaryDirectory() as empty:
         env = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
@@ -404,7 +409,9 @@ def several_devices(setup: Setup) -> dict:
         return {"not_run": f"needs two devices; this machine has {number}"}
     wanted = [("FSDP2 2", "nf4", "llama")]
     with tempfile.TemporaryDirectory() as folder:
-        figures = ranks.run(2, cases.matrix, Path(folder), device=setup.device, timeout_s=20 if setup.quick else 50, wanted=wanted)
+        figures = ranks.run(
+            2, cases.matrix, Path(folder), device=setup.device, timeout_s=20 if setup.quick else 50, wanted=wanted
+        )
     return {"figures": figures[0][0]}
 
 
@@ -527,7 +534,9 @@ def competitor(args) -> None:
     rest = times[1:] or times
     per_step = sum(tokens[1 : len(rest) + 1]) if times[1:] else tokens[0]
     rate = per_step / sum(end - start for start, end in rest)
-    print(json.dumps({"first_step_s": times[0][1] - begin, "tokens_per_s": rate, "steps": len(times), "peak_bytes": peak}))
+    print(
+        json.dumps({"first_step_s": times[0][1] - begin, "tokens_per_s": rate, "steps": len(times), "peak_bytes": peak})
+    )
 
 
 def steps_to_compare(setup: Setup) -> list[list[int]]:

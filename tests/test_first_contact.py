@@ -9,7 +9,7 @@ import pytest
 from benchmarks import first_contact
 from tests.support.commands import ROOT
 
-CHEAP = "facts,plans_per_shape,window_peak,offload,loading,head_rows"
+CHEAP = "facts,window_peak,head_rows"
 
 
 def contact(*flags) -> tuple[int, dict | None, str]:
@@ -24,10 +24,7 @@ def test_questions_are_answered_with_numbers_on_a_cpu(tmp_path):
     answers = found["questions"]
     assert list(answers) == CHEAP.split(",") and not any("failed" in answer for answer in answers.values()), answers
     assert answers["facts"]["packages"]["torch"] and answers["facts"]["tried"]["fp32"]["products_tflops"] > 0
-    assert answers["plans_per_shape"]["groups, new lengths"]["worst_s"] > 0
-    assert answers["window_peak"]["predicted_bytes"] > 0
-    offload = answers["offload"]
-    assert 0 < offload["copied_bytes"] and answers["head_rows"]["128 rows_s"] > 0
+    assert answers["window_peak"]["predicted_bytes"] > 0 and answers["head_rows"]["128 rows_s"] > 0
 
 
 def test_a_question_that_does_not_exist_is_refused():
@@ -35,9 +32,9 @@ def test_a_question_that_does_not_exist_is_refused():
     assert code == 2 and "no question speed. There are facts" in err
 
 
-def test_a_question_that_ends_its_process_is_a_line_and_the_next_goes_on(monkeypatch):
+@pytest.mark.slow
+def test_a_question_that_ends_its_process_is_a_line_and_the_next_goes_on():
     """`die` is no question of the child, which ends on it as on a crash of a driver."""
-    monkeypatch.setitem(first_contact.QUESTIONS, "die", None)
     setup = first_contact.Setup("cpu", quick=True)
     found = first_contact.asked(setup, ["die", "several_devices"], first_contact.Clock(300), 250)
     assert "exit code 1" in found["die"]["failed"] and "KeyError" in found["die"]["failed"]
@@ -50,6 +47,9 @@ def test_everything_is_answered_and_ours_is_timed_on_a_cpu():
     assert code == 0, err
     assert list(found["questions"]) == list(first_contact.QUESTIONS)
     assert not any("failed" in answer for answer in found["questions"].values()), found["questions"]
+    assert found["questions"]["plans_per_shape"]["groups, new lengths"]["worst_s"] > 0
+    offload = found["questions"]["offload"]
+    assert 0 < offload["copied_bytes"]
     graphs = found["questions"]["launches_and_graphs"]
     assert graphs["graphs_after_the_third"] == graphs["breaks"] == 0
     for kind in ("qlora", "lora"):

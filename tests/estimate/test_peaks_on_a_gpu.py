@@ -1,4 +1,4 @@
-"""Peaks of a step on a GPU against the estimate: counted on meta tensors of real sizes, and on a stand-in for shards."""
+"""Peaks of a step on a GPU against the estimate: on meta tensors of real sizes, and on a stand-in for shards."""
 
 import json
 import subprocess
@@ -49,7 +49,9 @@ MODELS = {
     "Mistral 7B, window": large.LLAMA_8B | FEW | dict(model_type="mistral", vocab_size=32000, sliding_window=256),
     "Qwen 3 30B A3B": QWEN3_MOE,
 }
-CELLS = [(model, kind, recomputed) for model in MODELS for kind in ("lora", "qlora") for recomputed in ("false", "true")]
+CELLS = [
+    (model, kind, recomputed) for model in MODELS for kind in ("lora", "qlora") for recomputed in ("false", "true")
+]
 FAST = {("Llama 3 8B", "lora", "false"), ("Gemma 3 4B", "qlora", "false"), ("Qwen 3 30B A3B", "qlora", "true")}
 LENGTHS = (700, 500, 300, 548)
 
@@ -69,7 +71,7 @@ def test_a_steps_peak_is_predicted_within_5_percent(model, kind, recomputed):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(emulated_device.missing()), reason=str(emulated_device.missing()))
 def test_what_a_shards_gathers_add_is_predicted_within_5_percent():
-    """Two ranks of FSDP2 over a fake process group, against one process: root and first layer are held twice at first."""
+    """Two ranks of FSDP2 over a fake process group, against one process: root and first layer are held twice."""
     argv = [sys.executable, "-W", "ignore", "-m", "tests.support.sharded_peaks"]
     done = subprocess.run(argv, env=emulated_device.environment(), capture_output=True, text=True)
     assert not done.returncode, done.stderr

@@ -29,7 +29,7 @@ from tests.support import emulated_device, large, tiny
 from tests.support.planned import settings_of
 
 LLAMA = large.LLAMA_8B | dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4)
-# A root larger than the layers, as of small models, whose first gather is the peak; and layers beside which it is small.
+# A root larger than the layers, as of small models, whose first gather is the peak; and a root that is small.
 CELLS = {
     "large root, lora": (LLAMA | dict(num_hidden_layers=4, vocab_size=16000), "lora", (40, 40)),
     "large root, qlora": (LLAMA | dict(num_hidden_layers=4, vocab_size=16000), "qlora", (40, 40)),

@@ -38,7 +38,9 @@ def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(tr
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
 def test_checkpointing_changes_no_gradient(train_type, reentrant, device):
     plain = engine(train_type=train_type, device=device)
-    recomputing = engine(train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant, device=device)
+    recomputing = engine(
+        train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant, device=device
+    )
     plain.model.train(), recomputing.model.train()
     saved = {}
     for built in (plain, recomputing):

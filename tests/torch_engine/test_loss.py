@@ -70,7 +70,8 @@ def test_an_adapted_heads_loss_in_chunks_is_the_models_own_with_its_gradients(ar
         **KINDS[kind],
         lr=1e-3,
         model=tiny.build(architecture, tie_word_embeddings=False),
-     device=device)
+        device=device,
+    )
     built = torch_engine(model, settings, device)
     built.verify("auto")
     assert (chunked_head(built) is None) == (kind == "dora") and built.layout == "padding_free"

@@ -20,13 +20,17 @@ def test_document_attention_is_plain_attention_in_each_document(lengths, window,
     positions = torch.cat([torch.arange(n) for n in lengths])
     documents = per_document.documents_of(positions, device)
     out, _ = per_document.document_attention(None, q, k, v, None, sliding_window=window, documents=documents)
-    again, _ = per_document.document_attention(None, q, k, v, None, sliding_window=window, position_ids=positions[None].to(device))
+    again, _ = per_document.document_attention(
+        None, q, k, v, None, sliding_window=window, position_ids=positions[None].to(device)
+    )
     assert torch.equal(out, again)
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen = (number[:, None] == number) & (positions[:, None] >= positions)
     if window:
         seen &= positions[:, None] - positions < window
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen.to(device), enable_gqa=True).transpose(1, 2)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen.to(device), enable_gqa=True
+    ).transpose(1, 2)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
     for a, b in zip(
         torch.autograd.grad(out.square().sum(), (q, k, v)),
