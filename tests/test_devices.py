@@ -9,17 +9,11 @@ from tests.support import devices, emulated_device
 from tests.support.commands import ROOT
 
 needs_compiler = pytest.mark.skipif(bool(emulated_device.missing()), reason=str(emulated_device.missing()))
-# One of each kind: the engine's step and state, both layouts, quantized bases, the head's loss, attention, proofs.
+# A step and its state, the head's loss, attention, a quantized base; all the others are slow.
 FEW = (
     "tests/torch_engine/test_state.py",
-    "tests/torch_engine/test_engine.py::test_dropout_resumes_identically_only_with_the_rng_state",
-    "tests/torch_engine/test_engine.py::test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens"
-    "[qlora-padding_free]",
     "tests/torch_engine/test_loss.py::test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy",
     "tests/torch_engine/attention/test_per_document.py::test_values_of_another_head_size_are_attended_to",
-    "tests/torch_engine/generation/test_generate.py::test_a_folders_own_generation_settings_do_not_change_greedy",
-    "tests/torch_engine/test_checks.py::test_packed_documents_pass_in_every_type_of_every_architecture"
-    "[llama-torch.bfloat16]",
     "tests/quantizers/test_linear.py::test_a_cached_layer_gives_the_same_numbers",
 )
 WRONG = """

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import first_contact
 from tests.support.commands import ROOT
 
-CHEAP = "facts,window_peak,head_rows"
+CHEAP = "facts,head_rows"
 
 
 def contact(*flags) -> tuple[int, dict | None, str]:
@@ -24,7 +24,7 @@ def test_questions_are_answered_with_numbers_on_a_cpu(tmp_path):
     answers = found["questions"]
     assert list(answers) == CHEAP.split(",") and not any("failed" in answer for answer in answers.values()), answers
     assert answers["facts"]["packages"]["torch"] and answers["facts"]["tried"]["fp32"]["products_tflops"] > 0
-    assert answers["window_peak"]["predicted_bytes"] > 0 and answers["head_rows"]["128 rows_s"] > 0
+    assert answers["head_rows"]["128 rows_s"] > 0
 
 
 def test_a_question_that_does_not_exist_is_refused():
@@ -48,6 +48,7 @@ def test_everything_is_answered_and_ours_is_timed_on_a_cpu():
     assert list(found["questions"]) == list(first_contact.QUESTIONS)
     assert not any("failed" in answer for answer in found["questions"].values()), found["questions"]
     assert found["questions"]["plans_per_shape"]["groups, new lengths"]["worst_s"] > 0
+    assert found["questions"]["window_peak"]["predicted_bytes"] > 0
     offload = found["questions"]["offload"]
     assert 0 < offload["copied_bytes"]
     graphs = found["questions"]["launches_and_graphs"]
