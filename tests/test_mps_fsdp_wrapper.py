@@ -307,6 +307,7 @@ def test_what_is_damaged_or_no_model_to_wrap_is_one_line_and_changes_nothing(tmp
     assert found["unchanged"] and len(said) > 70
     facts = {
         "NaN weight": "layers.0.weight is not finite",
+        "infinite buffer": "shift is not finite",
         "sparse weight": "is a sparse_coo tensor",
         "negative square": "exp_avg_sq of layers.0.weight has negative numbers",
         "no state": "the optimizer state of layers.0.weight is missing",

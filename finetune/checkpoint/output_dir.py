@@ -122,8 +122,12 @@ class OutputDir:
         if recipe:
             self.write_text(PRETRAINED, recipe)
         latest = str((steps_folder(self.root)[0] / LATEST).relative_to(self.root))
-        stacks = [f"stacks/rank-{rank}.txt" for rank in range(self.plan.dims.world_size)]
-        self.owned.claim(PLAN, STATE, "metrics.jsonl", "reference_log_probs.json", latest, *stacks)
+        ranks, later = self.plan.dims.world_size, []  # what this run may write later; a lone process has no watchdog
+        if ranks > 1:
+            later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
+        if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
+            later.append("reference_log_probs.json")
+        self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
         return keep_aside(self.root, step)

@@ -22,6 +22,7 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
 from finetune.system.files import open_file
+from finetune.system.owned_files import read_list
 
 BEAT_S = 0.5
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
@@ -152,7 +153,7 @@ class Watchdog(threading.Thread):
                     self._lost(
                         f"rank {rank} of {self.env.size} sent no heartbeat for {now - when:.0f} s "
                         f"(--rank_timeout {self.timeout_s:g})"
-                        f"{self.stacks and f'; the stacks of the others are in {self.stacks}' or ''}. "
+                        f"{f'; the stacks of the others are in {self.stacks}' if self._stack_file() else ''}. "
                         "Rerun with --resume auto."
                     )
             if self.env.folder is not None and os.getppid() != parent:
@@ -265,13 +266,22 @@ class Watchdog(threading.Thread):
             finally:
                 os._exit(code)
 
-    def _dump_stacks(self) -> None:
+    def _stack_file(self) -> Path | None:
+        """Where this rank's stacks may go; None before the run has claimed its folder, where nobody would own them."""
         if self.stacks is None:
+            return None
+        file = self.stacks / f"rank-{self.env.rank}.txt"
+        listed = read_list(self.stacks.parent)
+        return file if listed and str(file.relative_to(self.stacks.parent)) in listed[1] else None
+
+    def _dump_stacks(self) -> None:
+        file = self._stack_file()
+        if file is None:
             return
         with contextlib.suppress(OSError):
-            self.stacks.mkdir(parents=True, exist_ok=True)
-            with open_file(self.stacks / f"rank-{self.env.rank}.txt", "w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+            file.parent.mkdir(exist_ok=True)
+            with open_file(file, "w") as opened:
+                faulthandler.dump_traceback(opened, all_threads=True)
 
     def _tell(self, rank: int, line: str) -> None:
         with contextlib.suppress(OSError):

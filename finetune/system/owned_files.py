@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -34,7 +33,9 @@ class OwnedFiles:
     def __init__(self, folder: Path, said: str, adopted: Iterable[str] = ()):
         found = read_list(folder)
         self.folder, self.said = folder, said
-        self.id, self.names = found or (secrets.token_hex(4), set(adopted))
+        # Without a list always the same id: a kill while the first is written leaves a temporary name, known by it.
+        place = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
+        self.id, self.names = found or (place[:8], set(adopted))
         if self.names:
             self.names.add(LIST)
 

@@ -230,12 +230,14 @@ def _logits_to_grad(
         if softcap is not None:
             bent = torch.tanh(logits / softcap)
             logits = bent * softcap
-        probs, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+        probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
         total -= log_probs_T1.sum()
         if log_probs_T is not None:
             log_probs_T[start : start + rows] = log_probs_T1.flatten()
         if not learns:
             continue
+        if sums_T1 is not None:
+            probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
         probs.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=probs.dtype))
         if upstream_T is not None:
             probs *= -upstream_T[start : start + rows, None]
@@ -245,25 +247,30 @@ def _logits_to_grad(
             probs *= scale
         if grad_bias_V is not None:
             grad_bias_V += probs.sum(0)
-        part.copy_(probs)
+        if probs is not part:
+            part.copy_(probs)
     return total
 
 
-def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probabilities, in `out_TV`; log-probabilities of the labels [T, 1]), fp32."""
+def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(probabilities, in `out_TV`; what to divide them by [T, 1]; log-probabilities of the labels [T, 1]), fp32.
+
+    Beside a large logit torch's sum on a CPU loses up to 1e-5, always to one side, which loss and gradient would have.
+    The probabilities' own sum, made in pairs, says how much.
+    """
     if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on
         log_probs_TV = torch.log_softmax(logits_TV, -1, out=out_TV)
         log_probs_T1 = log_probs_TV.gather(1, labels_T1)
-        return log_probs_TV.exp_(), log_probs_T1
+        return log_probs_TV.exp_(), None, log_probs_T1
     torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
-    # Its divisor loses up to 1e-5 beside a large logit, always to one side; the sum of the probabilities says how much.
-    log_probs_T1 = out_TV.gather(1, labels_T1).log() - out_TV.sum(-1, keepdim=True).log()
+    sums_T1 = out_TV.sum(-1, keepdim=True)
+    log_probs_T1 = out_TV.gather(1, labels_T1).log() - sums_T1.log()
     # Below, log(p) would lose digits or be -inf: few rows, if any.
     small = (log_probs_T1 < LOG_OF_SMALL).flatten()
     if small.any():
         rows = logits_TV[small]
         log_probs_T1[small] = rows.gather(1, labels_T1[small]) - torch.logsumexp(rows, -1, keepdim=True)
-    return out_TV, log_probs_T1
+    return out_TV, sums_T1, log_probs_T1
 
 
 def log_probs_of_logits(logits_TV, labels_T) -> torch.Tensor:

@@ -19,7 +19,8 @@ from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanErr
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
 from finetune.run.metrics import read_events
-from finetune.system.owned_files import read_list
+from finetune.system.files import WRITING
+from finetune.system.owned_files import LIST, OwnedFiles, read_list
 from tests.support.commands import refused
 from tests.support.plans import plan_of
 from tests.support.runs import copy_up_to, resign, rewrite_json, steps
@@ -116,6 +117,27 @@ def test_what_a_killed_run_left_goes_and_what_only_looks_like_it_stays(plain_run
     left[1].mkdir()
     fine_tune(resume=str(out), max_steps=2)
     assert not any(path.exists() for path in left) and all((out / name).read_text() == "mine" for name in mine)
+
+
+def test_what_a_kill_leaves_of_the_first_list_is_removed(plain_run, tmp_path):
+    """No list names the id of its temporary name yet."""
+    out = tmp_path / "out"
+    out.mkdir()
+    left = out / f"{WRITING}{OwnedFiles(out, '').id}-{LIST}"
+    left.write_text('{"id"')
+    plain_run(max_steps=1)
+    assert not left.exists() and (out / LIST).exists()
+
+
+@pytest.mark.parametrize("name", ["stacks/rank-0.txt", "reference_log_probs.json"])
+def test_a_run_owns_no_file_that_its_kind_never_writes(plain_run, tmp_path, name):
+    plain_run(max_steps=1)
+    file = tmp_path / "out" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(PlanError, match=f"holds {name}, which is not of a run"):
+        plain_run(max_steps=1, overwrite=True)
+    assert file.read_text() == "mine"
 
 
 WRITTEN_BY_OTHERS = (

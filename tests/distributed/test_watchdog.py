@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.launcher import GRACE_S
+from finetune.system.owned_files import OwnedFiles
 from tests.support import ranks
 from tests.support.commands import (
     LONG,
@@ -253,7 +254,11 @@ def test_many_silent_connections_neither_block_nor_pile_up(watched):
     assert process.returncode == 0 and not err
 
 
-def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path):
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path, claimed):
+    """Its stacks go into the run's folder once that is the run's: before, the next start would refuse the file."""
+    if claimed:
+        OwnedFiles(tmp_path, "").claim("stacks/rank-0.txt")
     program = (
         "import sys, time; from tests.support import two_watchdogs as t\n"
         "t.Watchdog._read_hello = None\n"  # a TypeError in the thread of rank 0
@@ -268,6 +273,7 @@ def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path):
     finally:
         ranks.kill_session(process)
     assert process.returncode == 69 and "the watchdog of rank 0 of 2 failed (TypeError:" in err, err
+    assert (tmp_path / "stacks/rank-0.txt").exists() == claimed
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc/net")

@@ -66,7 +66,7 @@ class MLXBatch:
 
 def nll_of(folder: Path, device: str) -> float:
     """The loss per token of a few documents by the checkpoint in `folder`, opened as the programs open it."""
-    engine, _, _ = open_engine(Namespace(checkpoint=str(folder), device=device, precision="fp32"))
+    engine, *_ = open_engine(Namespace(checkpoint=str(folder), device=device, precision="fp32", n_bits=None))
     documents = tiny.dataset((5, 17, 9), vocab=60)
     return engine.evaluate(microbatches(documents, range(3), "padded", 3, 0, 0)).loss
 

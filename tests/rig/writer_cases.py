@@ -32,10 +32,9 @@ class WriterBatch:
 
     def check(self, mutant: Mutant, folder: Path, place: Place) -> None:
         run, way = folder / "run", mutant.argv[0]
+        shutil.rmtree(run)  # the files are put there below, where the run's own leave them room
         if mutant.argv[1] == "on a run":
-            shutil.copytree(
-                place.whole("lora") / "run", run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock")
-            )
+            shutil.copytree(place.whole("lora") / "run", run, ignore=shutil.ignore_patterns(".lock"))
         written = {}
         for name, data in mutant.files.items():
             if not (folder / name).exists() and not any(p.is_file() for p in (folder / name).parents):

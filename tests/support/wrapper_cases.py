@@ -171,6 +171,7 @@ def odd_contents() -> dict:
     return {
         "NaN weight": lambda c: c[MODEL][FIRST].view(-1)[3:4].fill_(float("nan")),
         "infinite weight": lambda c: c[MODEL][FIRST].view(-1)[3:4].fill_(float("inf")),
+        "infinite buffer": lambda c: c[MODEL]["shift"][3:4].fill_(float("inf")),
         "sparse weight": lambda c: c[MODEL].update({FIRST: c[MODEL][FIRST].to_sparse()}),
         "meta weight": lambda c: c[MODEL].update({"scale": c[MODEL]["scale"].to("meta")}),
         "NaN moment": moment("exp_avg", lambda t: t * float("nan")),

@@ -29,17 +29,22 @@ def test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy(device):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of 300 rows in another order
 
 
-def test_the_loss_below_a_high_logit_has_no_bias():
+def test_loss_and_gradient_beside_a_high_logit_have_no_bias():
     """As a trained model's: the one column that is likely, whose softmax on a CPU divides by too small a sum."""
     torch.manual_seed(0)
     logits, labels = 2 * torch.randn(64, 49_152), torch.randint(0, 49_152, (64,))
     logits[torch.arange(64), labels] = 12 + 4 * torch.rand(64)
     linear = torch.nn.Linear(64, 49_152, bias=False)
     linear.weight = torch.nn.Parameter(logits.t().contiguous(), requires_grad=False)
-    with torch.no_grad():
-        mine = loss.Head(linear, 1.0, None).nll(torch.eye(64), labels).item() / 64
-    exact = torch.nn.functional.cross_entropy(logits.double(), labels).item()
-    assert abs(mine - exact) <= 2e-7  # of fp32's roundings in 64 rows; 2e-6 too much by softmax's own sum
+    hidden = torch.eye(64, requires_grad=True)
+    mine = loss.Head(linear, 1.0, None).nll(hidden, labels)
+    mine.backward()
+    exact_hidden = torch.eye(64, dtype=torch.float64, requires_grad=True)
+    exact = torch.nn.functional.cross_entropy(exact_hidden @ logits.double(), labels, reduction="sum")
+    exact.backward()
+    assert abs(mine.item() - exact.item()) / 64 <= 2e-7  # fp32's roundings in 64 rows; 2e-6 by softmax's sum
+    off = (hidden.grad - exact_hidden.grad).diagonal() / exact_hidden.grad.diagonal()
+    assert off.mean().abs() <= 2e-6  # 3e-5 by softmax's sum; the label's p - 1 rounds
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "granite", "cohere"])

@@ -30,7 +30,10 @@ def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool) -> str 
         if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
             found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
             return f"{name} is {found} in the checkpoint and {own} in the model"
-        if saved.isnan().any() or (name in parameters and not saved.isfinite().all()):  # a mask may hold -inf
+        odd = ~saved.isfinite()
+        if name not in parameters:  # a mask holds -inf, in the model too
+            odd &= saved.isnan() | tensor.detach().cpu().isfinite()
+        if odd.any():
             return f"{name} is not finite"
     return None if optimizer is None else _misfit_of_optimizer(content, names, optimizer, sealed)
 
