@@ -1,5 +1,5 @@
 # make train: set up and run the demo.  make test: set up and run the default suite; test-fast: two minutes of it.
-# make test-rig: the rig, see docs/reliability.md.
+# make test-rig: the rig, see docs/reliability.md.  make test-gpu: the tests of a GPU, on it.
 PYTHON ?= python3
 BIN := .venv/bin
 # What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
@@ -7,7 +7,7 @@ QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/prom
 # Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-.PHONY: train test test-fast test-all test-rig mutations tiers lint setup setup-test clean
+.PHONY: train test test-fast test-gpu test-all test-rig mutations tiers lint setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
@@ -18,6 +18,11 @@ test: .venv/.installed-test
 
 test-fast: .venv/.installed-test
 	$(PYTEST) -m fast
+
+# What depends on the device, on the card itself: make test-gpu DEVICE=xpu, or DEVICE=emulated for its stand-in.
+DEVICE ?= cuda
+test-gpu: .venv/.installed-test
+	$(BIN)/python -m pytest --device $(DEVICE)
 
 test-all: .venv/.installed-test
 	$(PYTEST) -m "not rig"

@@ -16,7 +16,7 @@ from tests.support.runs import PLAIN, RUN
 from tests.support.tiny import CHATML, train_tokenizer
 from train import fine_tune
 
-pytest_plugins = ["tests.support.tiers"]
+pytest_plugins = ["tests.support.tiers", "tests.support.devices"]
 
 
 def pytest_addoption(parser):

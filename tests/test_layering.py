@@ -265,3 +265,32 @@ def test_tests_mock_nothing():
         words |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         words |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args}
         assert not words & {"mock", "unittest.mock", "MagicMock", "pytest_mock", "mocker"}, name
+
+
+# Files below the plan that may name a GPU's backend, and why. The plan, the estimate and finetune/backend/ speak of
+# backends by their names; the rest asks finetune/torch_engine/device.py what a device can do.
+NAMES_A_GPU = {
+    "finetune/torch_engine/device.py": "what differs between devices",
+    "finetune/torch_engine/parallel/process_groups.py": "which collectives a device has",
+    "finetune/torch_engine/parallel/accelerate.py": "which collectives DeepSpeed is told to use",
+    "finetune/quantizers/hqq.py": "the library's own rule",
+    "finetune/pretrain_config.py": "choices",
+    "export.py": "choices",
+}
+BACKENDS_ROOMS = ("finetune/backend/", "finetune/plan/", "finetune/estimate/", "finetune/older/", "backend_manager.py")
+OF_A_GPU = ("cuda", "nccl")
+
+
+def test_a_gpus_name_is_in_backends_rooms_only():
+    """What runs on a device asks what it can do: a condition on its name would leave out the next one."""
+    files = [ROOT / f"{name}.py" for name in (*SCRIPTS[:6], "mps_fsdp_wrapper", "backend_manager")]
+    files += sorted((ROOT / "finetune").rglob("*.py"))
+    found = set()
+    for file in files:
+        name = file.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(file.read_text())):
+            attribute = isinstance(node, ast.Attribute) and node.attr in OF_A_GPU
+            literal = isinstance(node, ast.Constant) and node.value in OF_A_GPU
+            if (attribute or literal) and not name.startswith(BACKENDS_ROOMS):
+                found.add(name)
+    assert found == set(NAMES_A_GPU), found ^ set(NAMES_A_GPU)

@@ -13,8 +13,8 @@ KINDS = ["lora", "nf4"]
 @pytest.mark.parametrize(
     "changes", [{}, {"train_type": "qlora"}, {"layout": "padded"}], ids=["lora", "qlora", "padded"]
 )
-def test_the_torch_engine_is_an_engine(changes, tmp_path):
-    conformance.check_engine(lambda: engine(**changes), DATASET, tmp_path)
+def test_the_torch_engine_is_an_engine(changes, tmp_path, device):
+    conformance.check_engine(lambda: engine(**changes, device=device), DATASET, tmp_path)
 
 
 def check(reports: list, implementation: str) -> None:

@@ -148,7 +148,11 @@ class OutputDir:
 
     def write_card(self, name: str, text: str) -> bool:
         """Writes a page about the result; False if someone else's is there, which stays."""
-        if kind_of(self.root / name) not in (None, "a file") or (self.root / name).exists() and name not in self.owned.names:
+        if (
+            kind_of(self.root / name) not in (None, "a file")
+            or (self.root / name).exists()
+            and name not in self.owned.names
+        ):
             return False
         self.write_text(name, text)
         return True

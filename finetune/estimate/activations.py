@@ -15,6 +15,9 @@ FOUR_NORMS = ("gemma2", "gemma3")
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "olmo2")
 WITH_SINKS = ("gpt_oss",)  # attention with a sink per head: probabilities are kept
 UNGATED = ("gpt2", "gpt_neox", "falcon")
+ONE_MATRIX = ("phi3",)  # gate and up in one linear: no fused SwiGLU
+OTHER_NORMS = ("olmo2",)  # RMSNorms that round at another place: not fused
+MAX_KERNEL_HEAD, KERNEL_HEAD_MULTIPLE = 256, 8  # of attention by documents' bounds, as in attention/varlen.py
 
 
 # ---- activations saved for backward
@@ -24,6 +27,9 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = m.shape, m.compute, 0
     packed = microbatch.layout == "padding_free"
+    if packed and attends_by_bounds(m):
+        return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
+    expanded = m.device == "cuda" and b == 4  # SDPA's kernels for fp32 take as many keys as queries
     dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn) if m.device == "cpu" and packed else 0
     all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
@@ -35,11 +41,19 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
         elif length <= dense_up_to:  # probabilities are computed again, and the tokens are kept unpadded
             total += padded * (m.q + 2 * m.k) * b * microbatch.num_tokens // all_padded
         else:
-            repeated = not packed and not microbatch.even  # an explicit mask: no GQA kernel
+            repeated = expanded or not packed and not microbatch.even  # an explicit mask: no GQA kernel
             total += padded * ((3 * m.q if repeated else m.q + 2 * m.k) * b + 4 * shape.num_heads)
             if packed and not microbatch.even:  # the output is gathered back into token order
                 total += padded * m.q * b
     return total
+
+
+def attends_by_bounds(m: ModelCost) -> bool:
+    """True if packed documents attend by a kernel that takes their bounds, as on a GPU in 16 bits."""
+    shape = m.shape
+    plain = not (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
+    size = shape.head_dim <= MAX_KERNEL_HEAD and shape.head_dim % KERNEL_HEAD_MULTIPLE == 0
+    return m.device == "cuda" and m.compute == 2 and plain and size and bool(m.plan.attention.kernels)
 
 
 def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
@@ -48,12 +62,18 @@ def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     if kind in LAYER_NORMS:
         each, count = h * m.weight + 2 * m.weight, 1 if kind in PARALLEL_BLOCKS else 2
     else:
-        each, count = 4 * h + 4 + (h * m.weight if m.full else 0), 4 if kind in FOUR_NORMS else 2
+        each, count = norm_width(m) * h + 4 + (h * m.weight if m.full else 0), 4 if kind in FOUR_NORMS else 2
     heads = 0
     if kind in HEAD_NORMS:
-        heads = 4 * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
+        heads = norm_width(m) * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
         heads += (m.q + m.k) * m.weight if m.full else 0
     return count * each + heads, 0 if m.full else each
+
+
+def norm_width(m: ModelCost) -> int:
+    """Bytes per number that an RMSNorm saves: its input if it is one kernel, else that in fp32."""
+    fused = m.fuses and not m.full and m.shape.kind not in OTHER_NORMS
+    return m.weight if fused else 4
 
 
 def input_activation_bytes(m: ModelCost) -> float:
@@ -71,6 +91,11 @@ def input_activation_bytes(m: ModelCost) -> float:
     return total + b * sum(shared.values())
 
 
+def takes_swiglu(m: ModelCost) -> bool:
+    """True if SwiGLU between dense linears is one kernel."""
+    return m.fuses and m.shape.activation in ("silu", "swish") and m.shape.kind not in (*UNGATED, *ONE_MATRIX)
+
+
 def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
     shape, b = m.shape, m.compute
@@ -78,7 +103,7 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     if shape.kind == "gpt2":
         extra = 2 * shape.hidden_size * b if shape.dropout else 0
     act = 4 if shape.activation == "gelu_new" else 1
-    plain = (act if shape.kind in UNGATED else 2 + act) * f * b + extra
+    plain = (act if shape.kind in UNGATED else 2 if takes_swiglu(m) else 2 + act) * f * b + extra
     k = shape.experts_per_token
     trains = m.full or bool(adapted_experts(m))
     clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
@@ -114,7 +139,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     if memory.offload_activations:
         return 0
     norm = norm_activation_bytes(m)
-    final = 4 * h + 4 + (h * m.weight if m.full else 0)
+    final = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
     total: float = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if memory.recompute:
         total += layers * tokens * h * m.weight

@@ -1,10 +1,11 @@
 """Communication volume: bytes that one rank passes to each collective per step, from the degrees and tensor sizes.
 
 FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward and again in backward, those outside the
-layers once, and reduce-scatters gradients: (2 P + P0) / N gathered and T reduced per microbatch. DDP all-reduces T once
-per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states twice per layer in forward and
-twice in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each token's hidden state to its experts
-and back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
+layers once per step, and reduce-scatters gradients: 2 P / N gathered and T reduced per microbatch, P0 / N gathered per
+step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states
+twice per layer in forward and twice in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each
+token's hidden state to its experts and back, and their gradients. Scalars such as losses are left out: a few hundred
+bytes.
 """
 
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
     exchanges = 1 if work.no_sync else count
     if dims.shards > 1:
         gathers = 1 if work.keeps_gathered else 2
-        found["all_gather"] += count * (gathers * work.layers + work.outside) // dims.shards
+        found["all_gather"] += (count * gathers * work.layers + work.outside) // dims.shards
         found["reduce_scatter"] += exchanges * work.trained
         if dims.dp_replicate > 1:
             found["all_reduce"] += exchanges * work.trained // dims.shards

@@ -16,6 +16,7 @@ from finetune.estimate.activations import (
     activation_bytes,
     layer_activation_bytes,
     product_activation_bytes,
+    takes_swiglu,
 )
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
@@ -141,10 +142,14 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     n, b = m.shape.largest_linear(), m.compute
     if m.full:
         return 0, 0
+    if m.fuses and b < 4:  # a GPU multiplies all experts of a projection at once
+        n = max(n, *(rows * columns for rows, columns in m.shape.expert_matrices()), 0)
     if m.plan.quantization:
         if m.plan.memory.cache_dequantized:
             return 0, 0
+        by_kernel = m.plan.quantization.method == "nf4" and m.device == "cuda"
         peak = 6 * n if m.plan.quantization.method == "nf4" else 4 * n + (b * n if b < 4 else 0)
+        peak = b * n if by_kernel else peak  # one kernel writes the weight in the compute dtype
         return peak, b * n
     return (b * n, b * n) if m.autocast else (0, 0)
 
@@ -160,13 +165,17 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
     largest = shape.largest_linear()
-    standing = gradients if microbatch.several or not m.full else 0
+    # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
+    standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
     head = 4 * shape.vocab_size * h if m.full else 0
     recomputed = layer_activation_bytes(m, microbatch) if m.plan.memory.recompute else 0
     if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
-    products = 2 * tokens * h * b + max(peak, held + 2 * tokens * f * b)
+    between = held + 2 * tokens * f * b
+    if takes_swiglu(m):  # gate and up are freed by its backward, in which their gradients are made
+        between = max(held + tokens * f * b, 3 * tokens * f * b)
+    products = 2 * tokens * h * b + max(peak, between)
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
@@ -176,7 +185,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     backward = recomputed + max(products, inner - mlp_kept)
     phases = {
         "loss": standing + kept + logits,
-        "backward": standing + kept + head + backward,
+        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + kept + head + backward,
         "end": gradients + head * (shape.tied + microbatch.several),
     }
     total = int(max(phases.values()))
@@ -275,7 +284,7 @@ def estimate(
         "logits": step["logits"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
-        "gathered": gathered_bytes(m) if ranks > 1 else 0,
+        "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
@@ -301,13 +310,15 @@ def peak_of(before: dict | None, now: dict) -> dict:
     return {"total": total, "items": items | {"workspace": total - sum(items.values())}}
 
 
-def gathered_bytes(m: ModelCost) -> int:
+def gathered_bytes(m: ModelCost, step: int = 0) -> int:
     """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched) and the FSDP root group.
 
-    The root group is the embedding and, unless tied, the head.
+    The root group is the embedding and, unless tied, the head. FSDP2 keeps the buffer of a gather until the next one is
+    copied out: at a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
+    beside them, is not there yet.
     """
     layer, root = unit_bytes(m)
-    return int(2 * layer + root)
+    return int(max(2 * layer + root, 2 * (layer + root) - step))
 
 
 def staged_bytes(m: ModelCost, ranks: int) -> int:

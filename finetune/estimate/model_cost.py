@@ -85,6 +85,11 @@ class ModelCost:
         return self.plan.precision.casts_weights
 
     @property
+    def fuses(self) -> bool:
+        """True where norms, SwiGLU and RoPE are a kernel each, which saves its inputs only: torch_engine/kernels."""
+        return self.device == "cuda"
+
+    @property
     def q(self) -> int:
         return self.shape.num_heads * self.shape.head_dim
 

@@ -13,7 +13,7 @@ from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
-from finetune.torch_engine.device import TF32_EPS, rounds_to_tf32
+from finetune.torch_engine.device import TF32_EPS, random_states, rounds_to_tf32
 from finetune.torch_engine.forward import (
     PADDED_INPUTS,
     Layout,
@@ -251,8 +251,7 @@ def _decoder_remedy(model) -> str:
 
 def _run_in_training_mode(model, ids) -> None:
     """Raises what the model raises only while it trains, as Reformer does of lengths; random numbers are not spent."""
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(random_states(model.device)):
         model.train()
         try:
             model(input_ids=ids, use_cache=False)

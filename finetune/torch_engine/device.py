@@ -22,6 +22,26 @@ def to_device(array, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def fused_optimizer(device: torch.device) -> dict:
+    """Arguments of torch's optimizers that make a step one kernel, on devices that have it."""
+    return {"fused": True} if device.type in ("cpu", "cuda", "mps", "xpu") else {}
+
+
+def pins_memory(device: torch.device) -> bool:
+    """True if copies between `device` and pinned memory go on beside its work."""
+    return device.type == "cuda"
+
+
+def counts_peaks(device: torch.device) -> bool:
+    """True if torch's allocator counts the peak bytes of `device`."""
+    return device.type in ("cuda", "xpu")
+
+
+def random_states(device: torch.device) -> list[torch.device]:
+    """Devices beside the CPU whose random state a forward on `device` advances, for torch.random.fork_rng."""
+    return [device] if device.type == "cuda" else []
+
+
 def indices_to_device(indices: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """int64 host tensors on `device`, in one copy."""
     if device.type == "cpu" or not indices:

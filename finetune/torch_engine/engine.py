@@ -25,7 +25,7 @@ from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
-from finetune.torch_engine.device import DTYPES, free_bytes, to_host
+from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation import generate
@@ -338,7 +338,7 @@ class TorchEngine(EngineBase):
 
     def _offload(self):
         if self.plan.memory.offload_activations:
-            return memory_stats.offloaded(self.model, pinned=self.device.type == "cuda")
+            return memory_stats.offloaded(self.model, pinned=pins_memory(self.device))
         return contextlib.nullcontext()
 
     def _memory_advice(self, batch: Batch):

@@ -17,6 +17,7 @@ from backend_manager import resident_bytes
 from finetune.backend.machine import process_bytes
 from finetune.engine import MemoryStats
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.device import counts_peaks
 from finetune.torch_engine.parallel.placement import local_shard
 
 
@@ -39,7 +40,7 @@ class MemoryCounter:
 
     def peak(self) -> int:
         """Peak bytes above the baseline since the last call."""
-        if self.device.type in ("cuda", "xpu"):
+        if counts_peaks(self.device):
             module = torch.get_device_module(self.device)
             total = module.max_memory_allocated()
             module.reset_peak_memory_stats()

@@ -9,7 +9,7 @@ from finetune.errors import PlanError
 from finetune.optimizer_state import check_known
 from finetune.plan.parts import StepsPlan
 from finetune.quantizers import bnb
-from finetune.torch_engine.device import to_host
+from finetune.torch_engine.device import fused_optimizer, to_host
 
 # Groups over which a parameter may be sharded.
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
@@ -26,7 +26,7 @@ def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0):
         {"params": flat, "weight_decay": 0.0, "ratio": 1.0},
     ]
     groups = [g for g in groups if g["params"]]
-    fused = {"fused": True} if device.type in ("cpu", "cuda", "mps", "xpu") else {}
+    fused = fused_optimizer(device)
     match steps.optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, lr=steps.lr, **fused)

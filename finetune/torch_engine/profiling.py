@@ -7,6 +7,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from backend_manager import package_version
 from finetune.plan.parts import ProfilePlan
+from finetune.torch_engine.device import counts_peaks
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def profiler(plan: ProfilePlan, device, written: list):
         written.extend(file for file in asked if file.is_file())
 
     activities = [ProfilerActivity.CPU]
-    if device.type in ("cuda", "xpu"):
+    if counts_peaks(device):  # and has its own events
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     memory = plan.profile_memory or plan.export_memory_timeline
     with profile(

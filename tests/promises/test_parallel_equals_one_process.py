@@ -3,16 +3,16 @@
 import pytest
 
 from finetune.run.metrics import read_events
-from tests.support import cases, ranks
+from tests.support import cases, devices, ranks
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import assert_same_run, losses
 
 
-def check(found: list):
+def check(found: list, device=cases.CPU):
     """All figures are within tolerance, and every rank holds its rows of every tensor, or all ranks refuse the case."""
     for i, figures in enumerate(found[0]):
-        cases.check(figures, cases.LAYOUTS[figures["layout"]])
+        cases.check(figures, cases.LAYOUTS[figures["layout"]], device)
         assert all("refused" in rank[i] if "refused" in figures else rank[i]["bytes"] for rank in found), figures
 
 
@@ -24,10 +24,13 @@ def check(found: list):
         pytest.param(4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_train_as_one_process_does(size, tmp_path):
+def test_ranks_train_as_one_process_does(size, tmp_path, device):
+    """One process on the CPU; the ranks on the device, by NCCL on CUDA."""
+    if devices.num_devices(device) < size:
+        pytest.skip(f"needs {size} devices: this machine has {devices.num_devices(device)} of {device.type}")
     layouts = [name for name, dims in cases.LAYOUTS.items() if dims.world_size == size]
     wanted = [(name, kind, "llama") for name in layouts for kind in cases.MATRIX if (name, kind) in cases.FAST]
-    check(ranks.run(size, cases.matrix, tmp_path, wanted=wanted))
+    check(ranks.run(size, cases.matrix, tmp_path, device=device.type, wanted=wanted), device)
 
 
 FAST_OF_EXPERTS = [("TP 2", "lora", "mixtral"), ("EP 2", "full", "qwen3_moe"), ("EP 2", "nf4", "gpt_oss")]

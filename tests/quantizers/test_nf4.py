@@ -88,8 +88,8 @@ def test_double_quantization_costs_little_more_error_and_fewer_bytes():
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize(("columns", "block"), [(192, 64), (100, 32), (300, 64), (4096, 2048)])
 @pytest.mark.parametrize("dtype", nf4.DTYPES, ids=str)
-def test_the_librarys_kernel_gives_the_bits_of_plain_torch(dtype, columns, block, double_quant):
-    weight, fmt = torch.randn(20, columns), nf4_format(block, double_quant)
+def test_the_librarys_kernel_gives_the_bits_of_plain_torch(dtype, columns, block, double_quant, device):
+    weight, fmt = torch.randn(20, columns).to(device), nf4_format(block, double_quant)
     tensors = nf4.quantize(weight, fmt)
     plain = nf4.in_plain_torch(tensors["packed"], nf4._absmax(tensors), block)[:, :columns].to(dtype)
     assert torch.equal(nf4.dequantize(tensors, dtype, weight.shape, fmt), plain)

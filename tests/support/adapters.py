@@ -19,16 +19,16 @@ KINDS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 IDS = torch.arange(3, 35).view(2, 16)
 
 
-def adapted(architecture="llama", targets="all", model=None, **changes):
-    """A tiny model with adapters whose B is not zero, so that they matter."""
+def adapted(architecture="llama", targets="all", model=None, device=None, **changes):
+    """A tiny model with adapters whose B is not zero, so that they matter; `device`: where, by default the model's."""
     settings = dataclasses.replace(SETTINGS, **changes)
-    model = (model or tiny.build(architecture)).requires_grad_(False)
+    model = (model or tiny.build(architecture)).requires_grad_(False).to(device)
     add_adapters(model, target_names(model, targets, settings.use_dora), Adapter.of(settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             if name.endswith(("lora_B", "lora_embedding_A")):
-                parameter.normal_(std=0.1, generator=generator)
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
             elif name.endswith("lora_magnitude_vector"):
                 parameter.mul_(1.1)
     return model, settings

@@ -11,7 +11,7 @@ from finetune.plan.parts import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
-from tests.support import tiny
+from tests.support import devices, tiny
 from tests.support.build import torch_engine
 from tests.support.engine_access import optimizer, trainable_params
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 ROWS = tiny.dataset()
 
 
-def engine(architecture="llama", layout="auto", train_type="lora", model=None, **changes):
+def engine(architecture="llama", layout="auto", train_type="lora", model=None, device=CPU, **changes):
     settings = dataclasses.replace(TrainConfig(), precision="fp32", lr=1e-2, train_type=train_type, **changes)
     model = model or tiny.build(architecture)
     if train_type == "full":
@@ -28,13 +28,13 @@ def engine(architecture="llama", layout="auto", train_type="lora", model=None, *
         model.requires_grad_(False)
         if train_type == "qlora":
             config = quantization_wrapper.config_for("nf4")
-            quantization_wrapper.quantize_model(model, config, linear_names(model))
-        add_adapters(model, target_names(model, "all"), Adapter.of(settings))
+            quantization_wrapper.quantize_model(model, config, linear_names(model), device)
+        add_adapters(model.to(device), target_names(model, "all"), Adapter.of(settings))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for layer in layers(model).values():
-                layer.lora_B.normal_(std=0.05, generator=generator)
-    built = torch_engine(model, settings, CPU)
+                layer.lora_B.copy_(torch.empty(layer.lora_B.shape).normal_(std=0.05, generator=generator))
+    built = torch_engine(model.to(device), settings, device)
     built.verify(layout)
     return built
 
@@ -54,7 +54,9 @@ def gradients(built, parts):
 
 
 def assert_same(mine, theirs, tolerance=1e-6):
+    """`tolerance`: of a CPU's sums; those of a GPU have more orders, see devices.tolerance."""
     assert mine.keys() == theirs.keys()
     for name in mine:
+        tolerance_here = devices.tolerance(mine[name].device, tolerance)
         size = theirs[name].abs().max()
-        assert (mine[name] - theirs[name]).abs().max() <= tolerance * max(size, 1e-3), name
+        assert (mine[name] - theirs[name]).abs().max() <= tolerance_here * max(size, 1e-3), name

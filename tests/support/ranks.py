@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "RANKS_DEVICE"
+DEVICE, RANK = "RANKS_DEVICE", "RANKS_RANK"
 
 
 def run(
@@ -21,7 +21,7 @@ def run(
     """Calls function(rank, size, **arguments) in every rank; its results, in rank order.
 
     Arguments and results go through JSON. AssertionError with the ranks' output if one failed. `device`: where the
-    ranks compute (`compute_device()`); "emulated" shards as on an Apple GPU,
+    ranks compute (`compute_device()`), each of several GPUs on its own; "emulated" shards as on an Apple GPU,
     "emulated+resize" lets storages be resized.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def run(
         for rank in range(size):
             with open(folder / f"output-{rank}.txt", "w") as output:
                 options = dict(stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-                started.append(start([*command, str(rank)], {DEVICE: device}, **options))
+                started.append(start([*command, str(rank)], {DEVICE: device, RANK: str(rank)}, **options))
         end = time.monotonic() + timeout_s
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
             assert time.monotonic() < end, f"no end after {timeout_s:.0f} s"
@@ -75,15 +75,17 @@ def members(session: int) -> list[int]:
 
 
 def compute_device():
-    """The torch.device on which the ranks of this run compute."""
+    """The torch.device on which this rank computes."""
     import torch
 
+    from finetune.torch_engine.device import device_of
     from tests.support import emulated_device
 
     name, _, option = os.environ.get(DEVICE, "cpu").partition("+")
     if name == emulated_device.NAME:
         emulated_device.load(refuses_resize=option != "resize")
-    return torch.device(name)
+        return torch.device(name)
+    return device_of(name, int(os.environ[RANK]) if RANK in os.environ else None)
 
 
 def main() -> None:
@@ -96,7 +98,10 @@ def main() -> None:
     size, rank = int(size), int(rank)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = prepare_device(compute_device())
+    device = compute_device()
+    if device.index is not None:
+        torch.get_device_module(device).set_device(device)
+    backend = prepare_device(device)
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(rank, size, **json.loads(arguments))

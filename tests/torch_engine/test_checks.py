@@ -25,18 +25,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_every_causal_model_passes_its_proof_in_every_type(architecture, dtype):
-    check_causal(tiny.build(architecture).to(dtype), no_autocast)
+def test_every_causal_model_passes_its_proof_in_every_type(architecture, dtype, device):
+    check_causal(tiny.build(architecture).to(device, dtype), no_autocast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "qwen3_moe"])
-def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, dtype):
-    model = tiny.build(architecture).to(dtype)
+def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, dtype, device):
+    model = tiny.build(architecture).to(device, dtype)
 
     def open_mask(module, args, kwargs):
         length = kwargs["input_ids"].shape[1]
-        return args, kwargs | {"attention_mask": torch.zeros(1, 1, length, length, dtype=dtype)}
+        return args, kwargs | {"attention_mask": torch.zeros(1, 1, length, length, dtype=dtype, device=device)}
 
     model.register_forward_pre_hook(open_mask, with_kwargs=True)
     with pytest.raises(PlanError, match="lets a token see those after it"):
@@ -44,13 +44,13 @@ def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mask_that_leaks_one_token_fails_it_in_every_type(dtype):
-    model = tiny.build("llama").to(dtype)
+def test_a_mask_that_leaks_one_token_fails_it_in_every_type(dtype, device):
+    model = tiny.build("llama").to(device, dtype)
 
     def leaking_mask(module, args, kwargs):
         length = kwargs["input_ids"].shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool).tril(1)
-        mask = torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(1)
+        mask = torch.zeros(length, length, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
         return args, kwargs | {"attention_mask": mask[None, None]}
 
     model.register_forward_pre_hook(leaking_mask, with_kwargs=True)
@@ -60,14 +60,14 @@ def test_a_mask_that_leaks_one_token_fails_it_in_every_type(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
-def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type(architecture, dtype):
-    model = tiny.build(architecture).to(dtype)
+def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type(architecture, dtype, device):
+    model = tiny.build(architecture).to(device, dtype)
 
     def one_token_early(module, args, kwargs):
         if "documents" in kwargs:
             first, second = 12, kwargs["input_ids"].shape[1] - 12
             positions = torch.cat([torch.arange(first), torch.arange(second)])
-            kwargs["documents"] = per_document.documents_of(positions, CPU)
+            kwargs["documents"] = per_document.documents_of(positions, device)
         return args, kwargs
 
     model.register_forward_pre_hook(one_token_early, with_kwargs=True)
@@ -76,13 +76,13 @@ def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_positions_that_count_on_across_documents_are_found_in_every_type(dtype):
+def test_positions_that_count_on_across_documents_are_found_in_every_type(dtype, device):
     """GPT-2 has learned positions; a model with rotary ones computes the same, as they are relative."""
-    model = tiny.build("gpt2").to(dtype)
+    model = tiny.build("gpt2").to(device, dtype)
 
     def counting_on(module, args, kwargs):
         if "documents" in kwargs:
-            kwargs["position_ids"] = torch.arange(kwargs["input_ids"].shape[1])[None]
+            kwargs["position_ids"] = torch.arange(kwargs["input_ids"].shape[1], device=device)[None]
         return args, kwargs
 
     model.register_forward_pre_hook(counting_on, with_kwargs=True)
@@ -92,8 +92,8 @@ def test_positions_that_count_on_across_documents_are_found_in_every_type(dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name not in tiny.PADDED])
-def test_packed_documents_pass_in_every_type_of_every_architecture(architecture, dtype):
-    assert check_padding_free(tiny.build(architecture).to(dtype), no_autocast, 64).holds
+def test_packed_documents_pass_in_every_type_of_every_architecture(architecture, dtype, device):
+    assert check_padding_free(tiny.build(architecture).to(device, dtype), no_autocast, 64).holds
 
 
 @pytest.mark.parametrize("architecture", tiny.PADDED)

@@ -27,8 +27,8 @@ from tests.support.planned import engine_of, settings_of
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(train_type, layout):
-    built = engine(train_type=train_type, layout=layout)
+def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(train_type, layout, device):
+    built = engine(train_type=train_type, layout=layout, device=device)
     whole = gradients(built, batches(layout))
     for batch_size, tokens in ((1, 10**6), (2, 10**6), (8, 60), (8, 1)):
         assert_same(gradients(built, batches(layout, batch_size, tokens)), whole)
@@ -36,9 +36,11 @@ def test_accumulated_gradients_are_those_of_one_batch_for_any_split_by_tokens(tr
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_checkpointing_changes_no_gradient(train_type, reentrant):
-    plain = engine(train_type=train_type)
-    recomputing = engine(train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant)
+def test_checkpointing_changes_no_gradient(train_type, reentrant, device):
+    plain = engine(train_type=train_type, device=device)
+    recomputing = engine(
+        train_type=train_type, use_gradient_checkpointing="true", reentrant_checkpointing=reentrant, device=device
+    )
     plain.model.train(), recomputing.model.train()
     saved = {}
     for built in (plain, recomputing):
@@ -56,13 +58,13 @@ def test_checkpointing_changes_no_gradient(train_type, reentrant):
     assert_same(gradients(recomputing, batches()), gradients(plain, batches()), 1e-6)
 
 
-def test_dropout_resumes_identically_only_with_the_rng_state():
-    first = engine(lora_dropout=0.2)
+def test_dropout_resumes_identically_only_with_the_rng_state(device):
+    first = engine(lora_dropout=0.2, device=device)
     first.train_step(batches(), 1e-2)
     state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
     wanted = first.train_step(batches(), 1e-2).nll
     for keep, same in ((True, True), (False, False)):
-        second = engine(lora_dropout=0.2)
+        second = engine(lora_dropout=0.2, device=device)
         rng = state[3] if keep else second.rng_state()
         second.load_state(*state[:3], rng)
         assert (second.train_step(batches(), 1e-2).nll == wanted) is same
@@ -70,12 +72,12 @@ def test_dropout_resumes_identically_only_with_the_rng_state():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type):
-    exact = engine(train_type=train_type)
+def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type, device):
+    exact = engine(train_type=train_type, device=device)
     model = tiny.build()
     model.to(DTYPES[Precision.of(TrainConfig(precision=precision)).weights])
-    built = engine(train_type=train_type, model=model)
-    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision=precision), CPU)
+    built = engine(train_type=train_type, model=model, device=device)
+    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision=precision), device)
     built.verify("auto")
     assert built.layout == "padding_free"
     assert all(p.dtype == torch.float32 for p in trainable_params(built).values())
@@ -88,10 +90,10 @@ def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision,
     assert built.train_step(batches(), 1e-2).nll < two.nll
 
 
-def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
+def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights(device):
     model = tiny.build().to(torch.float16)
-    built = engine(model=model)
-    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision="fp16"), CPU)
+    built = engine(model=model, device=device)
+    built = torch_engine(built.model, dataclasses.replace(built.plan.settings, precision="fp16"), device)
     built.verify("auto")
     set_loss_scale(built, 2.0**40)
     before = built.trainable_state()
@@ -101,8 +103,8 @@ def test_fp16_lowers_its_scale_on_overflow_and_leaves_the_weights():
         np.testing.assert_array_equal(array, built.trainable_state()[name])
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
-    built = engine()
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(device):
+    built = engine(device=device)
     with torch.no_grad():
         next(iter(trainable_params(built).values())).fill_(float("nan"))
     before = built.trainable_state()
@@ -125,16 +127,16 @@ def test_running_out_of_memory_names_what_to_lower():
         built.train_step(batches(), 1e-2)
 
 
-def test_clipping_scales_the_full_gradient_and_reports_its_norm_before():
-    free, clipped = engine(apply_gradient_clipping=False), engine(grad_norm=1e-3)
+def test_clipping_scales_the_full_gradient_and_reports_its_norm_before(device):
+    free, clipped = engine(apply_gradient_clipping=False, device=device), engine(grad_norm=1e-3, device=device)
     one, two = free.train_step(batches(), 1e-2), clipped.train_step(batches(), 1e-2)
     assert one.grad_norm == two.grad_norm > 1e-3
 
 
 @pytest.mark.promise("CLI_03")
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_frozen_weights_are_the_same_bits_after_training(train_type):
-    built = engine(train_type=train_type)
+def test_frozen_weights_are_the_same_bits_after_training(train_type, device):
+    built = engine(train_type=train_type, device=device)
     before = tiny.base_tensors_digest(built.model)
     for _ in range(3):
         built.train_step(batches(), 1e-1)
@@ -142,10 +144,10 @@ def test_frozen_weights_are_the_same_bits_after_training(train_type):
     assert tiny.base_tensors_digest(built.model) == before
 
 
-def test_dense_weights_are_kept_only_inside():
-    built = engine(train_type="qlora")
+def test_dense_weights_are_kept_only_inside(device):
+    built = engine(train_type="qlora", device=device)
     layer = next(iter(layers(built.model).values()))
-    x = torch.randn(3, layer.in_features)
+    x = torch.randn(3, layer.in_features).to(device)
     apart = layer(x)
     with dense_weights(built.model):
         assert layer.merged is not None
@@ -157,9 +159,9 @@ def test_dense_weights_are_kept_only_inside():
     assert layer.base.cached is None
 
 
-def test_dense_weights_that_do_not_fit_are_made_layer_by_layer():
+def test_dense_weights_that_do_not_fit_are_made_layer_by_layer(device):
     """A 70B's would take 128 GiB before the first step."""
-    built = engine(train_type="qlora")
+    built = engine(train_type="qlora", device=device)
     layer = next(iter(layers(built.model).values()))
     held = dense_bytes(layers(built.model).values(), torch.float32)
     for free, is_dense in ((2 * held, True), (held, False)):

@@ -7,20 +7,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.data.collate import microbatches
 from finetune.torch_engine import memory_stats
 from tests.support import tiny
-from tests.support.engine_access import counted_weights, trainable_params
+from tests.support.engine_access import counted_weights, optimizer, trainable_params
 from tests.support.engines import batches, engine, gradients
 from tests.support.planned import engine_of, settings_of
 
 
-def test_memory_is_counted_by_item():
-    built = engine(train_type="full", optimizer="adamw")
+def test_memory_is_counted_by_item(device):
+    built = engine(train_type="full", optimizer="adamw", device=device)
     built.train_step(batches(), 1e-3)
     items = built.memory().items
     weights = sum(p.numel() for p in built.model.parameters()) * 4
     buffers = sum(b.nbytes for b in built.model.buffers())
     assert items["trainable"] == weights and items["base"] == buffers
-    # AdamW holds two moments per weight and a step counter of 4 bytes per tensor.
-    assert items["optimizer"] == 2 * weights + 4 * len(trainable_params(built))
+    # AdamW holds two moments per weight and a step counter of 4 bytes per tensor: on the device where it is fused.
+    counters = sum(state["step"].device.type == device.type for state in optimizer(built).state.values())
+    assert items["optimizer"] == 2 * weights + 4 * counters
 
 
 def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
@@ -37,9 +38,9 @@ def test_weights_are_counted_once_and_not_at_every_step(tmp_path):
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_offload_copies_activations_and_no_weight(train_type):
+def test_offload_copies_activations_and_no_weight(train_type, device):
     """Frozen weights were copied to the host and back at each use: 23 of 25 MiB."""
-    built = engine(train_type=train_type)
+    built = engine(train_type=train_type, device=device)
     (batch,) = batches()
     wanted = gradients(built, [batch])
     weights = {t.untyped_storage().data_ptr() for t in (*built.model.parameters(), *built.model.buffers())}

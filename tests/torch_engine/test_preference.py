@@ -145,10 +145,10 @@ def test_no_more_logits_exist_at_a_time_than_a_chunk_of_them(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["padding_free", "padded"])
 @pytest.mark.parametrize("train_type", ["full", "lora", "qlora"])
-def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradients(train_type, layout):
-    built = engine(train_type=train_type, layout=layout)
+def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradients(train_type, layout, device):
+    built = engine(train_type=train_type, layout=layout, device=device)
     (batch,) = batches(layout)
-    weights = torch.linspace(-1, 2, len(batch.rows))
+    weights = torch.linspace(-1, 2, len(batch.rows)).to(device)
     found = built.forward.document_log_probs(batch)
     (weights * found).sum().backward()
     mine = {n: p.grad.clone() for n, p in trainable_params(built).items()}
@@ -161,8 +161,8 @@ def test_log_probabilities_of_documents_are_those_of_each_alone_with_their_gradi
     assert_same(mine, {n: p.grad for n, p in trainable_params(built).items()}, 1e-5)
 
 
-def test_log_probabilities_row_by_row_are_those_of_the_padded_batch():
-    built = engine(layout="padded")
+def test_log_probabilities_row_by_row_are_those_of_the_padded_batch(device):
+    built = engine(layout="padded", device=device)
     (batch,) = batches("padded")
     with torch.no_grad():
         wanted, nll = built.forward.document_log_probs(batch), built.forward.nll(batch)
@@ -172,8 +172,8 @@ def test_log_probabilities_row_by_row_are_those_of_the_padded_batch():
 
 
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_type):
-    model = engine(train_type=train_type).model
+def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_type, device):
+    model = engine(train_type=train_type, device=device).model
     layer = next(iter(layers(model).values()))
     with adapters_off(model):
         assert torch.equal(layer.weight, layer.base.weight)
@@ -181,10 +181,10 @@ def test_a_weight_that_model_code_reads_is_the_bases_with_adapters_off(train_typ
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
-def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision):
+def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision, device):
     model = tiny.build().to(DTYPES[Precision.of(TrainConfig(precision=precision)).weights])
-    built = engine(model=model)
-    built = torch_engine(built.model, replace(built.plan.settings, precision=precision), CPU)
+    built = engine(model=model, device=device)
+    built = torch_engine(built.model, replace(built.plan.settings, precision=precision), device)
     built.verify("auto")
     (batch,) = batches()
     found = built.forward.document_log_probs(batch)
@@ -202,10 +202,10 @@ METHODS = ("dpo", "orpo", "simpo", "kto")
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
-def trainer_of(method, train_type="lora", layout="auto", **changes):
-    built = engine(train_type=train_type, **changes)
+def trainer_of(method, train_type="lora", layout="auto", device=CPU, **changes):
+    built = engine(train_type=train_type, device=device, **changes)
     settings = replace(built.plan.settings, preference=method, preference_beta=0.3, undesirable_weight=0.5)
-    built = torch_engine(built.model, settings, CPU)
+    built = torch_engine(built.model, settings, device)
     built.verify(layout)
     return built
 
@@ -220,9 +220,9 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
 
 
 @EVERY_METHOD
-def test_an_empty_microbatch_adds_nothing(method):
+def test_an_empty_microbatch_adds_nothing(method, device):
     """What a rank with fewer microbatches than another takes part with."""
-    built = trainer_of(method)
+    built = trainer_of(method, device=device)
     found, statistic = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
     totals = Totals((1, 1), statistic)
     for batch in found:
@@ -257,10 +257,10 @@ def test_the_documents_of_a_pair_are_in_one_microbatch_however_small_it_is(layou
     ],
 )
 @EVERY_METHOD
-def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout):
-    whole, wanted = trained(trainer_of(method, train_type, layout), step_batches(method, layout))
+def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout, device):
+    whole, wanted = trained(trainer_of(method, train_type, layout, device=device), step_batches(method, layout))
     for batch_size, tokens in ((1, 10**6), (3, 60)):
-        built = trainer_of(method, train_type, layout)
+        built = trainer_of(method, train_type, layout, device=device)
         found, weights = trained(built, step_batches(method, layout, batch_size, tokens))
         assert found.num_rows == whole.num_rows == (8 if method == "kto" else 4)
         assert found.num_targets == whole.num_targets > 8
@@ -276,9 +276,9 @@ def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout)
 
 @pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes):
-    built, (batch,) = trainer_of("dpo", train_type, **changes), step_batches("dpo")
-    second = trainer_of("dpo", train_type, **changes)
+def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes, device):
+    built, (batch,) = trainer_of("dpo", train_type, **changes, device=device), step_batches("dpo")
+    second = trainer_of("dpo", train_type, **changes, device=device)
     for layer in layers(second.model).values():  # B is zero and magnitudes are those of the base
         second.model.set_submodule(next(n for n, m in second.model.named_modules() if m is layer), layer.base)
     second.model.eval()
@@ -305,12 +305,12 @@ def test_the_reference_of_every_architecture_is_its_model_without_adapters(archi
 
 
 @EVERY_METHOD
-def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method):
-    first = trainer_of(method, lora_dropout=0.2)
+def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method, device):
+    first = trainer_of(method, lora_dropout=0.2, device=device)
     first.train_step(step_batches(method), 1e-2)
     state = copy.deepcopy((first.trainable_state(), *first.optimizer_state(), first.rng_state()))
     wanted, weights = trained(first, step_batches(method))
-    second = trainer_of(method, lora_dropout=0.2)
+    second = trainer_of(method, lora_dropout=0.2, device=device)
     second.load_state(*state)
     found, same = trained(second, step_batches(method))
     assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)

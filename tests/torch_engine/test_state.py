@@ -3,9 +3,9 @@
 from tests.support.engines import batches, engine
 
 
-def test_random_state_of_other_degrees_is_not_taken_up():
+def test_random_state_of_other_degrees_is_not_taken_up(device):
     """Ranks of a tensor-parallel group draw the same dropout, which another layout's states would not give."""
-    one, other = engine(lora_dropout=0.1), engine(lora_dropout=0.1)
+    one, other = engine(lora_dropout=0.1, device=device), engine(lora_dropout=0.1, device=device)
     one.train_step(batches(), 1e-3)
     trainable, (moments, values), rng = one.trainable_state(), one.optimizer_state(), one.rng_state()
     assert values["degrees"] == [1, 1, 1, 1, 1]

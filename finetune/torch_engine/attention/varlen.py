@@ -148,7 +148,8 @@ def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: in
 
 def _with_gradients(kernel, rows, bounds, options) -> list[torch.Tensor]:
     *inputs, upstream = (x.detach().requires_grad_() for x in rows)
-    with torch.enable_grad():
+    # Within a layer that is recomputed, what a trial saves is not the layer's.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         out = kernel(*inputs, bounds, bounds, max(LENGTHS), max(LENGTHS), **options)
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream.detach())]
 

@@ -9,6 +9,7 @@ import quantization_wrapper
 from finetune.adapters.start import seed_of
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
+from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features, scaling_of
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
@@ -54,7 +55,7 @@ def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict
     """
     init, modules, starts = adapter.init, dict(model.named_modules()), {}
     scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
-    device = device if device.type == "cuda" else torch.device("cpu")
+    device = fp64_device(device)
 
     def quantized(weight):
         layer = quantization_wrapper.quantized_linear(weight, None, config)

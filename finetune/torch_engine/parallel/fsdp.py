@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.torch_engine.device import pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.parallel.parallelism import Local
 from finetune.torch_engine.parallel.placement import Placement, local_shard
@@ -45,6 +46,8 @@ class FSDP2(Local):
 
     def accumulating(self, last: bool):
         self.root.set_requires_gradient_sync(last or not self.no_sync)
+        # Embedding and head stay gathered until the step's last backward: nothing changes them before.
+        self.root.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
@@ -71,7 +74,7 @@ def shard(
     other_stages = local_shards is None  # what is on meta belongs to other pipeline stages
     ignored = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and other_stages}
     root = FSDPRoot(model, reshard_after_forward)
-    policy = CPUOffloadPolicy(pin_memory=groups.mesh.device_type == "cuda") if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device)) if offload else OffloadPolicy()
     layers = decoder_layers(model)
     if other_stages:
         layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]

@@ -7,6 +7,7 @@ import torch
 
 from finetune.errors import PlanError
 from finetune.pretrain_config import PretrainConfig
+from finetune.torch_engine.device import fused_optimizer
 
 
 def build_optimizer(named: dict, settings: PretrainConfig, device):
@@ -19,8 +20,7 @@ def build_optimizer(named: dict, settings: PretrainConfig, device):
     betas = settings.beta1, settings.beta2
     if settings.optimizer == "adam_atan2":
         return AdamATan2(groups, lr=settings.lr, betas=betas)
-    fused = {"fused": True} if device.type in ("cpu", "cuda", "mps", "xpu") else {}
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, **fused)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, **fused_optimizer(device))
 
 
 class AdamATan2(torch.optim.Optimizer):

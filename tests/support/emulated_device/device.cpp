@@ -1,7 +1,8 @@
 // A device that computes on the CPU and that only tests use: torch's PrivateUse1, with memory of its own kind.
 //
 // Gloo refuses its tensors, as it refuses those of an Apple GPU; its storages can be told to refuse resizing, as MPS
-// storages do; and its allocator counts live and peak bytes exactly. Kernels run through torch's CPU fallback.
+// storages do; and its allocator counts live and peak bytes exactly. Kernels run through torch's CPU fallback, and
+// refuse operands of two devices.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -152,9 +153,38 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& to) 
   return to;
 }
 
+// Of integers too, as a GPU's: transformers counts so on every device that is no CPU.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  return on_cpu(self).to(at::kFloat).histc(bins, low, high).to(self.scalar_type()).to(DEVICE);
+}
+
 at::Scalar local_scalar(const at::Tensor& self) { return on_cpu(self).item(); }
 
+// As on a GPU: an operation takes tensors of one device, but for numbers in tensors without dimensions. Stricter than
+// CUDA, indices included, as those of the host would be uploaded while it waits. torch's fallback takes any mixture.
+void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  bool here = false, elsewhere = false;
+  auto see = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (tensor.is_privateuseone()) here = true;
+    else if (tensor.is_cpu() && tensor.dim() > 0) elsewhere = true;
+  };
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) see(value.toTensor());
+    else if (value.isTensorList()) { for (const at::Tensor& tensor : value.toTensorList()) see(tensor); }
+    else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) if (tensor) see(*tensor);
+    } else if (value.isGenerator()) {
+      TORCH_CHECK(value.toGenerator().device().type() == at::kPrivateUse1,
+                  "Expected a 'emulated' device type for generator but found 'cpu': ", op.schema().name());
+    }
+  }
+  TORCH_CHECK(!(here && elsewhere), "Expected all tensors to be on the same device, but found at least two devices, ",
+              "emulated and cpu: ", op.schema().name());
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_devices(op, *stack);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -168,6 +198,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("resize_", &resize_);
+  m.impl("histc", &histc);
   m.impl("view", &at::native::view);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

@@ -181,6 +181,21 @@ def test_a_kernel_that_is_wrong_is_not_used(wrong, windowed, dtype):
     assert right is None and ("off by" in found or "only supports" in found), found
 
 
+def test_a_trial_within_a_recomputed_layer_leaves_its_saved_tensors_alone():
+    """A layer's first forward tries the kernel, its recomputation does not: checkpointing counts what each saves."""
+    x = torch.randn(3, requires_grad=True)
+
+    def load():
+        return varlen_reference.varlen_attn
+
+    def layer(x):
+        assert trial(load, CPU, torch.bfloat16, 16, 1, False) is None
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
 def test_groups_take_what_kernels_lack_and_a_word_that_names_one_ends_the_run():
     auto = Attention(AUTO)
     how = per_document.scoring_of(torch.empty(1, 4, 3, 16))

@@ -115,12 +115,12 @@ def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets,
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gradients_are_pefts(architecture, tmp_path):
-    model, settings = adapted(architecture)
+def test_gradients_are_pefts(architecture, tmp_path, device):
+    model, settings = adapted(architecture, device=device)
     write(model, settings, tmp_path / "a")
-    theirs = peft.PeftModel.from_pretrained(build(architecture), tmp_path / "a", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(build(architecture), tmp_path / "a", is_trainable=True).to(device)
     for m in (model, theirs):
-        m(input_ids=IDS, labels=IDS).loss.backward()
+        m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
     mine = {disk_name(n): p.grad for n, p in adapter_parameters(model).items()}
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
@@ -129,11 +129,11 @@ def test_gradients_are_pefts(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", ["nf4", "nf4 twice", "bnb"])
-def test_quantized_experts_are_their_dequantized_weights(architecture, method):
+def test_quantized_experts_are_their_dequantized_weights(architecture, method, device):
     if method == "bnb":
         pytest.importorskip("bitsandbytes")
-    model = quantized(build(architecture), method.split()[0], "twice" in method)
-    dense = build(architecture)
+    model = quantized(build(architecture).to(device), method.split()[0], "twice" in method)
+    dense = build(architecture).to(device)
     with torch.no_grad():
         for name, module in fused.reachable(dense).items():
             for weight in fused.weight_names(module):
@@ -143,12 +143,12 @@ def test_quantized_experts_are_their_dequantized_weights(architecture, method):
                     stored, weight_of = held.of(expert)
                     value = weight_of(stored, torch.float32)
                     getattr(module, weight)[expert] = value.t() if module.is_transposed else value
-        difference = (dense(IDS).logits - build(architecture)(IDS).logits).abs().max()
+        difference = (dense(IDS.to(device)).logits - build(architecture).to(device)(IDS.to(device)).logits).abs().max()
         assert 0 < difference < 0.5  # something was quantized
     for m in (model, dense):
-        adapted(model=m)
-        m(input_ids=IDS, labels=IDS).loss.backward()
-    assert torch.equal(model(IDS).logits, dense(IDS).logits)
+        adapted(model=m, device=device)
+        m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
+    assert torch.equal(model(IDS.to(device)).logits, dense(IDS.to(device)).logits)
     pairs = zip(adapter_parameters(model).values(), adapter_parameters(dense).values(), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)

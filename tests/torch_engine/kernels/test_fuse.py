@@ -83,8 +83,8 @@ def test_qlora_with_recomputation_launches_at_most_half_of_what_it_did():
 # ---- adapters cast once
 
 
-def test_casts_of_a_step_give_what_casts_at_each_use_give():
-    built = engine("llama")
+def test_casts_of_a_step_give_what_casts_at_each_use_give(device):
+    built = engine("llama", device=device)
     built.model.to(torch.bfloat16)
     for parameter in built.parallel.local_params.values():
         parameter.data = parameter.data.float()

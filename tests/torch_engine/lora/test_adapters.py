@@ -22,23 +22,23 @@ from tests.support.runs import steps
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_merged_is_the_adapter(architecture, kind):
-    model, _ = adapted(architecture, **KINDS[kind])
+def test_merged_is_the_adapter(architecture, kind, device):
+    model, _ = adapted(architecture, **KINDS[kind], device=device)
     with torch.no_grad():
-        before = model(input_ids=IDS).logits
+        before = model(input_ids=IDS.to(device)).logits
         merge_adapters(model)
         assert not layers(model)
-        torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(input_ids=IDS.to(device)).logits, before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_adapter_is_attached_to_the_same_logits(kind, tmp_path):
-    model, settings = adapted("llama", **KINDS[kind])
+def test_a_saved_adapter_is_attached_to_the_same_logits(kind, tmp_path, device):
+    model, settings = adapted("llama", **KINDS[kind], device=device)
     write(model, settings, tmp_path / "a")
-    other = tiny.build()
+    other = tiny.build().to(device)
     attach_adapter(other, tmp_path / "a")
     with torch.no_grad():
-        assert torch.equal(other(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        assert torch.equal(other(input_ids=IDS.to(device)).logits, model(input_ids=IDS.to(device)).logits)
 
 
 def test_an_adapter_that_peft_made_is_attached_too(tmp_path):
@@ -73,23 +73,23 @@ def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_not
 
 
 @pytest.mark.parametrize("side", ["embed_tokens", "lm_head"])
-def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, tmp_path):
+def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, tmp_path, device):
     """As PEFT's does. Merging unties: the model then holds two tables."""
-    model, _ = adapted("llama_tied", side)
-    twin = tiny.build("llama_tied")
+    model, _ = adapted("llama_tied", side, device=device)
+    twin = tiny.build("llama_tied").to(device)
     layer = model.get_input_embeddings() if side == "embed_tokens" else model.get_output_embeddings()
     with torch.no_grad():
-        logits = model(input_ids=IDS).logits
+        logits = model(input_ids=IDS.to(device)).logits
         table = torch.nn.Parameter(layer.merged_weight())
         twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.clone())
         (twin.get_input_embeddings() if side == "embed_tokens" else twin.lm_head).weight = table
-        torch.testing.assert_close(twin(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(twin(input_ids=IDS.to(device)).logits, logits, rtol=1e-5, atol=1e-5)
         merge_adapters(model)
-        torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(input_ids=IDS.to(device)).logits, logits, rtol=1e-5, atol=1e-5)
         assert model.lm_head.weight is not model.get_input_embeddings().weight
         write_model_folder(model, tmp_path, torch.float32)
-        again = load_dense(tmp_path, torch.float32)
-        assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        again = load_dense(tmp_path, torch.float32).to(device)
+        assert torch.equal(again(input_ids=IDS.to(device)).logits, model(input_ids=IDS.to(device)).logits)
 
 
 def test_an_adapter_of_pefts_with_the_embedding_saved_beside_it_is_attached(tmp_path):

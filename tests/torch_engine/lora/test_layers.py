@@ -17,16 +17,16 @@ from tests.support.engines import engine
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradients_are_pefts(kind, dropout, tmp_path):
-    model, settings = adapted("llama", lora_dropout=dropout, **KINDS[kind])
+def test_gradients_are_pefts(kind, dropout, tmp_path, device):
+    model, settings = adapted("llama", lora_dropout=dropout, **KINDS[kind], device=device)
     write(model, settings, tmp_path / "a")
-    theirs = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / "a", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / "a", is_trainable=True).to(device)
     if dropout == 0.0:
         model.train(), theirs.train()
     else:
         model.eval(), theirs.eval()  # PEFT draws other masks; compared is that dropout is off
     for m in (model, theirs):
-        m(input_ids=IDS, labels=IDS).loss.backward()
+        m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
     mine = {disk_name(n): p.grad for n, p in model.named_parameters() if "lora_" in n}
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
@@ -35,10 +35,10 @@ def test_gradients_are_pefts(kind, dropout, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_averages_to_no_dropout(kind):
-    model, _ = adapted("llama", lora_dropout=0.5, **KINDS[kind])
+def test_dropout_averages_to_no_dropout(kind, device):
+    model, _ = adapted("llama", lora_dropout=0.5, **KINDS[kind], device=device)
     layer = layers(model)["model.layers.0.self_attn.q_proj"]
-    x = torch.randn(1, 64)
+    x = torch.randn(1, 64).to(device)
     layer.eval()
     expected = layer(x)
     layer.train()
@@ -48,8 +48,8 @@ def test_dropout_averages_to_no_dropout(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_on_a_quantized_base_is_one_on_its_dequantized_weights(kind):
-    model, dense = tiny.build(), tiny.build()
+def test_an_adapter_on_a_quantized_base_is_one_on_its_dequantized_weights(kind, device):
+    model, dense = tiny.build().to(device), tiny.build().to(device)
     names = linear_names(model)
     quantization_wrapper.quantize_model(model, quantization_wrapper.config_for("nf4"), names)
     with torch.no_grad():
@@ -57,8 +57,8 @@ def test_an_adapter_on_a_quantized_base_is_one_on_its_dequantized_weights(kind):
             layer = model.get_submodule(name)
             dense.get_submodule(name).weight.copy_(layer.weight_of(layer.stored(), torch.float32))
     for m in (model, dense):
-        adapted(model=m, **KINDS[kind])
-        m(input_ids=IDS, labels=IDS).loss.backward()
+        adapted(model=m, **KINDS[kind], device=device)
+        m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
     for (name, mine), (_, theirs) in zip(trainable(model), trainable(dense), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7, msg=name)
 
@@ -84,23 +84,23 @@ def test_a_frozen_layer_keeps_its_input_once_and_gets_no_weight_gradient():
     assert layer.q_proj.base.weight.grad is None
 
 
-def test_frozen_weights_are_the_same_bits_after_training():
-    model, _ = adapted()
+def test_frozen_weights_are_the_same_bits_after_training(device):
+    model, _ = adapted(device=device)
     before = tiny.base_tensors_digest(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(3):
-        model(input_ids=IDS, labels=IDS).loss.backward()
+        model(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
         optimizer.step()
     assert tiny.base_tensors_digest(model) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_embeddings_and_head_are_pefts(kind, tmp_path):
-    model, settings = adapted("llama", "embed_tokens,lm_head", **KINDS[kind])
+def test_gradients_of_embeddings_and_head_are_pefts(kind, tmp_path, device):
+    model, settings = adapted("llama", "embed_tokens,lm_head", **KINDS[kind], device=device)
     write(model, settings, tmp_path / "a")
-    theirs = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / "a", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(tiny.build("llama"), tmp_path / "a", is_trainable=True).to(device)
     for m in (model, theirs):
-        m(input_ids=IDS, labels=IDS).loss.backward()
+        m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
     mine = {disk_name(n): p.grad for n, p in adapter_parameters(model).items()}
     compared = 0
     for name, parameter in theirs.named_parameters():
@@ -117,8 +117,8 @@ def test_dropout_runs_under_every_precision(plain_run, precision, dora):
     assert plain_run(precision=precision, lora_dropout=0.1, use_dora=dora, max_steps=2, train_type="qlora").step == 2
 
 
-def test_dora_norms_come_from_what_is_stored_not_from_rounded_copies():
-    built = engine(train_type="qlora", use_dora=True)
+def test_dora_norms_come_from_what_is_stored_not_from_rounded_copies(device):
+    built = engine(train_type="qlora", use_dora=True, device=device)
     layer = next(iter(layers(built.model).values()))
     before = layer.weight_norm()
     layer.base.cache(torch.bfloat16)

@@ -1,0 +1,82 @@
+"""Peaks of a step on a GPU against the estimate: on meta tensors of real sizes, and on a stand-in for shards."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import emulated_device, large, meta_peaks
+from tests.support.planned import settings_of
+
+FEW = dict(num_hidden_layers=4)
+GEMMA3 = dict(
+    model_type="gemma3_text",
+    vocab_size=262208,
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=1024,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+)
+QWEN3_MOE = dict(
+    model_type="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=3,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    tie_word_embeddings=False,
+    max_position_embeddings=8192,
+)
+MODELS = {
+    "Llama 3 8B": large.LLAMA_8B | FEW,
+    "Llama 3.2 1B": large.LLAMA_1B,
+    "Qwen 3 8B": large.LLAMA_8B
+    | FEW
+    | dict(model_type="qwen3", vocab_size=151936, intermediate_size=12288, head_dim=128),
+    "Gemma 3 4B": GEMMA3,
+    "Mistral 7B, window": large.LLAMA_8B | FEW | dict(model_type="mistral", vocab_size=32000, sliding_window=256),
+    "Qwen 3 30B A3B": QWEN3_MOE,
+}
+CELLS = [
+    (model, kind, recomputed) for model in MODELS for kind in ("lora", "qlora") for recomputed in ("false", "true")
+]
+FAST = {("Llama 3 8B", "lora", "false"), ("Gemma 3 4B", "qlora", "false"), ("Qwen 3 30B A3B", "qlora", "true")}
+LENGTHS = (700, 500, 300, 548)
+
+
+def cells() -> list:
+    return [pytest.param(*cell, marks=[] if cell in FAST else pytest.mark.slow) for cell in CELLS]
+
+
+@pytest.mark.parametrize(("model", "kind", "recomputed"), cells())
+def test_a_steps_peak_is_predicted_within_5_percent(model, kind, recomputed):
+    """bf16, 2,048 tokens in four documents; layers are the model's, there are fewer of them."""
+    settings = settings_of(kind, "bf16", use_gradient_checkpointing=recomputed)
+    predicted, counted, items = meta_peaks.counted(MODELS[model], settings, LENGTHS)
+    assert predicted == pytest.approx(counted, rel=0.05), items
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(emulated_device.missing()), reason=str(emulated_device.missing()))
+def test_what_a_shards_gathers_add_is_predicted_within_5_percent():
+    """Two ranks of FSDP2 over a fake process group, against one process: root and first layer are held twice."""
+    argv = [sys.executable, "-W", "ignore", "-m", "tests.support.sharded_peaks"]
+    done = subprocess.run(argv, env=emulated_device.environment(), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, cell in found.items():
+        assert cell["alone"] + cell["gathered"] == pytest.approx(cell["sharded"], rel=0.05), (name, cell)
+    large_root = found["large root, lora"]
+    assert large_root["sharded"] - large_root["alone"] > 1.5 * large_root["root"]

@@ -1,0 +1,83 @@
+"""Peak bytes of a training step on a GPU, counted on meta tensors, beside what the estimate predicts of them.
+
+The program's own layers, kernels' shapes and step; only numbers are missing. The optimizer's moments are there, as in
+every step but the first; its fused step has no temporaries.
+"""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from finetune.data.collate import microbatches
+from finetune.estimate import memory
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import AttentionPlan, Parts
+from finetune.torch_engine.attention import per_document
+from finetune.torch_engine.attention.varlen import Attention
+from finetune.torch_engine.device import DTYPES
+from finetune.torch_engine.forward import Layout
+from finetune.torch_engine.lora.layers import cast_once
+from tests.support import large, tiny
+from tests.support.build import torch_engine
+
+META = torch.device("meta")
+BLOCK = 512  # bytes that CUDA's allocator gives at a time
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of live storages on a device, rounded as CUDA's allocator rounds; `peak`: the most there were."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.live, self.peak = device.type, 0, 0
+        self.known = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.add(tree_leaves(out))
+        return out
+
+    def add(self, tensors) -> None:
+        for tensor in tensors:
+            if torch.is_tensor(tensor) and tensor.device.type == self.device:
+                storage = tensor.untyped_storage()
+                if storage not in self.known:
+                    size = -(-storage.nbytes() // BLOCK) * BLOCK
+                    self.known[storage] = True
+                    self.live += size
+                    weakref.finalize(storage, self._freed, size)
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
+    """(predicted, counted, predicted items) peak bytes of one microbatch of documents of these lengths."""
+    model = large.model(config, settings, META)
+    engine = torch_engine(model, settings, META)
+    per_document.register()
+    engine.forward.use(Layout(True, "", chunked_head=True))
+    engine.forward.attention = Attention(AttentionPlan("auto", ("varlen",)))
+    rows = tiny.dataset(lengths, vocab=config["vocab_size"])
+    (batch,) = microbatches(rows, range(len(lengths)), "padding_free", len(lengths), 10**9, 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
+    with LiveBytes(META) as bytes_:
+        bytes_.add([*model.parameters(), *model.buffers(), *moments])
+        for _ in range(2):
+            with cast_once(model, DTYPES[Parts(settings).precision.compute]):
+                model.train()
+                loss = engine.forward.nll(batch)
+                (loss / batch.num_targets).backward()
+            del loss
+            for p in trained:
+                p.grad = None
+    shape = ModelShape.from_config(config)
+    load = MicrobatchShape(tuple(lengths), batch.num_targets, "padding_free")
+    found = memory.estimate(Parts(settings), shape, load, "cuda")
+    items = {name: n for name, n in found["items"].items() if name != "libraries"}
+    return sum(items.values()), bytes_.peak, items
