@@ -13,6 +13,7 @@ from finetune.engine import StepResult
 from finetune.run import evaluation, model_card, scoring
 from finetune.run.metrics import read_events
 from tests.support.rows import ROWS, jsonl
+from train import fine_tune
 
 NF4 = dict(train_type="qlora", quantization_backend="nf4", num_epochs=2)
 LIMITS = dict(score_max_new_tokens=6, score_samples=6)
@@ -45,6 +46,15 @@ def test_a_qlora_run_ends_with_the_scores_on_both_bases_and_the_card_has_them(ro
     assert by_name["perplexity"] == pytest.approx(found["perplexity"], abs=1e-6)
     assert f"| the same adapter, dense base | {found['loss']:.4f} |" in card.text
     assert "It was trained on a base in nf4 4 bits" in card.text
+
+
+def test_a_readme_of_the_user_s_own_stays(rows, tmp_path, run, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    run(**NF4 | {"num_epochs": 1}, save_every=1)
+    assert "README.md is not of a run and stays: no model card is written" in capsys.readouterr().out
+    fine_tune(resume=str(tmp_path / "out"), num_epochs=2)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
 def test_a_dense_base_that_does_not_fit_is_a_line_with_the_command(rows, tmp_path, run, capsys, monkeypatch):
