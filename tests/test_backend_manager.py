@@ -302,8 +302,8 @@ def test_batch_and_model_sizes_have_sensible_bounds():
 @pytest.mark.parametrize("gib", [8, 24, 80])
 @pytest.mark.parametrize("context_length", [512, 4096])
 def test_rows_of_a_size_are_those_of_the_plans_memory_prediction(device, gib, context_length):
-    """Within one row or a fifth: the closed form knows no exact shapes."""
+    """Within one row or a quarter: the closed form knows no exact shapes, and adds up peaks of different moments."""
     for size in (0.1, 0.5, 1, 3, 7, 13, 30, 70):
         rows = rows_that_fit(size, context_length, gib * 2**30, device)
         expected = predicted_rows(size, context_length, gib * 2**30, device)
-        assert abs(rows - expected) <= max(1, expected // 5), (size, rows, expected)
+        assert abs(rows - expected) <= max(1, expected // 4), (size, rows, expected)
