@@ -320,7 +320,7 @@ def scored(folder: Path, dataset: str, run) -> tuple[str, dict[str, float], int]
     if not questions:
         return loss, {"loss": result.loss}, len(rows)
     asked = argparse.Namespace(score_examples=questions, tokenizer=tokenizer, stop_ids=ends)
-    values, _ = evaluation.scores(engine, asked, Parts(settings).data, result.loss)
+    values = evaluation.scores(engine, asked, Parts(settings).data, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 
 

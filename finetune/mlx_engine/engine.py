@@ -253,6 +253,8 @@ class MLXEngine:
             self.keys.begin(None)
         how = Sampling(**sampling)
         stops = (stop_row, on_token, how, self._next_key)
+        if not prompts:
+            return []
         return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
 
     def full_weights(self):

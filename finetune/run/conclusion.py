@@ -41,10 +41,10 @@ def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
     engine, _, _, _ = open_checkpoint.open_engine(how)
     batches = data.evaluation_batches(plan, engine.pad_id) if data.validation is not None else {}
     found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()}) if batches else {}
-    values, _ = evaluation.scores(engine, data, plan.data, found.get("loss", float("nan")), stop.requested)
+    scored = evaluation.scores(engine, data, plan.data, found.get("loss", float("nan")), stop.requested)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
-    return found | values
+    return found | scored.values
 
 
 def _obstacle(plan: RunPlan, log: Metrics) -> str:

@@ -321,17 +321,30 @@ class TorchEngine(EngineBase):
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
-        """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
+        """New token ids per prompt, as the protocol says."""
         self.model.eval()
+        stops = stop_row, on_token, Sampling(**sampling)
+        how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
+        with self.forward.autocast(), self.full_weights() as in_full:
+            if not in_full:
+                new = self.parallel.call(partial(generate.generate, *how, synced=True))
+                self.parallel.reshard()
+            else:
+                new = self._generate_alone(how) if prompts else []
+        memory_stats.trim_heap()
+        return new
+
+    def _generate_alone(self, how: tuple) -> list[list[int]]:
         dense = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
-        with self.forward.autocast(), self.full_weights(), dense:
-            how = Sampling(**sampling)
-            pad_id = self.forward.pad_id
-            new = generate.generate(self.model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
-        memory_stats.trim_heap()
-        return new
+        with dense:
+            return generate.generate(*how)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if the last generation gathered one layer at a time."""
+        return not self.parallel.in_full
 
     def full_weights(self):
         return self.parallel.full_weights()

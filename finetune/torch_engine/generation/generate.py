@@ -10,6 +10,7 @@ from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memor
 from finetune.generation import GREEDY, Sampling
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
+from finetune.torch_engine.device import FREE_FOR_WEIGHTS
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation.sampling import Restricted
 from finetune.torch_engine.lora.layers import LoRALinear
@@ -32,13 +33,20 @@ class _RowsDone(StoppingCriteria):
 
 
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, synced=False
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
+
+    `synced`: each forward gathers weights from the other ranks, which call this at the same time: a rank goes on until
+    the last one is done. One without prompts takes part with a token of its own.
 
     Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
+    if not prompts:
+        assert synced, "nothing to answer"
+        generate(model, [[0]], max_new_tokens, eos_ids, pad_id, lambda row, ids: True, synced=True)
+        return []
     own, own_settings = model.config._attn_implementation, model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
@@ -61,7 +69,7 @@ def generate(
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
             use_cache=use_cache,
-            synced_gpus=False,  # weights are in full here; transformers would all-reduce at each token under FSDP
+            synced_gpus=synced,  # None would all-reduce at each token under FSDP, even if weights are in full
             stopping_criteria=StoppingCriteriaList([rows_done]),
             do_sample=samples,
             logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
@@ -138,9 +146,6 @@ def _until_end(ids, eos_ids, pad_id):
     return ids
 
 
-FREE_FOR_DENSE = 0.7  # of the free memory: generation also keeps keys and values
-
-
 def dense_bytes(layers, dtype) -> int:
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
@@ -159,7 +164,7 @@ def dense_weights(model, free: int | None = None):
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
-    if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_DENSE * free:
+    if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_WEIGHTS * free:
         merged, cached = [], []
     try:
         for layer in merged:

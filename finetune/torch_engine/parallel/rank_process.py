@@ -57,7 +57,7 @@ def run_launched(run, announced_plan, env: RankEnv, rank_timeout: float, plan_ty
     return done or run_rank(run, env, store, address, watchdog, plan)
 
 
-def join(env: RankEnv, timeout_s: float, stacks: Path | None = None) -> tuple:
+def join(env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error=process.log_error) -> tuple:
     """(the store, this host's address, the watchdog) when all ranks have joined: from then on the watchdog sees them.
     Collective. RankLostError for a rank that has not joined within `timeout_s`.
     """
@@ -68,7 +68,7 @@ def join(env: RankEnv, timeout_s: float, stacks: Path | None = None) -> tuple:
             store = create_store(env, timeout_s)
             wait_for_ranks(env, store, timeout_s)
             address = network_address(env, store, timeout_s)
-            return store, address, start_watchdog(env, store, address, timeout_s, stacks, process.log_error)
+            return store, address, start_watchdog(env, store, address, timeout_s, stacks, log_error)
     except (RankLostError, dist.DistError) as error:
         lost = error if isinstance(error, RankLostError) else RankLostError(f"{text} ({first_line(error)})")
         if env.folder:
@@ -122,14 +122,25 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
     watchdog.stacks, watchdog.timeout_s = Path(s.output_dir) / "stacks", s.rank_timeout
-    try:
+
+    def work() -> TrainState:
         init_process_group(env, store, address, device_of(plan.backend, env.local_rank), s.rank_timeout)
         state = run(plan.on_this_host(), env, watchdog)
         destroy_process_group()
-        watchdog.close()
         if env.folder and env.rank == 0:
             write_result(env, asdict(state))
         return state
+
+    state, failed = together(work, env, watchdog)
+    return TrainState(status="failed", exit_code=failed) if state is None else state
+
+
+def together(work, env: RankEnv, watchdog) -> tuple:
+    """(work(), 0), or (None, exit code) of a failure that another process prints. Never leaves another rank waiting."""
+    try:
+        result = work()
+        watchdog.close()
+        return result, 0
     except (*EXPECTED, MemoryError, OSError, RuntimeError) as error:
         failure = _expected(error, watchdog)
         if failure is None:
@@ -138,7 +149,7 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
         if env.folder:
             write_failure(env, failure.exit_code, str(failure), collectives.of_error(error))
         if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
-            return TrainState(status="failed", exit_code=failure.exit_code)
+            return None, failure.exit_code
         raise failure from error
 
 

@@ -1,0 +1,114 @@
+"""generate.py and score.py over several ranks: started by torchrun or srun, or here by --world_size, as train.py's are.
+
+Rank 0 reads and finds everything first and alone prints; a rank that fails ends the others with one line.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.config import TrainConfig
+from finetune.distributed.env import RankEnv, rank_env
+from finetune.distributed.launcher import spawn_ranks, write_result
+from finetune.errors import PlanError, RankLostError
+from finetune.system import process
+
+RESUME = "Rerun with --resume auto."  # the remedy that a lost rank of a run names
+
+
+@dataclass
+class Ranks:
+    """This rank of a command, and what it needs to hear from rank 0. `store`: torch's, of the job; None for one rank.
+    `address`, `watchdog`: see rank_process.join.
+    """
+
+    env: RankEnv = field(default_factory=RankEnv)
+    store: Any = None
+    address: str = ""
+    watchdog: Any = None
+    shared: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.env.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.env.rank == 0
+
+    def share(self, read: Callable[[], Any]):
+        """read() of rank 0, on every rank, as JSON. The others wait as long as it takes: it may be typed."""
+        if self.store is None:
+            return read()
+        self.shared += 1
+        key = f"shared-{self.shared}"
+        if not self.is_first:
+            return json.loads(self.store.get(key))
+        value = read()
+        self.store.set(key, json.dumps(value))
+        return value
+
+
+def run(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
+    """The exit code of a command on one rank or on several.
+
+    `parsed(argv)`: its arguments, with `world_size`. `prepared(args, size)`: finds what is asked for, downloads it, and
+    returns the device's name; called by rank 0 before the others. `work(args, ranks)`: the exit code. Raises PlanError.
+    """
+    env = rank_env(os.environ)
+    if env and env.launcher == "spawned":
+        assert env.folder is not None
+        argv = json.loads((env.folder / "plan.json").read_text(encoding="utf-8"))
+    args = parsed(argv)
+    asked = args.world_size
+    if env and env.size > 1:
+        if env.launcher == "mlx.launch":
+            raise PlanError("mlx.launch: starts ranks of MLX, which answer in one process. Start one process.")
+        if asked not in (1, env.size):
+            raise PlanError(f"--world_size {asked}: {env.launcher} started {env.size} ranks. Omit --world_size.")
+        return _rank(env, args, prepared, work)
+    if asked > 1:
+        prepared(args, asked)  # an error ends the command before any rank is started
+        words = list(sys.argv[1:] if argv is None else argv)
+        try:
+            return spawn_ranks(program, asked, json.dumps(words), keeps_stdin=True)["exit_code"]
+        except RankLostError as error:
+            raise RankLostError(_without_resume(error)) from None
+    prepared(args, 1)
+    return work(args, Ranks())
+
+
+def _rank(env: RankEnv, args, prepared, work) -> int:
+    from finetune.torch_engine.device import device_of
+    from finetune.torch_engine.parallel import rank_process
+    from finetune.torch_engine.parallel.process_groups import destroy_process_group, init_process_group
+
+    process.mute_nonzero_ranks(env.rank)
+    timeout_s = TrainConfig().rank_timeout
+    try:
+        joined = rank_process.join(env, timeout_s, log_error=lambda text: process.log_error(_without_resume(text)))
+        ranks = Ranks(env, *joined)
+
+        def answer() -> int:
+            device = ranks.share(lambda: prepared(args, env.size))
+            if not ranks.is_first:
+                prepared(args, env.size)
+            init_process_group(env, ranks.store, ranks.address, device_of(device, env.local_rank), timeout_s)
+            code = work(args, ranks)
+            destroy_process_group()
+            if env.folder and ranks.is_first:
+                write_result(env, {"exit_code": code})
+            return code
+
+        code, failed = rank_process.together(answer, env, ranks.watchdog)
+    except RankLostError as error:
+        raise RankLostError(_without_resume(error)) from None
+    return failed or (0 if env.folder else code)
+
+
+def _without_resume(text) -> str:
+    return str(text).replace(RESUME, "Start it again.")
