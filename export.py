@@ -381,6 +381,7 @@ def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
 def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     import subprocess
 
+    from finetune.model_files.rope_names import add_older_names
     from finetune.system.isolated import python_command
 
     how = []
@@ -394,6 +395,7 @@ def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [""])[-1]
         raise PlanError(f"--to mlx: mlx-lm's converter ended with {done.returncode} ({said[:300]}). Use --to hf.")
+    add_older_names(made / "config.json")  # those of a model that is converted as it is
     for file in sorted(made.iterdir()):
         file.replace(folder / file.name)
     made.rmdir()

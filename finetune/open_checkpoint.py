@@ -223,9 +223,9 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
 
 def said_memory(used: dict) -> str:
     """The line of `memory_of`."""
-    peaks = ", ".join(gib(peak).removesuffix(" GiB") for peak in used["by_rank"])
+    peaks = ", ".join(map(gib, used["by_rank"]))
     of = f" on {len(used['by_rank'])} ranks" if len(used["by_rank"]) > 1 else ""
-    return f"memory above imports: {peaks} GiB{of} ({gib(used['predicted'])} predicted)"
+    return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
 
 
 def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):

@@ -61,6 +61,8 @@ def trained_base(
     settings = replace(trained or TrainConfig(), train_type="lora", precision=word, llama_pro_path=None)
     settings = replace(settings, use_gradient_checkpointing="false", **_degrees(trained, manager, ranks))
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
+    # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
+    settings = replace(settings, cache_dequantized="false")
     settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
     lines = [why] if why else []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
@@ -132,8 +134,7 @@ def _quantization(
         return {}, f"as it was trained on {was}{obstacle}" if was else ""
     if was and n_bits in (None, was.bits) and not obstacle:
         names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant")
-        # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
-        return {name: getattr(trained, name) for name in names} | {"cache_dequantized": "false"}, ""
+        return {name: getattr(trained, name) for name in names}, ""
     if (checkpoint / TRAINED_BLOCKS).is_file():
         raise PlanError(f"--n_bits {n_bits}: new layers ({TRAINED_BLOCKS}) are opened on a dense base only. Omit it.")
     assert n_bits is not None  # else it is as trained, or dense

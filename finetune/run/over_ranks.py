@@ -65,6 +65,8 @@ def run(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
         argv = json.loads((env.folder / "plan.json").read_text(encoding="utf-8"))
     args = parsed(argv)
     asked = args.world_size
+    if asked < 1:
+        raise PlanError(f"--world_size {asked}: must be >= 1.")
     if env and env.size > 1:
         if env.launcher == "mlx.launch":
             raise PlanError("mlx.launch: starts ranks of MLX, which answer in one process. Start one process.")

@@ -19,6 +19,7 @@ from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice, on_microbatch
+from finetune.model_files.rope_names import with_older_names
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
@@ -397,7 +398,7 @@ class TorchEngine(EngineBase):
         """{file: JSON} beside the weights, so that others can load them."""
         if self.plan.all_weights:
             self.model.config.dtype = self.saved_dtype
-            return {"config.json": self.model.config.to_dict()}
+            return {"config.json": with_older_names(self.model.config.to_dict())}
         if isinstance(self.plan.trains, AddedLayers):
             tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from finetune import safetensors_io
+from finetune.model_files.rope_names import add_older_names
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights.modalities import forget_quantization
@@ -119,6 +120,7 @@ class StreamedSave:
             forget_quantization(config)
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
+        add_older_names(folder / "config.json")
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
