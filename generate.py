@@ -314,9 +314,9 @@ def answer_all(args, ranks) -> int:
 
 def main(argv=None) -> int:
     process.prepare_environment()
-    from finetune.run import over_ranks
+    from finetune import open_checkpoint
 
-    return over_ranks.run(Path(__file__), argv, parsed, prepared, answer_all)
+    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, answer_all)
 
 
 if __name__ == "__main__":

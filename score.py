@@ -136,9 +136,9 @@ def score_all(args, ranks) -> int:
 
 def main(argv=None) -> int:
     process.prepare_environment()
-    from finetune.run import over_ranks
+    from finetune import open_checkpoint
 
-    return over_ranks.run(Path(__file__), argv, parsed, prepared, score_all)
+    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
 
 
 def score_rows(engine, tokenizer, ends, base, args, writes: bool) -> tuple:

@@ -18,6 +18,7 @@ from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.plan.parts import Parts
+from finetune.run import over_ranks
 from finetune.run.over_ranks import Ranks
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
@@ -155,6 +156,17 @@ def prepare_torch(onednn: bool, local_ranks: int = 1) -> None:
 
     set_num_threads(local_ranks)
     set_onednn(onednn)
+
+
+def run_over_ranks(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
+    """The exit code of generate.py and score.py: see over_ranks.run."""
+
+    def on_rank(*how) -> int:
+        from finetune.torch_engine.parallel.rank_process import answer_on_rank
+
+        return answer_on_rank(*how)
+
+    return over_ranks.run(program, argv, parsed, prepared, work, on_rank)
 
 
 def find(args, ranks: int = 1) -> Found:

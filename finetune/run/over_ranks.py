@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv, rank_env
-from finetune.distributed.launcher import spawn_ranks, write_result
+from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError, RankLostError
 from finetune.system import process
 
@@ -53,11 +52,12 @@ class Ranks:
         return value
 
 
-def run(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
+def run(program: Path, argv: list[str] | None, parsed, prepared, work, on_rank) -> int:
     """The exit code of a command on one rank or on several.
 
     `parsed(argv)`: its arguments, with `world_size`. `prepared(args, size)`: finds what is asked for, downloads it, and
-    returns the device's name; called by rank 0 before the others. `work(args, ranks)`: the exit code. Raises PlanError.
+    returns the device's name; called by rank 0 before the others. `work(args, ranks)`: the exit code.
+    `on_rank(env, args, prepared, work)`: the same as one of the ranks that a launcher started. Raises PlanError.
     """
     env = rank_env(os.environ)
     if env and env.launcher == "spawned":
@@ -72,45 +72,22 @@ def run(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
             raise PlanError("mlx.launch: starts ranks of MLX, which answer in one process. Start one process.")
         if asked not in (1, env.size):
             raise PlanError(f"--world_size {asked}: {env.launcher} started {env.size} ranks. Omit --world_size.")
-        return _rank(env, args, prepared, work)
+        process.mute_nonzero_ranks(env.rank)
+        try:
+            return on_rank(env, args, prepared, work)
+        except RankLostError as error:
+            raise RankLostError(without_resume(error)) from None
     if asked > 1:
         prepared(args, asked)  # an error ends the command before any rank is started
         words = list(sys.argv[1:] if argv is None else argv)
         try:
             return spawn_ranks(program, asked, json.dumps(words), keeps_stdin=True)["exit_code"]
         except RankLostError as error:
-            raise RankLostError(_without_resume(error)) from None
+            raise RankLostError(without_resume(error)) from None
     prepared(args, 1)
     return work(args, Ranks())
 
 
-def _rank(env: RankEnv, args, prepared, work) -> int:
-    from finetune.torch_engine.device import device_of
-    from finetune.torch_engine.parallel import rank_process
-    from finetune.torch_engine.parallel.process_groups import destroy_process_group, init_process_group
-
-    process.mute_nonzero_ranks(env.rank)
-    timeout_s = TrainConfig().rank_timeout
-    try:
-        joined = rank_process.join(env, timeout_s, log_error=lambda text: process.log_error(_without_resume(text)))
-        ranks = Ranks(env, *joined)
-
-        def answer() -> int:
-            device = ranks.share(lambda: prepared(args, env.size))
-            if not ranks.is_first:
-                prepared(args, env.size)
-            init_process_group(env, ranks.store, ranks.address, device_of(device, env.local_rank), timeout_s)
-            code = work(args, ranks)
-            destroy_process_group()
-            if env.folder and ranks.is_first:
-                write_result(env, {"exit_code": code})
-            return code
-
-        code, failed = rank_process.together(answer, env, ranks.watchdog)
-    except RankLostError as error:
-        raise RankLostError(_without_resume(error)) from None
-    return failed or (0 if env.folder else code)
-
-
-def _without_resume(text) -> str:
+def without_resume(text) -> str:
+    """What is said of a lost rank, for a command that has nothing to resume."""
     return str(text).replace(RESUME, "Start it again.")

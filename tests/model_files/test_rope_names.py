@@ -51,6 +51,7 @@ def test_settings_for_all_layers_get_the_older_names_and_what_is_there_stays():
     assert with_older_names(by_layer) == by_layer and with_older_names({"a": 1}) == {"a": 1}
 
 
+@pytest.mark.promise("AT_10")
 def test_a_full_run_and_a_merged_model_are_the_same_model_to_mlx_lm(make_tokenizer, rows_file, tmp_path):
     """Its Llama reads rope_theta, whose default is not this model's: the logits are those of another one."""
     mlx_lm, mx = pytest.importorskip("mlx_lm"), pytest.importorskip("mlx.core")

@@ -50,6 +50,7 @@ def rows(tmp_path):
     return jsonl(tmp_path / "scored.jsonl", ROWS[:6])
 
 
+@pytest.mark.promise("AT_02")
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
 def test_score_gives_the_run_s_own_numbers(kind, rows, tmp_path, run, capsys):
     run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)
@@ -153,7 +154,6 @@ STEPS = {
     "hqq 3": dict(lr=5e-3, num_epochs=12),
     "engine of MLX": dict(num_epochs=9),
 }
-OF_32 = [pytest.param(kind, marks=() if kind == "nf4" else pytest.mark.slow) for kind in (*KINDS, "dpo", "dpo, nf4")]
 
 
 def right_rows(predictions: list[dict], name: str) -> list[int]:
@@ -161,7 +161,10 @@ def right_rows(predictions: list[dict], name: str) -> list[int]:
     return sorted(int(p["source"].rpartition(":")[2]) - 1 for p in predictions if p["right"][name])
 
 
-@pytest.mark.parametrize("kind", OF_32)
+@pytest.mark.promise("AT_02")
+@pytest.mark.parametrize(
+    "kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in (*KINDS, "dpo", "dpo, nf4") if k != "nf4")]
+)
 def test_of_32_rows_each_is_answered_as_in_the_run_and_the_export_s_score_stands_beside(kind, tmp_path, run, capsys):
     """Row by row: what the run found right is what score.py finds right; the merged model's score is printed too."""
     rows = jsonl(tmp_path / "32.jsonl", SAID[:32])

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from finetune.config import TrainConfig
 from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.run.over_ranks import Ranks, without_resume
 from finetune.system import process
 from finetune.system.files import open_file
 from finetune.torch_engine.device import device_of
@@ -107,6 +109,27 @@ def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
             f"rank 0 of {env.size} ended before it sent the plan ({first_line(error)}). Rerun with --resume auto."
         ) from None
     return message
+
+
+def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
+    """A command's exit code as one of its ranks: see over_ranks.run. Collective."""
+    timeout_s = TrainConfig().rank_timeout
+    said = join(env, timeout_s, log_error=lambda text: process.log_error(without_resume(text)))
+    ranks = Ranks(env, *said)
+
+    def answer() -> int:
+        device = ranks.share(lambda: prepared(args, env.size))
+        if not ranks.is_first:
+            prepared(args, env.size)
+        init_process_group(env, ranks.store, ranks.address, device_of(device, env.local_rank), timeout_s)
+        code = work(args, ranks)
+        destroy_process_group()
+        if env.folder and ranks.is_first:
+            write_result(env, {"exit_code": code})
+        return code
+
+    code, failed = together(answer, env, ranks.watchdog)
+    return failed or (0 if env.folder else code)
 
 
 def run_spawned(run, env: RankEnv) -> int:
