@@ -125,11 +125,14 @@ def main(argv=None) -> int:
 
 def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], args) -> tuple:
     """(figures by name, lines that say them, wrong answers, the Work that it was) of the rows of --dataset."""
+    from finetune.data.prepare import DatasetSource
+    from finetune.data.reading.mixture import Source
     from finetune.estimate.inference import Work
     from finetune.run import evaluation, scoring
 
     length = args.context_length or (base.settings.context_length if base.settings else 512)
-    rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, args.dataset, length)
+    read = DatasetSource.of(raw, options, Source(args.dataset))
+    rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
     match, answers = None, []  # of text, which asks nothing
     asked = [name for name in metrics if name in scoring.OF_ANSWERS]
     if questions and (asked or args.show or args.predictions):
@@ -140,7 +143,7 @@ def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], 
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
-        log_prob = partial(scoring.log_prob_of, engine, tokenizer)
+        log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))
         scores["choice"] = scoring.choice(questions, scoring.choices_of(questions), log_prob)
     if args.predictions:
         scoring.write_predictions(Path(args.predictions), answers)

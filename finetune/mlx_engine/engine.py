@@ -244,6 +244,9 @@ class MLXEngine:
         total, num_targets, num_tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
         return StepResult(total, int(num_targets), int(num_tokens), 0.0)
 
+    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+        return self.evaluate(microbatches, stop)
+
     def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
         raise AssertionError("the plan refuses preferences on MLX")
 

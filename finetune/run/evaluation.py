@@ -43,14 +43,17 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
-    values, first = scores(engine, data, plan.data, found.loss, stopping)
+    known = found.loss if data.validation is data.score_rows else None
+    values, first = scores(engine, data, plan.data, known, stopping)
     return None if stopping() else Evaluation(found.values | values, first)
 
 
-def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> tuple[dict[str, float], str | None]:
+def scores(
+    engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False
+) -> tuple[dict[str, float], str | None]:
     """({name: score of the scored rows by --score_metric}, the answer to the first of them). Collective.
 
-    `loss`: of these rows, whose exponential is the perplexity.
+    `loss`: the mean nll of their targets, if it is known; its exponential is the perplexity.
     """
     names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
     asked, values = [name for name in names if name in scoring.OF_ANSWERS], {}
@@ -67,9 +70,12 @@ def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> 
             right = engine.all_reduce_sum(float(sum(answer.right[name] for answer in judged)))
             values[EXACT if name == "exact" else name] = round(right) / len(examples)
     if "choice" in names and not stopping():
-        log_prob = partial(scoring.log_prob_of, engine, data.tokenizer)
+        end = scoring.end_of(data.score_rows, data.stop_ids)
+        log_prob = partial(scoring.log_prob_of, engine, data.tokenizer, end=end)
         values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
-    if "perplexity" in names and not math.isnan(loss):
+    if "perplexity" in names and not stopping():
+        if loss is None:
+            loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
     return values, engine.broadcast_object(answers[0])
 

@@ -162,7 +162,7 @@ def dense_lines(plan, summary: Summary, many: int) -> list[str]:
 
     def said(values: dict) -> str:
         scores = [f"{n.replace('_', ' ')} {score_text(n, values[n])}" for n in SCORE_NAMES if n in values]
-        return ", ".join([*scores, *([f"loss {values['loss']:.4f}"] if "loss" in values else [])])
+        return ", ".join([*scores, *([f"loss {values['loss']:.4f}"] if "loss" in dense else [])])
 
     return [
         f"scores of {many} rows, by the base under the adapter:",

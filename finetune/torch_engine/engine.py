@@ -319,6 +319,13 @@ class TorchEngine(EngineBase):
             metrics=self._means(sums, replace(totals, counts=(max(1, counts[0]), *counts[1:]))),
         )
 
+    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+        own, self.objective = self.objective, objectives.NextToken()
+        try:
+            return self.evaluate(microbatches, stop)
+        finally:
+            self.objective = own
+
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""

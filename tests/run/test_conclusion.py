@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,42 @@ def test_a_run_is_scored_by_each_metric_as_score_py_does(rows, tmp_path, run, ca
     for name in ("contains", "numeric", "json", "regex", "choice"):
         assert own[name] == found["scores"][name], name
     assert own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
+
+
+def scored_by_score_py(folder, rows, capsys, **flags) -> dict:
+    argv = ["--checkpoint", str(folder), "--dataset", str(rows), "--json", "--max_new_tokens", "6"]
+    capsys.readouterr()
+    assert score.main([*argv, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_perplexity_is_of_the_scored_rows_beside_other_validation_rows(rows, tmp_path, run, capsys):
+    other = jsonl(tmp_path / "validation.jsonl", ROWS[6:])
+    run(**LIMITS, num_epochs=1, score_dataset=rows, validation_dataset=other, score_metric="choice, perplexity")
+    own = read_events(tmp_path / "out", "eval")[-1]
+    found = scored_by_score_py(tmp_path / "out", rows, capsys, metric="choice,perplexity")
+    assert (
+        own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5) and own["choice"] == found["scores"]["choice"]
+    )
+    assert own["perplexity"] != pytest.approx(math.exp(own["loss"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_run_of_preferences_is_scored_by_the_next_token(rows, tmp_path, run, capsys, validated):
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)])
+    more = dict(validation_dataset=pairs) if validated else {}
+    state = run(
+        **NF4 | {"num_epochs": 1}, **LIMITS, **more, dataset=pairs, preference="dpo", score_dataset=rows,
+        score_metric="exact,choice,perplexity",
+    )  # fmt: skip
+    own = read_events(tmp_path / "out", "eval")[-1]
+    found = scored_by_score_py(tmp_path / "out", rows, capsys, metric="choice,perplexity")
+    assert (
+        own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5) and own["choice"] == found["scores"]["choice"]
+    )
+    dense = of_dense(tmp_path / "out", rows, capsys)
+    assert state.scores["dense"]["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-5)
+    assert "loss" not in state.scores["dense"]  # of pairs it needs the reference too
 
 
 @pytest.mark.parametrize(
@@ -187,7 +224,7 @@ def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
     data = argparse.Namespace(score_examples=examples, tokenizer=tokenizer, stop_ids=set())
     names = scoring.OF_ANSWERS
     how = argparse.Namespace(score_metric=",".join(names), score_pattern=PATTERN, score_max_new_tokens=9)
-    values, first = evaluation.scores(Answering(words), data, how, 0.0)
+    values, first = evaluation.scores(Answering(words), data, how)
     assert first == words[0]
     letters = dict(zip(names, "ECNJR", strict=True))
     for name, letter in letters.items():
