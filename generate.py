@@ -61,7 +61,9 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     Otherwise, or with `raw`, the last turn's text as it is.
     """
     if raw or not tokenizer.chat_template:
-        return tokenizer(turns[-1][1]).input_ids
+        from finetune.model_files.tokenizer import opened_ids
+
+        return opened_ids(tokenizer, turns[-1][1])
     from finetune.data.chat_template import TemplateRenderer, request_of
     from finetune.data.messages import escaped, special_pattern
 

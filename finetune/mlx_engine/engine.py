@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
-from finetune.generation import Sampling
+from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_sum_exp
@@ -255,8 +255,12 @@ class MLXEngine:
         if self.has_dropout:
             self.keys.begin(None)
         how = Sampling(**sampling)
-        stops = (stop_row, on_token, how, self._next_key)
-        return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
+
+        def answer(prompts, max_new_tokens, stop_row, on_token):
+            stops = (stop_row, on_token, how, self._next_key)
+            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
+
+        return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer)
 
     def full_weights(self):
         return contextlib.nullcontext()

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
-from finetune.generation import GREEDY, Sampling
+from finetune.generation import GREEDY, Sampling, answered_within
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.experts import fused
@@ -39,13 +39,17 @@ def generate(
     Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
+
+    def answer(prompts, max_new_tokens, stop_row, on_token):
+        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
+
+    return answered_within(context_limit(model), prompts, max_new_tokens, stop_row, on_token, answer)
+
+
+def _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how) -> list[list[int]]:
     own, own_settings = model.config._attn_implementation, model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
-    limit = context_limit(model)
-    if limit:
-        max_new_tokens = min(max_new_tokens, limit - 1)
-        prompts = [p[-(limit - max_new_tokens) :] for p in prompts]
     model.set_attn_implementation(own_implementation(model))
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
