@@ -64,6 +64,10 @@ class ModelFiles:
         """Digest of every byte of config.json and the weights, see digest.py."""
         return model_digest(self.folder, self.weight_files)
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.tokenizer_files[0].parent if self.tokenizer_files else self.folder
+
     def matches(self, digest: str) -> bool:
         """True if this is the model that a saved digest is of."""
         own = self.digest if digest.startswith(PREFIX) else sampled_digest(self.folder, self.weight_files)
@@ -166,7 +170,10 @@ def read_folder(
     numbers = sum(check_safetensors(path, said) for path in weights)
     if weights:
         check_sizes(config, numbers, said)
-    tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
+    run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
+    holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
+    found = (tuple(holder / n for n in TOKENIZER_FILES if (holder / n).is_file()) for holder in holders)
+    tokenizer: tuple[Path, ...] = next((files for files in found if files), ())
     stored = stored_format(config, said)
     if stored:
         stored |= as_stored(weights, stored, said)

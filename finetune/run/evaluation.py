@@ -48,6 +48,12 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
     return None if stopping() else Evaluation(found.values | values, first)
 
 
+def check_scored(data, how: DataPlan) -> None:
+    """Raises PlanError for rows that --score_metric cannot score, before anything is computed of them."""
+    if data.score_examples and "choice" in scoring.metrics_of(how.score_metric, how.score_pattern):
+        scoring.choices_of(data.score_examples, "score_metric")
+
+
 def scores(
     engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False
 ) -> tuple[dict[str, float], str | None]:

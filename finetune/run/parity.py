@@ -55,7 +55,7 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
         say("\n".join(plan_lines(plan)))
         if overrides.get("dry_run"):
             continue
-        tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.data)
+        tokenizer, raw_datasets = load_tokenizer(plan.files.tokenizer_folder), read_datasets(plan.data)
         ensure_chat_template(tokenizer)
         data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 import export
 import score
 from finetune.engine import StepResult
+from finetune.errors import PlanError
 from finetune.run import evaluation, model_card, scoring
 from finetune.run.metrics import read_events
 from tests.support.rows import ROWS, jsonl
@@ -100,6 +101,13 @@ def test_the_perplexity_is_of_the_scored_rows_beside_other_validation_rows(rows,
     assert own["perplexity"] != pytest.approx(math.exp(own["loss"]), rel=1e-3)
 
 
+def test_rows_that_choice_cannot_score_are_refused_before_the_model_is_used(tmp_path, run):
+    rows = jsonl(tmp_path / "same.jsonl", [{"prompt": f"{i}?", "completion": "yes"} for i in range(4)])
+    with pytest.raises(PlanError, match="--score_metric choice: the rows have 1 distinct answers"):
+        run(score_dataset=rows, score_metric="choice")
+    assert not (tmp_path / "out" / "checkpoints").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_run_of_preferences_is_scored_by_the_next_token(rows, tmp_path, run, capsys, validated):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)])
@@ -128,8 +136,6 @@ def test_a_run_of_preferences_is_scored_by_the_next_token(rows, tmp_path, run, c
     ],
 )
 def test_a_metric_that_is_none_is_refused_in_the_plan(run, tmp_path, metric, pattern, fact):
-    from finetune.errors import PlanError
-
     with pytest.raises(PlanError, match=fact):
         run(score_metric=metric, score_pattern=pattern)
     assert not (tmp_path / "out").exists()
