@@ -167,8 +167,14 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
 def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
-    from finetune.mlx_engine import load
+    from finetune.mlx_engine import load, logit_check
 
+    def reference(folder, ids):
+        from finetune.torch_engine.transformers_logits import logits
+
+        return logits(folder, ids)
+
+    logit_check.check_opened(files, reference)
     return load.open_trained(Path(checkpoint), files, plan, pad), 0
 
 

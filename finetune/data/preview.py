@@ -19,6 +19,8 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.plan.parts import DataPlan
+from finetune.system.files import replace
+from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, say
 
 SAMPLES, BINS, BAR = 3, 10, 40
@@ -50,6 +52,8 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
     remote = [name for name in names if not is_local(name)]
     if remote:
         return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk"]
+    if report:
+        _check_report(Path(report))
     tokenizer = PlainTokenizer.from_folder(files.folder)
     if tokenizer is None:
         return [f"data: not read, as {files.folder} has no tokenizer.json"]
@@ -206,8 +210,19 @@ def text_of(content: dict) -> list[str]:
     return lines if content["lint"] else [*lines, "check: no problems found"]
 
 
+def _check_report(path: Path) -> None:
+    """Raises PlanError for a file that no dry run wrote: only a report is replaced."""
+    try:
+        read_json(path, {"datasets": [dict], "samples": [dict], "lint": [dict]})
+    except FileNotFoundError:
+        return
+    except JsonFileError:
+        raise PlanError(f"--data_report {path}: exists and is no such report. Give another file.") from None
+
+
 def _write(path: Path, content: dict) -> None:
     try:
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replace(path) as file:
+            file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
     except OSError as error:
         raise PlanError(f"--data_report {path}: cannot be written ({error.strerror}). Give another file.") from None

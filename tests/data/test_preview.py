@@ -1,6 +1,7 @@
 """What a dry run shows of the data: samples with targets, lengths, and what is odd, each with its place and remedy."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +94,19 @@ def test_bad_data_ends_a_dry_run_as_it_ends_the_run(flags, tmp_path):
     assert code == 2 and "--data_report x.json: is written by a dry run. Add --dry_run." in err
     code, _, err = finish(command(flags, "--dry_run --data_report /none/x.json"))
     assert code == 2 and "--data_report /none/x.json: cannot be written" in err
+
+
+def test_a_report_replaces_no_file_but_a_report(flags, tmp_path):
+    mine, report = tmp_path / "mine.jsonl", tmp_path / "report.json"
+    mine.write_bytes(Path(flags["dataset"]).read_bytes())
+    before = mine.read_bytes()
+    code, _, err = finish(command({**flags, "dataset": mine}, "--dry_run", data_report=mine))
+    assert code == 2 and f"--data_report {mine}: exists and is no such report. Give another file." in err
+    assert mine.read_bytes() == before
+    for _ in range(2):
+        code, _, err = finish(command(flags, "--dry_run", data_report=report))
+        assert code == 0, err
+    assert json.loads(report.read_text())["datasets"]
 
 
 def test_a_dataset_that_is_not_on_this_disk_is_not_read(flags):

@@ -166,6 +166,23 @@ def test_json_that_is_nested_too_deeply_is_not_right():
     assert right("[[1]]", "[[1]]") and not right("1", deep) and not right(deep, "1")
 
 
+def test_a_file_of_predictions_that_cannot_be_written_is_refused_before_anything_is_opened(tmp_path):
+    argv = ["--checkpoint", "none", "--dataset", jsonl(tmp_path / "rows.jsonl", ROWS[:2]), "--predictions"]
+    with pytest.raises(PlanError, match="--predictions .*: there is no folder"):
+        score.main([*map(str, argv), str(tmp_path / "none" / "p.jsonl")])
+
+
+def test_rows_of_text_have_no_answers_to_score(scored):
+    rows = [{"text": "a b c d"}] * 4
+    assert scored(rows)["exact_match"] is None
+    for flags, said in (
+        (["--metric", "perplexity,exact"], "--metric exact"),
+        (["--predictions", "p"], "--predictions p"),
+    ):
+        with pytest.raises(PlanError, match=f"{said}: the rows of .* are text, which asks nothing"):
+            scored(rows, *flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "fact"),
     [
