@@ -139,6 +139,7 @@ def convert_adapter(args) -> None:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
+    from finetune import open_checkpoint
     from finetune.adapters import formats, saved
     from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_model
@@ -147,6 +148,8 @@ def convert_adapter(args) -> None:
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
     files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
+    if not from_mlx and not args.base:
+        open_checkpoint.base_of(args.checkpoint)  # the base it was trained on, where its digest is known
     if args.to == "mlx-lm" and not from_mlx:
         tensors, config = formats.to_mlx_lm(tensors, config, files.config)
     elif args.to == "peft" and from_mlx:

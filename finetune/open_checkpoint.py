@@ -74,7 +74,11 @@ def base_of(checkpoint: str) -> ModelFiles:
         with untrusted(f"{beside}: cannot be read", "Remove it."):
             digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
     if digest is not None and not files.matches(str(digest)):
-        say(f"note: the base {base} differs from the one this adapter was trained on")
+        holder = beside if content.get("base_digest") is None else config
+        raise PlanError(
+            f"--checkpoint {checkpoint}: its base {base} is not the one it was trained on (sha256 differs). Put that "
+            f"one there, or remove the digest from {holder}, to use this one."
+        )
     return files
 
 

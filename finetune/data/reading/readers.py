@@ -69,7 +69,7 @@ def read_jsonl(
 
 
 def is_blank(line: bytes, number: int) -> bool:
-    """Whether `read_jsonl` passes this line over: white space of Unicode alone, after the BOM that a file begins with."""
+    """Whether `read_jsonl` passes this line over: white space of Unicode alone, after the BOM that begins a file."""
     text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
     if not text or 32 < text[0] < 127:
         return not text
