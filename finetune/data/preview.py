@@ -18,6 +18,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import unknown_id
 from finetune.plan.parts import DataPlan
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -32,6 +33,7 @@ REMEDIES = {
     "in score": "remove them from the training rows, or exact match shows memory",
     "no end": "answers without an end token never stop; use a tokenizer with an EOS token",
     "double BOS": "remove the BOS text from the rows or the template",
+    "unknown": "what is learned there is the unknown token; use a model whose tokenizer has these letters",
     **dict.fromkeys(CUTS, "raise --context_length, or choose another --overlong"),
 }
 WORDS = {
@@ -43,6 +45,7 @@ WORDS = {
     "in score": "training rows that are scored too",
     "no end": "rows whose last target is not an end token",
     "double BOS": "rows that begin with two BOS tokens",
+    "unknown": "rows with text that the tokenizer has no token for",
 }
 
 
@@ -131,7 +134,7 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
         if use in datasets:
             other = {_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
             rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
-    rows_where |= _odd_ends(train, tokenizer)
+    rows_where |= _odd_ends(train, tokenizer) | {"unknown": _unknown(train, tokenizer)}
     for check, rows in rows_where.items():
         if rows:
             add(check, len(rows), train.row_source(rows[0]))
@@ -140,6 +143,13 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
             remedy = "look at the sample; another model's template may render it"
             found.append(dict(check="template", what=text, count=count, first=train.first[text], remedy=remedy))
     return found
+
+
+def _unknown(train: TokenizedDataset, tokenizer) -> list[int]:
+    """Rows with text that the tokenizer has no token for."""
+    places = np.flatnonzero(train.tokens == unknown_id(tokenizer))
+    documents = np.searchsorted(train.offsets, places, side="right") - 1
+    return list(dict.fromkeys((documents // train.documents_per_row).tolist()))
 
 
 def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:

@@ -90,6 +90,12 @@ class TokenizerTrial:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 
 
+def unknown_id(tokenizer) -> int | None:
+    """The id that stands for text without a token of its own; None if no id means that alone."""
+    others = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return tokenizer.unk_token_id if tokenizer.unk_token_id not in others else None
+
+
 def opened_ids(tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on: with what the tokenizer puts before a text, without an end that it puts after it."""
     found = tokenizer(text, return_special_tokens_mask=True)
