@@ -10,6 +10,7 @@ python export.py --from_older model_state_dict.safetensors --model_name BASE --o
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
@@ -138,6 +139,7 @@ def convert_adapter(args) -> None:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
+    from finetune import open_checkpoint
     from finetune.adapters import formats, saved
     from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_model
@@ -146,6 +148,8 @@ def convert_adapter(args) -> None:
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
     files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
+    if not from_mlx and not args.base:
+        open_checkpoint.base_of(args.checkpoint)  # the base it was trained on, where its digest is known
     if args.to == "mlx-lm" and not from_mlx:
         tensors, config = formats.to_mlx_lm(tensors, config, files.config)
     elif args.to == "peft" and from_mlx:
@@ -282,7 +286,7 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
             say(f"note: {differs or 'not scored'}{'; ' + reason if reason else ''}: its score may differ. {later}")
         return
     try:
-        found, found_of, many = scored(target, str(dataset), run)
+        found, found_of, many = scored(target, dataset, run)
     except PlanError as error:
         if args.score_dataset:
             raise
@@ -296,7 +300,7 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
         write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
 
 
-def scored(folder: Path, dataset: str, run) -> tuple[str, dict[str, float], int]:
+def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     """(loss and scores of a model folder on as many rows of a file as the run scored, by its --score_metric: in words;
     by name; the number of rows).
     """
@@ -304,22 +308,20 @@ def scored(folder: Path, dataset: str, run) -> tuple[str, dict[str, float], int]
 
     from finetune import open_checkpoint
     from finetune.config import TrainConfig
-    from finetune.data.columns import RowOptions
-    from finetune.data.prepare import check_columns
-    from finetune.data.reading.sources import read_rows
+    from finetune.data.prepare import read_datasets
     from finetune.plan.parts import Parts
     from finetune.run import evaluation, scoring
 
-    settings = run or TrainConfig()
-    raw, options = read_rows(dataset, samples=settings.score_samples, split="test"), RowOptions()
-    check_columns(raw, options, f"--score_dataset {dataset}")
+    settings = replace(run or TrainConfig(), score_dataset=dataset)
+    alone = replace(settings, dataset=None, validation_dataset=None)
+    datasets = read_datasets(Parts(alone).data)["score"]
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision="auto", n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
-    rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, dataset, settings.context_length)
+    rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, settings.context_length)
     loss = f"loss {result.loss:.4f}"
     if not questions:
         return loss, {"loss": result.loss}, len(rows)
-    asked = argparse.Namespace(score_examples=questions, tokenizer=tokenizer, stop_ids=ends)
+    asked = argparse.Namespace(score_examples=questions, score_rows=rows, tokenizer=tokenizer, stop_ids=ends)
     values = evaluation.scores(engine, asked, Parts(settings).data, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 

@@ -64,7 +64,9 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     Otherwise, or with `raw`, the last turn's text as it is.
     """
     if raw or not tokenizer.chat_template:
-        return tokenizer(turns[-1][1]).input_ids
+        from finetune.model_files.tokenizer import opened_ids
+
+        return opened_ids(tokenizer, turns[-1][1])
     from finetune.data.chat_template import TemplateRenderer, request_of
     from finetune.data.messages import escaped, special_pattern
 
@@ -80,6 +82,23 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
+def check_template(args) -> None:
+    """Raises PlanError for a system message that a model without a chat template would not see; says what such a model
+    sees of a conversation.
+    """
+    if args.raw or not (args.system or args.interactive):
+        return
+    from finetune import open_checkpoint
+    from finetune.model_files.tokenizer import load_tokenizer
+
+    folder = open_checkpoint.tokenizer_folder(Path(args.checkpoint), open_checkpoint.base_of(args.checkpoint))
+    if load_tokenizer(folder).chat_template:
+        return
+    if args.system:
+        raise PlanError(f"--system: {args.checkpoint} has no chat template to say it with. Put it into the prompt.")
+    say("note: this model has no chat template: each message is continued as it is, without what was said before")
+
+
 def begun(system: str | None) -> list[tuple[str, str]]:
     """The turns of a new conversation."""
     return [("system", system)] if system else []
@@ -88,11 +107,12 @@ def begun(system: str | None) -> list[tuple[str, str]]:
 def read_prompts(file: Path) -> list[str]:
     """The prompts of --prompts. Raises PlanError for a file without any, and for a row without one."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would split at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--prompts {file}: cannot be read ({error}). Give a text file in UTF-8.") from None
     found = []
     for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         if file.suffix not in (".jsonl", ".json"):
@@ -217,6 +237,8 @@ def check(args) -> None:
         raise PlanError(f"--prompts {args.prompts}: is answered alone, without --prompt and --interactive. Omit one.")
     if args.compare is not None and args.interactive:
         raise PlanError(f"--compare {args.compare}: compares answers to --prompt or --prompts. Omit --interactive.")
+    if args.raw and args.system is not None:
+        raise PlanError("--system: is said by the chat template, which --raw leaves out. Omit one of them.")
     limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
     check_ranges(args, limits | {"batch_size": (1, 10**4)})
     if args.temperature < GREEDY_BELOW:
@@ -256,6 +278,8 @@ def prepared(args, ranks: int) -> str:
     args.recursive = recursive = open_checkpoint.is_recursive(args.checkpoint)
     if recursive and ranks > 1:
         raise PlanError(f"--checkpoint {args.checkpoint}: is of pretrain.py, whose models answer in one process.")
+    if not recursive:
+        check_template(args)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")

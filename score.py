@@ -14,9 +14,11 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
 from finetune.system import process
+from finetune.system.files import check_writable
 from finetune.system.terminal import say
 
 
@@ -66,8 +68,13 @@ def check(args) -> None:
             raise PlanError(f"--{name} {getattr(args, name)}: must be >= 1.")
     if args.samples == 0 or args.samples < -1:
         raise PlanError(f"--samples {args.samples}: must be -1 for all rows, or at least 1.")
-    if args.predictions and Path(args.predictions).exists():
-        raise PlanError(f"--predictions {args.predictions}: exists. Give another file.")
+    if args.predictions:
+        file = Path(args.predictions)
+        if file.exists():
+            raise PlanError(f"--predictions {file}: exists. Give another file.")
+        if not file.parent.is_dir():
+            raise PlanError(f"--predictions {file}: there is no folder {file.parent}. Make it, or give another file.")
+        check_writable(file.parent, "--predictions")
     if args.lm_eval is not None:
         from finetune.run.lm_eval_tasks import check_lm_eval
 
@@ -110,9 +117,9 @@ def score_all(args, ranks) -> int:
 
     began = time.perf_counter()
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args, ranks, args.found)
-    figures, lines, wrong, work = {}, [], [], Work()
+    figures, lines, answers, work = {}, [], [], Work()
     if args.raw is not None:
-        figures, lines, wrong, work = score_rows(engine, tokenizer, ends, base, args, ranks.is_first)
+        figures, lines, answers, work = score_rows(engine, tokenizer, ends, base, args)
     if args.lm_eval is not None:
         from finetune.run.lm_eval_tasks import run_tasks
 
@@ -129,7 +136,12 @@ def score_all(args, ranks) -> int:
         say(json.dumps(figures | {"base": base.said, "wall_s": wall_s}))
     else:
         say("\n".join(lines) + f" | {wall_s} s")
-    for row in wrong[: args.show]:
+    if args.predictions and ranks.is_first:
+        from finetune.run import scoring
+
+        with storage(Path(args.predictions)):
+            scoring.write_predictions(Path(args.predictions), answers)
+    for row in [answer for answer in answers if answer.wrong][: args.show]:
         say(f"{row.source}\n  expected {row.expected}\n  got      {row.answer}")
     return 0
 
@@ -141,18 +153,23 @@ def main(argv=None) -> int:
     return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
 
 
-def score_rows(engine, tokenizer, ends, base, args, writes: bool) -> tuple:
-    """(figures by name, lines that say them, wrong answers, the Work that it was) of the rows of --dataset. Collective.
-    `writes`: this rank writes --predictions.
-    """
+def score_rows(engine, tokenizer, ends, base, args) -> tuple:
+    """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset. Collective."""
+    from finetune.data.prepare import DatasetSource
+    from finetune.data.reading.mixture import Source
     from finetune.estimate.inference import Work
     from finetune.run import evaluation, scoring
 
     raw, options, metrics = args.raw, args.options, args.metrics
     length = args.context_length or (base.settings.context_length if base.settings else 512)
-    rows, questions, result = scoring.evaluated(engine, tokenizer, raw, options, args.dataset, length)
+    read = DatasetSource.of(raw, options, Source(args.dataset))
+    rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
     match, answers = None, []  # of text, which asks nothing
     asked = [name for name in metrics if name in scoring.OF_ANSWERS]
+    wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)
+    if not questions and (wanted or args.predictions):
+        said = f"--predictions {args.predictions}" if args.predictions else f"--metric {wanted}"
+        raise PlanError(f"{said}: the rows of {args.dataset} are text, which asks nothing. Use --metric perplexity.")
     if questions and (asked or args.show or args.predictions):
         whole = bool(args.show or args.predictions) or asked != ["exact"]
         match, texts = evaluation.exact_match(
@@ -161,10 +178,8 @@ def score_rows(engine, tokenizer, ends, base, args, writes: bool) -> tuple:
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
-        log_prob = partial(scoring.log_prob_of, engine, tokenizer)
+        log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))
         scores["choice"] = scoring.choice(questions, scoring.choices_of(questions), log_prob)
-    if args.predictions and writes:
-        scoring.write_predictions(Path(args.predictions), answers)
     loss = result.loss
     figures = {
         "rows": len(rows),
@@ -181,7 +196,7 @@ def score_rows(engine, tokenizer, ends, base, args, writes: bool) -> tuple:
     prompt = max((len(ids) for ids, _, _ in questions), default=0)
     scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
-    return figures, [rows.describe(), line], [answer for answer in answers if answer.wrong], work
+    return figures, [rows.describe(), line], answers, work
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import parity, report
 from finetune.run.conclusion import conclude, uploaded
+from finetune.run.evaluation import check_scored
 from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
@@ -91,7 +92,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
     with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
         raw_datasets = read_datasets(plan.data)
-        tokenizer = load_tokenizer(plan.files.folder)
+        tokenizer = load_tokenizer(plan.files.tokenizer_folder)
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
         if notice:
             log.say(f"  note: {notice}")
@@ -102,6 +103,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         loading = None if from_data else process.in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
+        check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         model = rank.load(eva_batches(data, plan)) if from_data else loading.result()
         engine = rank.build(model, pad_id(tokenizer))

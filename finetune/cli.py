@@ -14,6 +14,10 @@ from finetune.older.other_names import answer
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
+DECIMAL_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
+DECIMAL_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
 MAX_YAML_BYTES = 2**16  # a file that sets every flag has 4 KiB; yaml reads a MiB in 10 s
 MAX_JSON_BYTES = 2**20
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -324,7 +328,15 @@ def read_yaml(path: str, text: str):
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
-    # YAML 1.1 reads 2e-4 as a string; parse_value() turns it into a float.
+    # YAML 1.1 reads 010 as 8, 0x10 as 16 and 1:30 as 90: here they are text, which parse_value() reads as it does the
+    # command line's. 2e-4 is a string in YAML 1.1 too.
+    tags = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, r) for tag, r in found if tag not in tags]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(tags[0], DECIMAL_INT, list("-+0123456789"))
+    Loader.add_implicit_resolver(tags[1], DECIMAL_FLOAT, list("-+0123456789."))
     try:
         return yaml.load(text, Loader) or {}
     except yaml.YAMLError as error:

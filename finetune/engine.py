@@ -141,6 +141,9 @@ class Engine(Protocol):
         Returns early once `stop()` is true.
         """
 
+    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+        """`evaluate` by the nll of the targets, whatever the run learns by."""
+
     def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
         """{document: its log-probability under the base without adapters}; each rank computes its share.
 

@@ -1,7 +1,10 @@
 """What text generation has in common in all engines: the settings of sampling, and rows that end one by one."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from finetune.system.terminal import say
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,33 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def answered_within(
+    limit: int | None, prompts: list, max_new_tokens: int, stop_row, on_token, answer
+) -> list[list[int]]:
+    """New tokens of each prompt, by `answer(prompts, max_new_tokens, stop_row, on_token)`, so that no row has more than
+    `limit` positions and none depends on how long the others are.
+
+    A row ends at the limit. A prompt that is as long as the limit loses its start, so that a quarter of it is left for
+    the answer; a line on standard error says so.
+    """
+    if limit is None:
+        return answer(prompts, max_new_tokens, stop_row, on_token)
+    room = max(1, min(max_new_tokens, limit // 4))
+    too_long = max(map(len, prompts), default=0)
+    if too_long >= limit:
+        cut = f"note: a prompt of {too_long} tokens is cut to its last {limit - room}, as the model takes {limit}"
+        say(cut, file=sys.stderr)
+    prompts = [p if len(p) < limit else p[room - limit :] for p in prompts]
+    together = [row for row, p in enumerate(prompts) if len(p) + max_new_tokens <= limit]
+    found: dict[int, list[int]] = {}
+    for rows in ([together] if together else []) + [[row] for row in range(len(prompts)) if row not in set(together)]:
+        most = min(max_new_tokens, *(limit - len(prompts[row]) for row in rows))
+        stop = None if stop_row is None else (lambda i, ids, rows=rows: stop_row(rows[i], ids))
+        new = answer([prompts[row] for row in rows], most, stop, on_token if rows[0] == 0 else None)
+        found |= dict(zip(rows, new, strict=True))
+    return [found[row] for row in range(len(prompts))]
 
 
 class NewTokens:

@@ -98,7 +98,11 @@ def base_of(checkpoint: str) -> ModelFiles:
         with untrusted(f"{beside}: cannot be read", "Remove it."):
             digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
     if digest is not None and not files.matches(str(digest)):
-        say(f"note: the base {base} differs from the one this adapter was trained on")
+        holder = beside if content.get("base_digest") is None else config
+        raise PlanError(
+            f"--checkpoint {checkpoint}: its base {base} is not the one it was trained on (sha256 differs). Put that "
+            f"one there, or remove the digest from {holder}, to use this one."
+        )
     return files
 
 
@@ -243,8 +247,14 @@ def said_memory(used: dict) -> str:
 def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
-    from finetune.mlx_engine import load
+    from finetune.mlx_engine import load, logit_check
 
+    def reference(folder, ids):
+        from finetune.torch_engine.transformers_logits import logits
+
+        return logits(folder, ids)
+
+    logit_check.check_opened(files, reference)
     return load.open_trained(Path(checkpoint), files, plan, pad), 0
 
 

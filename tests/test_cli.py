@@ -110,12 +110,23 @@ def test_a_yaml_file_holds_flags_and_the_command_line_wins(tmp_path):
     }
 
 
+def test_a_number_in_yaml_is_the_one_of_the_command_line(tmp_path):
+    """YAML 1.1 would read 010 as 8 and 1:30.5 as 90.5."""
+    file = tmp_path / "run.yaml"
+    file.write_text("max_steps: 010\nseed: 1_000\nlr: 1.5e-3\nwd: .5\nlora_alpha: +16\n")
+    found = read_config(str(file))
+    assert found == {"max_steps": 10, "seed": 1000, "lr": 1.5e-3, "wd": 0.5, "lora_alpha": 16}
+    assert parse("--max_steps", "010")["max_steps"] == 10
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("lora_rnk: 4\n", "unknown key 'lora_rnk'. Nearest: lora_rank"),
         ("batch_size: many\n", "batch_size many: not an integer"),
         ("batch_size: [1]\n", "not an integer"),
+        ("max_steps: 1:30\n", "max_steps 1:30: not an integer"),
+        ("seed: 0x10\n", "seed 0x10: not an integer"),
         ("dataset: 5\n", "dataset: is int 5, must be a string"),
         ("lr: 1\nlr: 2\n", "key 'lr' is given twice"),
         ("- a\n", "contains list"),

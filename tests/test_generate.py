@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 import transformers
@@ -70,6 +71,31 @@ def test_a_file_of_prompts_is_answered_as_each_alone(tiny_model, tmp_path, capsy
     for file in ("p.txt", "p.jsonl"):
         generate.main([*argv, "--prompts", str(tmp_path / file), "--batch_size", "2"])
         assert capsys.readouterr().out.splitlines() == alone
+
+
+def test_a_prompt_ends_at_a_line_feed_alone(tmp_path):
+    prompts = ["one\u2028still one", "two\x0c\x85\x1cstill two", "three"]
+    (tmp_path / "p.txt").write_text("\r\n".join(prompts), newline="")
+    rows = "".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts)
+    (tmp_path / "p.jsonl").write_text(rows)
+    assert generate.read_prompts(tmp_path / "p.txt") == prompts == generate.read_prompts(tmp_path / "p.jsonl")
+
+
+def test_a_system_message_that_nothing_can_say_is_refused(tiny_model, tmp_path, capsys, monkeypatch):
+    argv = ["--checkpoint", str(tiny_model), *SHORT, "--prompt", "Hi", "--system", "Be brief."]
+    with pytest.raises(PlanError, match="--system: is said by the chat template, which --raw leaves out"):
+        generate.main([*argv, "--raw"])
+    shutil.copytree(tiny_model, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config))
+    argv[1] = str(tmp_path / "plain")
+    with pytest.raises(PlanError, match="has no chat template to say it with"):
+        generate.main(argv)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert generate.main([*argv[:-4], "--interactive"]) == 0
+    assert "each message is continued as it is" in capsys.readouterr().out
 
 
 def test_an_adapter_is_compared_with_its_base(tiny_model, rows_file, tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import expand
 import export
@@ -12,6 +13,7 @@ import score
 from finetune.checkpoint.published import is_as_published
 from finetune.errors import CheckpointDamagedError, PlanError
 from tests.support import tiny
+from tests.support.rows import ROWS, jsonl
 from tests.support.runs import PLAIN
 from train import fine_tune
 
@@ -43,10 +45,33 @@ def test_step_folders_and_unfinished_runs_are_opened_or_pointed_to(plain_run, tm
     step = tmp_path / "out" / "checkpoints" / "step-2"
     argv = ["--prompt", "What is 2? ", "--device", "cpu", "--max-new-tokens", "3"]
     assert generate.main(["--checkpoint", str(step), *argv]) == 0
+    plain_run(max_steps=1, model_name=str(step), output_dir=str(tmp_path / "on"))  # with its run's tokenizer
     for name in ("model.safetensors", "config.json", "manifest.json"):
         (tmp_path / "out" / name).unlink()
     with pytest.raises(PlanError, match="did not finish. Give .*step-2"):
         generate.main(["--checkpoint", str(tmp_path / "out"), *argv])
+
+
+def test_an_adapter_answers_on_the_base_that_it_was_trained_on_alone(tiny_model, plain_run, tmp_path, capsys):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    plain_run(max_steps=1, model_name=str(base))
+    weights = load_file(base / "model.safetensors")
+    save_file({n: t + 1 for n, t in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    out, rows = str(tmp_path / "out"), jsonl(tmp_path / "rows.jsonl", ROWS[:2])
+    commands = (
+        (generate, ["--prompt", "a", "--device", "cpu"]),
+        (score, ["--dataset", str(rows), "--device", "cpu"]),
+        (export, ["--output_dir", str(tmp_path / "merged")]),
+        (export, ["--output_dir", str(tmp_path / "merged"), "--to", "mlx-lm"]),
+    )
+    for program, argv in commands:
+        with pytest.raises(PlanError, match="its base .* is not the one it was trained on .sha256 differs.") as error:
+            program.main(["--checkpoint", out, *argv])
+        assert "\n" not in str(error.value) and "base_model.json" in str(error.value)
+    assert not (tmp_path / "merged").exists()
+    (tmp_path / "out" / "base_model.json").unlink()
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert generate.main(["--checkpoint", out, *commands[0][1], "--max_new_tokens", "2"]) == 0
 
 
 NAN, INF = bytes.fromhex("0000c07f"), bytes.fromhex("0000807f")

@@ -86,6 +86,8 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
 def _targets(config: dict, tensors) -> str:
     """The adapted layers, named as shortly as the config does."""
     named, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
+        named = None  # fewer layers than these words say
     if isinstance(named, str) and not parameters:
         return "all" if named == "all-linear" else named
     if isinstance(named, list) and all(isinstance(name, str) for name in [*named, *parameters]):

@@ -19,6 +19,26 @@ PEFT_SCHEMA = {"r": int, "lora_alpha": NUMBER, "use_dora?": (bool, type(None)), 
 MLX_LM_SCHEMA = {"lora_parameters": {"rank": int, "scale": NUMBER}}
 LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 AGAIN = "Give a complete adapter."
+# Settings of PEFT with which an adapter is more than B A beside its base, and what they do.
+CHANGES_BASE = "changes the base when peft loads it"
+BASE_CHANGING = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+    "lora-ga",
+)  # words of init_lora_weights, or their starts
+UNREAD = {
+    "alora_invocation_tokens": "acts from some tokens on only",
+    "lora_bias": "has biases",
+    "use_qalora": "pools its inputs",
+    "use_bdlora": "has blocks on the diagonal",
+    "arrow_config": "routes between adapters",
+    "kasa_config": "has singular values of its own",
+    "monteclora_config": "samples its weights",
+    "velora_config": "compresses its activations",
+}
 # Names of a pair's A and B, the axis of each that has the rank in a matrix, and in a stack of experts' matrices.
 PAIRS = (
     ("lora_A.weight", "lora_B.weight", (0, 1), None),
@@ -69,6 +89,13 @@ def _config(folder: Path, file: Path) -> dict:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise PlanError(f"{folder / CONFIG}: peft_type {str(kind)[:80]} is not supported. Merge it with peft first.")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
+        said = f"init_lora_weights {init[:80]} {CHANGES_BASE}, which is not supported"
+        raise PlanError(f"{folder / CONFIG}: {said}. Save it with peft's path_initial_model_for_weight_conversion.")
+    odd = next((name for name in UNREAD if config.get(name) not in (None, False, {}, [])), None)
+    if odd:
+        raise PlanError(f"{folder / CONFIG}: {odd}: it {UNREAD[odd]}, which is not supported. Use it with peft.")
     check(config, MLX_LM_SCHEMA if file.name == MLX_LM_FILE else PEFT_SCHEMA, str(folder / CONFIG))
     return config
 

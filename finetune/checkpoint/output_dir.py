@@ -47,7 +47,7 @@ from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
-from finetune.model_files.files import ModelFiles
+from finetune.model_files.files import GENERATION, ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
@@ -225,6 +225,8 @@ class CheckpointWriter:
         """Sets what every checkpoint and the published weights carry beside their tensors."""
         files = files_of(plan)
         self.configs = engine.describe_weights(files.name, files.digest)
+        if "config.json" in self.configs and files.generation_config is not None:
+            self.configs[GENERATION] = files.generation_config
         vocab_size = ModelShape.from_config(files.config).vocab_size
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": data.train.digest()}
 

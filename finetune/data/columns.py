@@ -99,6 +99,10 @@ LABELLED = (
     "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say. Add "
     "--preference kto to learn from both, or remove the rows whose label is false and add --ignore_columns label."
 )
+SCORED_PAIRS = (
+    "{where}: columns chosen and rejected are preference pairs, and what is scored are answers. Name the answer in a "
+    "--config file, score_dataset: {{name: FILE, columns: completion=chosen}}, or score other rows."
+)
 NO_PAIRS = (
     "{where}: is of format {fmt}, and --preference dpo, orpo and simpo need columns chosen and rejected. Name them "
     "with --columns chosen=A,rejected=B, or omit --preference."
@@ -282,10 +286,14 @@ class RowReader:
         if fmt not in self.options.formats:
             raise PlanError((NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt))
         if fmt in PREFERENCES and not (self.options.pairs or self.options.labels):
-            raise PlanError((PAIRS if fmt == "preference" else LABELLED).format(where=self.dataset))
+            raise PlanError((self._pairs if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
         used = {c for cs in columns.values() for c in cs}
         return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out))
+
+    @property
+    def _pairs(self) -> str:
+        return SCORED_PAIRS if self.dataset.startswith("--score_dataset") else PAIRS
 
     def _known(self, names: tuple) -> tuple[dict[str, str], set[str]]:
         """({name without case, renamed: column}, the columns left out as asked)."""
@@ -321,7 +329,7 @@ class RowReader:
                 continue
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
-                    raise PlanError(PAIRS.format(where=self.dataset))
+                    raise PlanError(self._pairs.format(where=self.dataset))
             elif name in MEANS and not (name == "weight" and value == 1):
                 raise PlanError(
                     f"{source}: column {column!r} {MEANS[name]}, and format {schema.format} does not use it. "

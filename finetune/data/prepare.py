@@ -27,6 +27,7 @@ from finetune.model_files.files import ModelFiles
 from finetune.model_files.tokenizer import end_ids, pad_id
 from finetune.plan.parts import DataPlan
 
+OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads
 DATASETS = {  # use: (flag, split of a folder or Hub name)
     "train": ("dataset", "train"),
@@ -176,7 +177,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
     with shared_renderer(tokenizer) as renderer:
-        train, validation, score_examples = tokenized("train", renderer), None, []
+        train, validation, score_examples, score_rows = tokenized("train", renderer), None, [], None
         if "validation" in raw_datasets:
             validation = tokenized("validation", renderer)
         elif plan.validation_split:
@@ -185,12 +186,16 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
-            if not plan.pairs and not plan.labels:
-                validation = validation or tokenized("score", renderer)
+            of_answers_alone = plan.pairs or plan.labels  # which are no validation rows of such a run
+            if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
+                validation or of_answers_alone
+            ):
+                score_rows = tokenized("score", renderer)
+            validation = validation or (None if of_answers_alone else score_rows)
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    facts = tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example
+    facts = tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example, score_rows
     if plan.streaming:
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)
         return streamed_data(Data(*facts), plan, raw_datasets["train"], limits)

@@ -18,7 +18,10 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import unknown_id
 from finetune.plan.parts import DataPlan
+from finetune.system.files import replace
+from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, say
 
 SAMPLES, BINS, BAR = 3, 10, 40
@@ -30,6 +33,7 @@ REMEDIES = {
     "in score": "remove them from the training rows, or exact match shows memory",
     "no end": "answers without an end token never stop; use a tokenizer with an EOS token",
     "double BOS": "remove the BOS text from the rows or the template",
+    "unknown": "what is learned there is the unknown token; use a model whose tokenizer has these letters",
     **dict.fromkeys(CUTS, "raise --context_length, or choose another --overlong"),
 }
 WORDS = {
@@ -41,6 +45,7 @@ WORDS = {
     "in score": "training rows that are scored too",
     "no end": "rows whose last target is not an end token",
     "double BOS": "rows that begin with two BOS tokens",
+    "unknown": "rows with text that the tokenizer has no token for",
 }
 
 
@@ -50,6 +55,8 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
     remote = [name for name in names if not is_local(name)]
     if remote:
         return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk"]
+    if report:
+        _check_report(Path(report))
     tokenizer = PlainTokenizer.from_folder(files.folder)
     if tokenizer is None:
         return [f"data: not read, as {files.folder} has no tokenizer.json"]
@@ -127,7 +134,7 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
         if use in datasets:
             other = {_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
             rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
-    rows_where |= _odd_ends(train, tokenizer)
+    rows_where |= _odd_ends(train, tokenizer) | {"unknown": _unknown(train, tokenizer)}
     for check, rows in rows_where.items():
         if rows:
             add(check, len(rows), train.row_source(rows[0]))
@@ -136,6 +143,13 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
             remedy = "look at the sample; another model's template may render it"
             found.append(dict(check="template", what=text, count=count, first=train.first[text], remedy=remedy))
     return found
+
+
+def _unknown(train: TokenizedDataset, tokenizer) -> list[int]:
+    """Rows with text that the tokenizer has no token for."""
+    places = np.flatnonzero(train.tokens == unknown_id(tokenizer))
+    documents = np.searchsorted(train.offsets, places, side="right") - 1
+    return list(dict.fromkeys((documents // train.documents_per_row).tolist()))
 
 
 def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
@@ -206,8 +220,19 @@ def text_of(content: dict) -> list[str]:
     return lines if content["lint"] else [*lines, "check: no problems found"]
 
 
+def _check_report(path: Path) -> None:
+    """Raises PlanError for a file that no dry run wrote: only a report is replaced."""
+    try:
+        read_json(path, {"datasets": [dict], "samples": [dict], "lint": [dict]})
+    except FileNotFoundError:
+        return
+    except JsonFileError:
+        raise PlanError(f"--data_report {path}: exists and is no such report. Give another file.") from None
+
+
 def _write(path: Path, content: dict) -> None:
     try:
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replace(path) as file:
+            file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
     except OSError as error:
         raise PlanError(f"--data_report {path}: cannot be written ({error.strerror}). Give another file.") from None

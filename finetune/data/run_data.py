@@ -15,8 +15,8 @@ from finetune.engine import Batch, StepResult
 class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
-    `score_examples`: (prompt ids, expected answer, source) each. `example`: one row as it was read. `stop_ids`: tokens
-    that end an answer.
+    `score_examples`: (prompt ids, expected answer, source) each; `score_rows`: their rows' tokens, where a score is
+    computed from them. `example`: one row as it was read. `stop_ids`: tokens that end an answer.
     """
 
     tokenizer: object
@@ -26,6 +26,7 @@ class Data:
     validation: TokenizedDataset | None
     score_examples: list
     example: Row | None
+    score_rows: TokenizedDataset | None
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""

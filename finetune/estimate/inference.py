@@ -86,10 +86,30 @@ def generation_items(m: ModelCost, work: Work, adapted: bool, densely: bool = Tr
     # Growing a layer's keys or values copies them.
     cache = 2 * work.rows * (work.prompt + work.new) * width * b * (shape.num_layers + 1)
     tokens = work.rows * work.prompt
-    inner = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
-    forward = tokens * b * (4 * shape.hidden_size + 3 * inner)
+    forward = layer_bytes(m, tokens)
     logits = work.rows * shape.vocab_size * (b + 8)
     return {"dense": dense_copies(m, adapted) if densely else 0, "cache": cache, "forward": forward, "logits": logits}
+
+
+def layer_bytes(m: ModelCost, tokens: int) -> int:
+    """Bytes of one layer's forward over tokens that keeps nothing, where its MLP holds most.
+
+    A GPU multiplies all experts at once: their inputs [T * k, h] and gate and up [T * k, 2f] are there beside the
+    unpacked gate_up [E, 2f, h]; then inputs, products and outputs [T * k, h] beside the unpacked down [E, h, f].
+    """
+    shape, b = m.shape, m.compute
+    h, inner = shape.hidden_size, max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    dense = tokens * b * (4 * h + 3 * inner)
+    matrices = [rows * columns for rows, columns in shape.expert_matrices()[:2]]
+    if not (m.fuses and b < 4 and matrices):
+        return dense
+    unpacked = [b * n if m.plan.quantization and not m.plan.memory.cache_dequantized else 0 for n in matrices]
+    routed, inner = tokens * shape.experts_per_token, shape.expert_size
+    return max(
+        dense,
+        unpacked[0] + b * (routed * (h + 2 * inner) + 3 * tokens * h),
+        unpacked[1] + b * (routed * (3 * h + 3 * inner) + 4 * tokens * h),
+    )
 
 
 def dense_copies(m: ModelCost, adapted: bool) -> int:

@@ -7,6 +7,7 @@ from finetune.generation import NewTokens, Sampling
 from finetune.mlx_engine.mlx_lm_internals import BatchKVCache, KVCache, make_prompt_cache
 
 PREFILL_TOKENS = 2048
+TOGETHER = 3e-2  # of the largest logit: 16 bits round sums of other lengths otherwise; another mask is far above it
 
 
 def restrict(logits_BV, how: Sampling) -> mx.array:
@@ -32,14 +33,35 @@ def choose(logits_BV, how: Sampling, key) -> mx.array:
     return mx.random.categorical(restrict(logits_BV, how), key=key)
 
 
-def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys) -> list[list]:
+def answers_together(model, pad_id: int, vocab_size: int) -> bool:
+    """Whether prompts of unequal length, padded on the left, have the logits that each has alone. Where caches are of
+    another kind they have no mask for padding; some of mlx-lm's classes (Gemma 2) use the mask of rows for heads.
+    """
+    if any(type(cache) is not KVCache for cache in make_prompt_cache(model)):
+        return False
+    prompts = [[(7 * i + row) % vocab_size for i in range(1, n + 1)] for row, n in enumerate((2, 9, 5))]
+    try:
+        together = np.array(_first_logits(model, prompts, pad_id))
+    except (ValueError, TypeError, RuntimeError):  # shapes that do not fit each other
+        return False
+    alone = np.concatenate([np.array(_first_logits(model, [p], pad_id)) for p in prompts])
+    return bool(np.abs(together - alone).max() <= TOGETHER * np.abs(alone).max())
+
+
+def _first_logits(model, prompts, pad_id: int) -> mx.array:
+    ids, cache = _padded(model, prompts, pad_id)
+    return model(ids, cache=cache)[:, -1].astype(mx.float32)
+
+
+def generate(
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys, together: bool
+) -> list[list]:
     """New token ids per prompt, without the stop token. `keys()`: a new random key.
 
-    Prompts of unequal length are padded on the left where the model's caches support it; otherwise one at a time.
+    Prompts of unequal length are padded on the left if they may be answered `together`; otherwise one at a time.
     """
-    one_at_a_time = any(type(cache) is not KVCache for cache in make_prompt_cache(model))
     new = []
-    for rows in [[i] for i in range(len(prompts))] if one_at_a_time else [list(range(len(prompts)))]:
+    for rows in [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]:
         stop = None if stop_row is None else (lambda row, ids, rows=rows: stop_row(rows[row], ids))
         new += _generate_rows(
             model, [prompts[i] for i in rows], max_new_tokens, eos_ids, pad_id, stop, on_token, how, keys
@@ -48,13 +70,19 @@ def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token
     return new
 
 
-def _generate_rows(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, keys) -> list[list]:
+def _padded(model, prompts, pad_id: int) -> tuple[mx.array, list]:
+    """(ids padded on the left, a cache that knows of it)."""
     width = max(map(len, prompts))
     padding = [width - len(p) for p in prompts]
     cache = make_prompt_cache(model)
     if len(prompts) > 1:
         cache = [BatchKVCache(padding) for _ in cache]
-    ids = mx.array(np.array([[pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)], np.int32))
+    ids = np.array([[pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)], np.int32)
+    return mx.array(ids), cache
+
+
+def _generate_rows(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, keys) -> list[list]:
+    ids, cache = _padded(model, prompts, pad_id)
     step = max(1, PREFILL_TOKENS // len(prompts))
     while ids.shape[1] > step:
         model(ids[:, :step], cache=cache)

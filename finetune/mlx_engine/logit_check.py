@@ -4,27 +4,61 @@ A config field that mlx-lm does not read, such as transformers 5's `rope_paramet
 without an error. A large model is compared by its first layers, in a temporary folder of both.
 """
 
+import contextlib
+import hashlib
 import importlib.util
 import json
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from backend_manager import package_version
 from finetune import safetensors_io
 from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_engine.mlx_lm_internals import model_classes
 from finetune.mlx_options import MLXOptions
+from finetune.model_files.hub import cache_root
 
+
+class Words(NamedTuple):
+    """How an error names the model, what another model would do, and the remedy."""
+
+    flag: str
+    harm: str
+    remedy: str
+
+
+TRAINING = Words("--model_name", "it would train another model", "Use --backend cpu")
+ANSWERING = Words("--checkpoint", "another model would answer", "Use --device cpu")
 LIMIT = 1e-4  # of the largest logit, fp32: mlx-lm rounds gelu and RoPE otherwise in places; 1e-5 is usual
 WHOLE_BYTES = 2**30  # weight files up to this size are compared in full
 TOKENS = 24
+OPENED_TOKENS = 1024  # attention windows up to this are compared before a model answers
 
 
-def check(files, options: MLXOptions, context_length: int, reference) -> float | None:
+def check_opened(files, reference) -> None:
+    """`check` before a model answers, by its first layers, and once for a config and these versions of the libraries:
+    what passed is kept in the cache. Raises PlanError.
+    """
+    versions = [f"{name} {package_version(name)}" for name in ("mlx", "mlx-lm", "transformers", "torch")]
+    known = hashlib.sha256("\n".join([json.dumps(files.config, sort_keys=True), *versions]).encode()).hexdigest()
+    entry = cache_root() / "finetune" / "logits" / known[:24]
+    if entry.is_file():
+        return
+    check(files, MLXOptions(), OPENED_TOKENS, reference, ANSWERING, whole_bytes=0)
+    with contextlib.suppress(OSError):  # then it is checked again
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.touch()
+
+
+def check(
+    files, options: MLXOptions, context_length: int, reference, words: Words = TRAINING, whole_bytes: int = WHOLE_BYTES
+) -> float | None:
     """The largest difference, relative to the largest logit. Raises PlanError above LIMIT.
 
     `reference(folder, ids)`: transformers' logits. Without torch, a check of the config's fields takes their place.
@@ -33,15 +67,15 @@ def check(files, options: MLXOptions, context_length: int, reference) -> float |
         return None
     unreadable = any(path.suffix == ".npz" for path in files.weight_files)  # by torch
     if unreadable or importlib.util.find_spec("torch") is None:
-        check_fields(files)
+        check_fields(files, words)
         return None
     size = sum(path.stat().st_size for path in files.weight_files)
     ids = tokens(files.config, context_length)
-    if size <= WHOLE_BYTES:
-        return _compare(files.folder, files.config, ids, files.name, reference)
+    if size <= whole_bytes:
+        return _compare(files.folder, files.config, ids, files.name, reference, words)
     with tempfile.TemporaryDirectory() as beside:
         config = first_layers(files, Path(beside))
-        return _compare(Path(beside), config, ids, files.name, reference)
+        return _compare(Path(beside), config, ids, files.name, reference, words)
 
 
 def tokens(config: dict, context_length: int) -> np.ndarray:
@@ -52,15 +86,14 @@ def tokens(config: dict, context_length: int) -> np.ndarray:
     return 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=min(size, context_length))
 
 
-def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference) -> float:
+def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, words: Words) -> float:
     try:
         ours = logits(folder, config, ids)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         if isinstance(error, PlanError) or is_out_of_memory(error):
             raise
         raise PlanError(
-            f"--model_name {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). Use "
-            "--backend cpu."
+            f"{words.flag} {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). {words.remedy}."
         ) from error
     theirs = reference(folder, ids)
     same_shape = ours.shape == theirs.shape
@@ -69,9 +102,8 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference) 
         unread = unread_fields(config, _fields_read(config))
         why = f"; it does not read {', '.join(unread)}" if unread else ""
         raise PlanError(
-            f"--model_name {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
-            f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so it would train another "
-            "model. Use --backend cpu."
+            f"{words.flag} {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
+            f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so {words.harm}. {words.remedy}."
         )
     return off
 
@@ -87,14 +119,14 @@ def _fields_read(config: dict) -> set[str]:
     return set(args_class.__dataclass_fields__)
 
 
-def check_fields(files) -> None:
+def check_fields(files, words: Words = TRAINING) -> None:
     """Raises PlanError if mlx-lm's class does not read a field that decides what the model computes."""
     unread = unread_fields(translated(files.config), _fields_read(files.config))
     if unread:
         raise PlanError(
-            f"--model_name {files.name}: mlx-lm's {files.config['model_type']} does not read {', '.join(unread)} of "
-            "config.json, and its logits cannot be compared with transformers' (.npz weights, or no torch). Set "
-            "fingerprint to false in --mlx_config."
+            f"{words.flag} {files.name}: mlx-lm's {files.config['model_type']} does not read {', '.join(unread)} of "
+            "config.json, and its logits cannot be compared with transformers' (.npz weights, or no torch). "
+            + ("Set fingerprint to false in --mlx_config." if words is TRAINING else "Install torch to compare them.")
         )
 
 

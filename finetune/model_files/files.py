@@ -24,7 +24,8 @@ from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.older import expansion
-from finetune.system.files import is_plain_name, outside
+from finetune.system.files import check_inside, is_plain_name, outside
+from finetune.system.json_files import read_json
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -43,6 +44,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
+GENERATION = "generation_config.json"
 MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -64,10 +66,28 @@ class ModelFiles:
         """Digest of every byte of config.json and the weights, see digest.py."""
         return model_digest(self.folder, self.weight_files)
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.tokenizer_files[0].parent if self.tokenizer_files else self.folder
+
+    @property
+    def generation_config(self) -> dict | None:
+        """The model's stop tokens and sampling, which its weights go on with. Raises JsonFileError."""
+        return generation_config_of(self.folder)
+
     def matches(self, digest: str) -> bool:
         """True if this is the model that a saved digest is of."""
         own = self.digest if digest.startswith(PREFIX) else sampled_digest(self.folder, self.weight_files)
         return digest == own
+
+
+def generation_config_of(folder: Path) -> dict | None:
+    """generation_config.json of a model's folder; None without one. Raises JsonFileError."""
+    file = folder / GENERATION
+    if not file.is_file():
+        return None
+    check_inside(file)
+    return read_json(file, {})
 
 
 def find_model(
@@ -166,7 +186,10 @@ def read_folder(
     numbers = sum(check_safetensors(path, said) for path in weights)
     if weights:
         check_sizes(config, numbers, said)
-    tokenizer = tuple(folder / n for n in TOKENIZER_FILES if (folder / n).is_file())
+    run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
+    holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
+    found = (tuple(holder / n for n in TOKENIZER_FILES if (holder / n).is_file()) for holder in holders)
+    tokenizer: tuple[Path, ...] = next((files for files in found if files), ())
     stored = stored_format(config, said)
     if stored:
         stored |= as_stored(weights, stored, said)

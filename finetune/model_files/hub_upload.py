@@ -3,10 +3,12 @@
 import os
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
-from finetune.model_files.hub import endpoint, offline
+from finetune.model_files.hub import endpoint, hub_cache, offline
+from finetune.system.json_files import JsonFileError, read_json
 
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
 UPLOADED = (
@@ -14,6 +16,13 @@ UPLOADED = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.*", "vocab.*", "merges.txt", "spiece.model", "run_plan.json", "manifest.json", "README.md"),
     *("*.gguf", "Modelfile"),
+)
+# What decides which model is opened from a repository, and of it what a run writes beside what its manifest names.
+MANIFEST = "manifest.json"
+OF_RUNS = (MANIFEST, "run_plan.json")
+OPENED = (
+    *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base_model.json", "trained_blocks.json"),
+    *("config.json", *OF_RUNS),
 )
 ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -38,11 +47,43 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
             disable_progress_bars()
         files = sorted({file.name for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()})
         api.create_repo(repo_id, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=files)
+        old = stale(api, repo_id, files, said)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=files, delete_patterns=old
+        )
         return f"{endpoint()}/{repo_id}"
 
+    said = f"{flag} {repo_id}"
     remedy = f"Everything is in {folder}: once that is mended, repeat the command, or run hf upload {repo_id} {folder}"
-    return _asked(f"{flag} {repo_id}", send, remedy)
+    return _asked(said, send, remedy)
+
+
+def stale(api, repo_id: str, files: list[str], said: str) -> list[str]:
+    """Files of a repository that this folder's weights replace, and that other programs would open in their place.
+    Raises PlanError if one of them is of no run: only those that a manifest there names are deleted.
+    """
+    if not any(fnmatch(file, "*.safetensors") for file in files):
+        return []  # a GGUF beside a model is another form of it
+    there = [name for name in api.list_repo_files(repo_id) if any(fnmatch(name, pattern) for pattern in OPENED)]
+    old = sorted(set(there) - set(files))
+    if not old:
+        return []
+    named = _named(api.hf_hub_download(repo_id, MANIFEST, cache_dir=hub_cache())) if MANIFEST in there else set()
+    of_others = [name for name in old if name not in named | set(OF_RUNS)] if named else old
+    if of_others:
+        raise PlanError(
+            f"{said}: holds {of_others[0]}, which no run wrote and which programs would open in the place of what is "
+            "uploaded. Give another repository, or delete it there."
+        )
+    return old
+
+
+def _named(manifest: str) -> set[str]:
+    """The names in a manifest; none if it is not a run's."""
+    try:
+        return set(read_json(Path(manifest), {"files": {str: object}, "run_id": str})["files"])
+    except JsonFileError:
+        return set()
 
 
 def _asked(said: str, send, remedy: str = "Set HF_TOKEN to a token that may write there"):
@@ -57,6 +98,8 @@ def _asked(said: str, send, remedy: str = "Set HF_TOKEN to a token that may writ
     except hub.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         fact = f"{endpoint()} answers {status}" + (", so HF_TOKEN may not do that" if status in (401, 403) else "")
+    except PlanError:
+        raise
     except (hub.HTTPError, hub.HFValidationError, OSError, RuntimeError, ValueError) as error:
         fact = f"{endpoint()}: {first_line(error)}"
     raise PlanError(f"{said}: {fact.replace(token, '***')}. {remedy}.")

@@ -28,6 +28,7 @@ class PlainTokenizer:
         backend.no_padding()
         self.eos_token = specials.get("eos_token")
         self.bos_token_id, self.eos_token_id = (self._id(n) for n in ("bos_token", "eos_token"))
+        self.unk_token_id = self._id("unk_token")
 
     @classmethod
     def of(cls, tokenizer) -> "PlainTokenizer":

@@ -90,6 +90,20 @@ class TokenizerTrial:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 
 
+def unknown_id(tokenizer) -> int | None:
+    """The id that stands for text without a token of its own; None if no id means that alone."""
+    others = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return tokenizer.unk_token_id if tokenizer.unk_token_id not in others else None
+
+
+def opened_ids(tokenizer, text: str) -> list[int]:
+    """Ids of a text that goes on: with what the tokenizer puts before a text, without an end that it puts after it."""
+    found = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = found.input_ids, found.special_tokens_mask
+    end = next((n for n in range(len(ids), 0, -1) if not added[n - 1]), 0)
+    return ids[:end] if end else ids[:1]
+
+
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
     """Stop token ids: the tokenizer's EOS, those in generation_config.json, and the chat template's end of turn."""
     ids = {tokenizer.eos_token_id} - {None}

@@ -39,9 +39,12 @@ def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
         checkpoint=str(plan.output.output_dir), device=plan.backend, precision="auto", n_bits=16, quiet=True
     )
     engine, _, _, _ = open_checkpoint.open_engine(how)
-    batches = data.evaluation_batches(plan, engine.pad_id) if data.validation is not None else {}
-    found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()}) if batches else {}
-    scored = evaluation.scores(engine, data, plan.data, found.get("loss", float("nan")), stop.requested)
+    found: dict = {}
+    if data.validation is not None and not plan.objective.facts.is_preference:  # whose loss needs a reference too
+        batches = data.evaluation_batches(plan, engine.pad_id)
+        found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()})
+    known = found.get("loss") if data.validation is data.score_rows else None
+    scored = evaluation.scores(engine, data, plan.data, known, stop.requested)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
     return found | scored.values

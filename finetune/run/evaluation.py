@@ -45,14 +45,21 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
-    scored = scores(engine, data, plan.data, found.loss, stopping)
+    known = found.loss if data.validation is data.score_rows else None
+    scored = scores(engine, data, plan.data, known, stopping)
     return None if stopping() else replace(scored, values=found.values | scored.values)
 
 
-def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> Evaluation:
+def check_scored(data, how: DataPlan) -> None:
+    """Raises PlanError for rows that --score_metric cannot score, before anything is computed of them."""
+    if data.score_examples and "choice" in scoring.metrics_of(how.score_metric, how.score_pattern):
+        scoring.choices_of(data.score_examples, "score_metric")
+
+
+def scores(engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective.
 
-    `loss`: of these rows, whose exponential is the perplexity.
+    `loss`: the mean nll of their targets, if it is known; its exponential is the perplexity.
     """
     names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
     asked, values, right, first = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, None
@@ -64,9 +71,12 @@ def scores(engine, data, how: DataPlan, loss: float, stopping=lambda: False) -> 
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]
         values = {name: len(rows) / len(examples) for name, rows in right.items()}
     if "choice" in names and not stopping():
-        log_prob = partial(scoring.log_prob_of, engine, data.tokenizer)
+        end = scoring.end_of(data.score_rows, data.stop_ids)
+        log_prob = partial(scoring.log_prob_of, engine, data.tokenizer, end=end)
         values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
-    if "perplexity" in names and not math.isnan(loss):
+    if "perplexity" in names and not stopping():
+        if loss is None:
+            loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
     return Evaluation(values, right, first)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from backend_manager import package_version
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import opened_ids
 from finetune.run.scoring import greedy_log_prob, log_prob_of_ids
 
 PACKAGE = "lm-eval"
@@ -78,8 +79,8 @@ def language_model(engine, tokenizer, ends: set[int]):
             spaces = len(context) - len(context.rstrip())
             if spaces:  # a space belongs to the token after it
                 context, text = context[:-spaces], context[-spaces:] + text
-            whole = tokenizer(context + text).input_ids
-            before = tokenizer(context).input_ids if context else self._first()
+            whole = opened_ids(tokenizer, context + text)
+            before = opened_ids(tokenizer, context) if context else self._first()
             ids = whole[len(before) :] if context else tokenizer(text, add_special_tokens=False).input_ids
             before, ids = self._fitted(before, ids)
             return greedy_log_prob(engine, before, ids)
@@ -98,7 +99,7 @@ def language_model(engine, tokenizer, ends: set[int]):
             until = how.get("until") or []
             until = [until] if isinstance(until, str) else [stop for stop in until if stop]
             most = int(how.get("max_gen_toks", how.get("max_new_tokens", 256)))
-            prompt, _ = self._fitted(tokenizer(context).input_ids, [0] * most)
+            prompt, _ = self._fitted(opened_ids(tokenizer, context), [0] * most)
 
             def stop_row(row, ids) -> bool:
                 text = tokenizer.decode(ids, skip_special_tokens=True)

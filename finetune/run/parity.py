@@ -20,6 +20,9 @@ from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.plan.finalize import finalize
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run.report import plan_lines
+from finetune.system.owned_files import OwnedFiles
+
+WRITTEN = ("parity.json", "parity.svg")
 
 STEPS = 20
 # Largest difference in loss at any step that counts as the same run, see `difference`. fp32: products in another order;
@@ -53,9 +56,10 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
     for backend in both:
         plan = make_plan(overrides_of(overrides, backend, both))
         say("\n".join(plan_lines(plan)))
+        _owned(plan.output.folder).check(WRITTEN)
         if overrides.get("dry_run"):
             continue
-        tokenizer, raw_datasets = load_tokenizer(plan.files.folder), read_datasets(plan.data)
+        tokenizer, raw_datasets = load_tokenizer(plan.files.tokenizer_folder), read_datasets(plan.data)
         ensure_chat_template(tokenizer)
         data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))
@@ -170,9 +174,14 @@ def report(found: dict) -> list[str]:
     ]
 
 
+def _owned(folder: Path) -> OwnedFiles:
+    return OwnedFiles(folder, f"--output_dir {folder}")
+
+
 def write(found: dict, folder: Path) -> None:
-    """parity.json and parity.svg."""
+    """parity.json and parity.svg. Raises PlanError for such files of the user's own."""
     folder.mkdir(parents=True, exist_ok=True)
+    _owned(folder).claim(*WRITTEN)
     (folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "parity.svg").write_text(picture(found))
 

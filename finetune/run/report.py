@@ -62,7 +62,7 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
-def ask_command(output_dir: str, row: Row | None) -> str:
+def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = ["python", "generate.py", "--checkpoint", output_dir]
     row = row and as_answer(row)
@@ -74,10 +74,19 @@ def ask_command(output_dir: str, row: Row | None) -> str:
         command += ["--system", system] if system else []
         command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
     elif row.format == "prompt_completion":
-        command += ["--raw", "--prompt", row.text("prompt")]
+        command += ["--raw", "--prompt", _without_joined_space(row.text("prompt"), row.text("completion"), tokenizer)]
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(command)
+
+
+def _without_joined_space(prompt: str, completion: str, tokenizer) -> str:
+    """The prompt without spaces at its end that the tokenizer joins to the answer's first token."""
+    if tokenizer is None:
+        return prompt
+    found = tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
+    first = next((start for start, end in found.offset_mapping if end > len(prompt)), len(prompt))
+    return prompt if prompt[first:].strip() else prompt[:first]
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
@@ -162,7 +171,7 @@ def dense_lines(plan, summary: Summary, many: int) -> list[str]:
 
     def said(values: dict) -> str:
         scores = [f"{n.replace('_', ' ')} {score_text(n, values[n])}" for n in SCORE_NAMES if n in values]
-        return ", ".join([*scores, *([f"loss {values['loss']:.4f}"] if "loss" in values else [])])
+        return ", ".join([*scores, *([f"loss {values['loss']:.4f}"] if "loss" in dense else [])])
 
     return [
         f"scores of {many} rows, by the base under the adapter:",
@@ -199,7 +208,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example)}"]
+    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}"]
 
 
 # ---- of pretrain.py

@@ -15,8 +15,8 @@ import numpy as np
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.collate import microbatches
 from finetune.data.prepare import DatasetSource, needs_chat_template
-from finetune.data.reading.mixture import Source
-from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_parts, tokenize
+from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
+from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.system.files import replace
 
@@ -100,9 +100,9 @@ def _same_json(answer: str, expected: str) -> bool:
     fenced = FENCE.search(answer)
     try:
         one, two = (json.loads(text) for text in ((fenced[1] if fenced else answer).strip(), expected.strip()))
-    except (ValueError, RecursionError):
+        return _canonical(one) == _canonical(two)
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply to be read
         return False
-    return _canonical(one) == _canonical(two)
 
 
 def _canonical(value) -> str:
@@ -124,18 +124,25 @@ def _found(pattern: re.Pattern, text: str) -> str | None:
     return None if group is None else group.strip()
 
 
-def evaluated(engine, tokenizer, raw, options, dataset: str, length: int):
-    """(rows, questions, the engine's StepResult) of a file's rows, as training renders them. Sets ChatML on a tokenizer
-    without a template, if rows need one.
+def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
+    """(rows, questions, the engine's StepResult) of datasets' rows, as training renders them. Sets ChatML on a
+    tokenizer without a template, if rows need one.
     """
-    read = DatasetSource.of(raw, options, Source(dataset))
-    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": [read]}))
+    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": datasets}))
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
-        rows = tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
-        questions = generation_examples(raw, options, tokenizer, renderer)
-    batches = microbatches(rows, range(len(rows)), engine.layout, len(rows), FORWARD_TOKENS, engine.pad_id)
-    return rows, questions, engine.evaluate(batches)
+        found = [
+            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer)
+            for read in datasets
+        ]
+        rows = joined_datasets(found, [(str(read.source), None) for read in datasets])
+        questions = [q for read in datasets for q in generation_examples(read.raw, read.options, tokenizer, renderer)]
+    return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
+
+
+def forwards(engine, rows: TokenizedDataset, tokens: int) -> list[Batch]:
+    """Microbatches of all rows, of as many tokens, or one row."""
+    return microbatches(rows, range(rows.num_rows), engine.layout, rows.num_rows, tokens, engine.pad_id)
 
 
 def judged(questions: list, answers: list[str], metrics: list[str], pattern: str | None, decode) -> list[Answer]:
@@ -149,9 +156,20 @@ def judged(questions: list, answers: list[str], metrics: list[str], pattern: str
     ]
 
 
-def log_prob_of(engine, tokenizer, prompt: list[int], text: str) -> float:
-    """Log-probability of a text after a prompt, summed over its tokens. Collective."""
-    return log_prob_of_ids(engine, prompt, tokenizer(text, add_special_tokens=False).input_ids)
+def end_of(rows: TokenizedDataset, ends: set[int]) -> int | None:
+    """The token that ends an answer in these rows, as training teaches it; None if no answer has one of `ends`."""
+    for row in range(len(rows)):
+        ids, is_target = rows.document(row)
+        found = next((int(i) for i in ids[is_target][::-1] if int(i) in ends), None)
+        if found is not None:
+            return found
+    return None
+
+
+def log_prob_of(engine, tokenizer, prompt: list[int], text: str, end: int | None) -> float:
+    """Log-probability of a text after a prompt, and of `end` after it, summed over the tokens. Collective."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return log_prob_of_ids(engine, prompt, ids if end is None else [*ids, end])
 
 
 def log_prob_of_ids(engine, prompt: list[int], ids: list[int]) -> float:
@@ -160,7 +178,7 @@ def log_prob_of_ids(engine, prompt: list[int], ids: list[int]) -> float:
     counts = dict(rows=1, tokens=len(row[0]), targets=len(ids), skipped=0, dropped_empty=0)
     counts |= dict(prompt_truncated=0, answer_truncated=0)
     document = TokenizedDataset(**joined_parts([row]), sources=("choice",), counts=counts)
-    result = engine.evaluate(microbatches(document, range(1), engine.layout, 1, len(row[0]), engine.pad_id))
+    result = engine.next_token_loss(forwards(engine, document, len(row[0])))
     return -result.loss * result.num_targets
 
 

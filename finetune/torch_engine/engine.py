@@ -320,6 +320,13 @@ class TorchEngine(EngineBase):
             metrics=self._means(sums, replace(totals, counts=(max(1, counts[0]), *counts[1:]))),
         )
 
+    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+        own, self.objective = self.objective, objectives.NextToken()
+        try:
+            return self.evaluate(microbatches, stop)
+        finally:
+            self.objective = own
+
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, as the protocol says."""
@@ -328,7 +335,7 @@ class TorchEngine(EngineBase):
         how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
         with self.forward.autocast(), self.full_weights() as in_full:
             if not in_full:
-                new = self.parallel.call(partial(generate.generate, *how, synced=True))
+                new = self.parallel.call(partial(generate.generate, *how, turns=generate.Turns(self.groups)))
                 self.parallel.reshard()
             else:
                 new = self._generate_alone(how) if prompts else []

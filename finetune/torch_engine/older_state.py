@@ -118,6 +118,9 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
     from safetensors.torch import save_file
 
     said, (tensors, unscaled) = f"--from_older {state.file}", adapter_of(state)
+    other = next((n for n in state.tensors if ".lora_embedding_" in n), None)
+    if other:
+        raise PlanError(f"{said}: {other} is of an embedding, which this form does not hold. Use export.py --to peft.")
     dora = unscaled or any(name.endswith("lora_magnitude_vector") for name in tensors)
     odd = [n for n, t in tensors.items() if not _is_factor(n, t)]
     if odd:
@@ -129,6 +132,8 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
         module = owner.removeprefix(PREFIX)
         pair = [tensors.get(f"{owner}.lora_{side}.weight") for side in "AB"]
         weight = shapes.get(f"{module}.weight")
+        if weight is None and any(name.startswith(f"{module}.") for name in shapes):
+            raise PlanError(f"{said}: {module} are experts, which this form does not hold. Use export.py --to peft.")
         if weight is None or len(weight) != 2:
             raise PlanError(
                 f"{said}: adapts {module}, which {base.name} does not have. Give the base it was trained on."

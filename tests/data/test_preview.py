@@ -1,11 +1,17 @@
 """What a dry run shows of the data: samples with targets, lengths, and what is odd, each with its place and remedy."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from finetune.data.preview import histogram
+from finetune.data.preview import histogram, lint
+from finetune.data.reading.sources import read_rows
+from finetune.data.tokens.tokenize import tokenize
+from finetune.model_files.plain_tokenizer import PlainTokenizer
 from tests.support.commands import command, finish, without_frameworks, words
 from tests.support.rows import jsonl
 
@@ -93,6 +99,37 @@ def test_bad_data_ends_a_dry_run_as_it_ends_the_run(flags, tmp_path):
     assert code == 2 and "--data_report x.json: is written by a dry run. Add --dry_run." in err
     code, _, err = finish(command(flags, "--dry_run --data_report /none/x.json"))
     assert code == 2 and "--data_report /none/x.json: cannot be written" in err
+
+
+def test_text_that_the_tokenizer_has_no_token_for_is_named(tmp_path):
+    known = Tokenizer(models.WordLevel({"?": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}, unk_token="?"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(bos_token="<s>", eos_token="</s>", unk_token="?", pad_token="?")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=known, **names)
+    raw = read_rows(
+        jsonl(tmp_path / "a.jsonl", [{"prompt": p, "completion": f" {c}"} for p, c in ("ab", "aa", "cd", "bc")])
+    )
+    train = tokenize(raw, "auto", tokenizer, 64)
+    assert train.notices[-1] == "tokens that the tokenizer does not know: 3, 2 of them learned"
+    plain = PlainTokenizer.of(tokenizer)
+    (found,) = [entry for entry in lint(plain, {"train": train}) if entry["check"] == "unknown"]
+    assert (found["count"], found["first"]) == (2, raw.sources[2])
+    names["eos_token"] = "?"  # as GPT-2's, of which the end is no unknown text
+    same = transformers.PreTrainedTokenizerFast(tokenizer_object=known, **names)
+    assert not any("does not know" in line for line in tokenize(raw, "auto", same, 64).notices)
+
+
+def test_a_report_replaces_no_file_but_a_report(flags, tmp_path):
+    mine, report = tmp_path / "mine.jsonl", tmp_path / "report.json"
+    mine.write_bytes(Path(flags["dataset"]).read_bytes())
+    before = mine.read_bytes()
+    code, _, err = finish(command({**flags, "dataset": mine}, "--dry_run", data_report=mine))
+    assert code == 2 and f"--data_report {mine}: exists and is no such report. Give another file." in err
+    assert mine.read_bytes() == before
+    for _ in range(2):
+        code, _, err = finish(command(flags, "--dry_run", data_report=report))
+        assert code == 0, err
+    assert json.loads(report.read_text())["datasets"]
 
 
 def test_a_dataset_that_is_not_on_this_disk_is_not_read(flags):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from finetune.estimate.inference import Work
 from tests.support import emulated_device, large, meta_peaks
 from tests.support.planned import settings_of
 
@@ -65,6 +66,17 @@ def test_a_steps_peak_is_predicted_within_5_percent(model, kind, recomputed):
     """bf16, 2,048 tokens in four documents; layers are the model's, there are fewer of them."""
     settings = settings_of(kind, "bf16", use_gradient_checkpointing=recomputed)
     predicted, counted, items = meta_peaks.counted(MODELS[model], settings, LENGTHS)
+    assert predicted == pytest.approx(counted, rel=0.05), items
+
+
+ANSWERED = [pytest.param(m, k, marks=pytest.mark.slow) for m in MODELS for k in ("lora", "qlora")]
+
+
+@pytest.mark.parametrize("work", [Work(8, 512, 8), Work(1, 2000, 8)], ids=["8 prompts", "one long prompt"])
+@pytest.mark.parametrize(("model", "kind"), ANSWERED)
+def test_the_peak_of_answers_is_predicted_within_5_percent(model, kind, work):
+    """bf16, greedy; keys and values of all prompts, dense copies of a quantized base, experts at once."""
+    predicted, counted, items = meta_peaks.answering(MODELS[model], settings_of(kind, "bf16"), work)
     assert predicted == pytest.approx(counted, rel=0.05), items
 
 

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
+import generate
+from finetune.data.collate import microbatches
 from finetune.errors import PlanError
 from finetune.mlx_engine import logit_check
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.files import find_model
 from finetune.torch_engine import transformers_logits
+from tests.support import tiny
 from tests.support.mlx_engines import config_of, mlx_engine, save, torch_engine_of
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -93,3 +96,39 @@ def test_fields_that_a_model_file_does_not_read_are_named():
     nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "chunked_attention": {"rope_theta": 1e4}}}
     with pytest.raises(PlanError, match="rope_parameters are for chunked_attention, full_attention"):
         translated(nested)
+
+
+def test_a_model_that_mlx_lm_computes_otherwise_does_not_answer(tmp_path, make_tokenizer, monkeypatch, capsys):
+    """Gemma 2 without its window; what passed once is not compared again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    argv = ["--prompt", "Item", "--raw", "--max_new_tokens", "2", "--precision", "fp32", "--device", "mlx"]
+    for window, right in ((4096, True), (16, False)):
+        folder = save(tmp_path / str(window), "gemma2", sliding_window=window)
+        make_tokenizer(folder)
+        if right:
+            assert generate.main(["--checkpoint", str(folder), *argv]) == 0
+        else:
+            with pytest.raises(PlanError, match="--checkpoint .*: .* so another model would answer. Use --device cpu"):
+                generate.main(["--checkpoint", str(folder), *argv])
+    assert len(list((tmp_path / "cache" / "finetune" / "logits").iterdir())) == 1
+    files = find_model(str(tmp_path / "4096"))
+    logit_check.check_opened(files, None)  # the reference is not asked
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_prompts_are_answered_together_only_where_each_is_answered_as_alone(tmp_path, together):
+    """mlx-lm's Gemma 2 takes the mask of two rows for that of its two key heads."""
+    folder = save(tmp_path / "model", "llama" if together else "gemma2", num_key_value_heads=2, num_attention_heads=4)
+    engine, prompts = mlx_engine(folder), [[3, 4, 5, 6, 7, 8, 9, 10, 11], [8, 9]]
+    assert engine._answers_together is together
+    assert engine.generate(prompts, 6, set()) == [engine.generate([p], 6, set())[0] for p in prompts]
+
+
+def test_blocks_that_run_with_a_cache_only_train_and_answer(tmp_path):
+    folder = save(tmp_path / "model", "stablelm")
+    mlx, torch = mlx_engine(folder), torch_engine_of(folder)
+    assert mlx.head is None
+    assert mlx.generate([[3, 4, 5]], 3, set()) == torch.generate([[3, 4, 5]], 3, set())
+    rows = tiny.dataset((9, 30))
+    losses = [e.evaluate(microbatches(rows, range(2), "padded", 2, 512, 0)).loss for e in (mlx, torch)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -31,7 +31,7 @@ engine, layout = engine_of("llama", s, folder, hidden_size=256, intermediate_siz
 engine.begin_memory(0)
 rows = tiny.dataset((100,) * 64)
 plan = RunPlan(settings=s, requested={"batch_size": "auto"}, adjustments=(), notices=(), backend="cpu", engine="torch")
-data = Data(None, set(), rows, None, [], ())
+data = Data(None, set(), rows, None, [], (), None)
 engine.try_step(microbatches(rows, range(4), layout, 4, 6400, 0)[0], several=False)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 96 * 2**20,) * 2)
@@ -68,7 +68,7 @@ def test_rows_are_halved_if_memory_runs_out(tmp_path):
 def test_a_reference_is_computed_once_where_rows_are_read_again(flags, validated, said):
     rows = replace(tiny.dataset((5,) * 16), documents_per_row=2)
     train, validation = rows.select(np.arange(6)), rows.select([6, 7])
-    data = Data(None, set(), train, validation if validated else None, [], None)
+    data = Data(None, set(), train, validation if validated else None, [], None, None)
     settings = TrainConfig(preference="dpo", batch_size=2, **flags)
     facts = dict(adjustments=(), notices=(), backend="cpu", engine="torch")
     plan = RunPlan(settings=settings, requested={}, **facts)

@@ -54,6 +54,7 @@ def test_a_promise_without_a_mark_in_the_default_suite_is_not_shown(source):
     assert shown_by({"a.py": source, "b.py": shown}) == {"BM_01": ["b.py::test_b"]}
 
 
+@pytest.mark.slow
 def test_a_test_is_selected_by_the_promise_it_shows():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "TAB_04 or FT_05"]
     files = ["tests/plan/test_recommend.py", "tests/promises/test_parallel_equals_one_process.py"]

@@ -106,3 +106,27 @@ def test_weights_configs_and_the_card_are_uploaded_and_nothing_else(served, monk
     upload(tmp_path / "run", "org/shop", "x")
     found = {str(p.relative_to(uploads / "org/shop")) for p in (uploads / "org/shop").rglob("*") if p.is_file()}
     assert found - {".gitattributes"} == there
+
+
+def test_what_opened_before_an_upload_does_not_open_after_it(served, monkeypatch, tmp_path, run, capsys):
+    """A full model over an adapter: without the adapter's files, which would be opened in its place."""
+    env, uploads = served
+    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_XET"):
+        monkeypatch.setenv(name, env[name])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read when it was imported
+    run(train_type="lora", num_epochs=1, output_dir=str(tmp_path / "a"))
+    run(train_type="full", lora_rank=None, lora_dropout=None, num_epochs=1, output_dir=str(tmp_path / "b"))
+    upload(tmp_path / "a", "org/shop", "an adapter")
+    there = uploads / "org/shop"
+    (there / "notes.txt").write_text("mine")
+    (there / "model.gguf").write_text("another form")
+    upload(tmp_path / "b", "org/shop", "a model")
+    names = {p.name for p in there.iterdir()}
+    assert "model.safetensors" in names and not {"adapter_config.json", "adapter_model.safetensors"} & names
+    assert {"notes.txt", "model.gguf", "README.md"} <= names
+    (there / "other.safetensors").write_text("of someone else")
+    before = {p.name: p.read_bytes() for p in there.iterdir()}
+    with pytest.raises(PlanError, match="--push_to_hub org/shop: holds other.safetensors, which no run wrote") as error:
+        upload(tmp_path / "a", "org/shop", "an adapter again")
+    assert "\n" not in str(error.value)
+    assert {p.name: p.read_bytes() for p in there.iterdir()} == before

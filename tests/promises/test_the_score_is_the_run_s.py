@@ -1,6 +1,7 @@
 """The number that a run prints is the one that score.py and generate.py have: they open the base as it was trained."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -208,5 +209,23 @@ def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run
     assert f"{'nf4 4 bits' if kind == 'nf4' else 'the same base'}: {own['exact_match']:.1%}" in said
     if kind == "lora":
         assert found["exact_match"] == own["exact_match"]
-    assert export.main([*argv, str(tmp_path / "again"), "--score_dataset", "none"]) == 0
+    more = ["--score_dataset", "none"]
+    assert export.main([*argv, str(tmp_path / "again"), *more]) == 0
     assert "exact match" not in capsys.readouterr().out
+
+
+def test_an_export_reads_the_scored_rows_as_the_run_did(tmp_path, run, capsys):
+    rows = [{"question": r["prompt"], "first": "no", "second": r["completion"], "split": "x"} for r in ROWS[:6]]
+    named = dict(columns="prompt=question,completion=second", ignore_columns="first,split")
+    file = jsonl(tmp_path / "two.jsonl", rows)
+    run(dataset=file, **named, score_dataset=file, score_metric="perplexity", num_epochs=2)
+    own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]
+    capsys.readouterr()
+    argv = ["--checkpoint", str(tmp_path / "out"), "--dtype", "fp32", "--output_dir", str(tmp_path / "merged")]
+    assert export.main(argv) == 0
+    said = re.search(
+        r"merged: perplexity (.*) of 6, .* the run's own, on the same base: perplexity (.*)", capsys.readouterr().out
+    )
+    assert float(said[1]) == pytest.approx(own["perplexity"], rel=1e-5) and float(said[2]) == pytest.approx(
+        float(said[1]), rel=1e-5
+    )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from huggingface_hub import ModelCard
 import export
 import score
 from finetune.engine import StepResult
+from finetune.errors import PlanError
 from finetune.run import evaluation, model_card, scoring
 from finetune.run.metrics import read_events
 from tests.support.rows import ROWS, jsonl
@@ -83,6 +85,49 @@ def test_a_run_is_scored_by_each_metric_as_score_py_does(rows, tmp_path, run, ca
     assert own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
 
 
+def scored_by_score_py(folder, rows, capsys, **flags) -> dict:
+    argv = ["--checkpoint", str(folder), "--dataset", str(rows), "--json", "--max_new_tokens", "6"]
+    capsys.readouterr()
+    assert score.main([*argv, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_perplexity_is_of_the_scored_rows_beside_other_validation_rows(rows, tmp_path, run, capsys):
+    other = jsonl(tmp_path / "validation.jsonl", ROWS[6:])
+    run(**LIMITS, num_epochs=1, score_dataset=rows, validation_dataset=other, score_metric="choice, perplexity")
+    own = read_events(tmp_path / "out", "eval")[-1]
+    found = scored_by_score_py(tmp_path / "out", rows, capsys, metric="choice,perplexity")
+    assert (
+        own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5) and own["choice"] == found["scores"]["choice"]
+    )
+    assert own["perplexity"] != pytest.approx(math.exp(own["loss"]), rel=1e-3)
+
+
+def test_rows_that_choice_cannot_score_are_refused_before_the_model_is_used(tmp_path, run):
+    rows = jsonl(tmp_path / "same.jsonl", [{"prompt": f"{i}?", "completion": "yes"} for i in range(4)])
+    with pytest.raises(PlanError, match="--score_metric choice: the rows have 1 distinct answers"):
+        run(score_dataset=rows, score_metric="choice")
+    assert not (tmp_path / "out" / "checkpoints").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_run_of_preferences_is_scored_by_the_next_token(rows, tmp_path, run, capsys, validated):
+    pairs = jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)])
+    more = dict(validation_dataset=pairs) if validated else {}
+    state = run(
+        **NF4 | {"num_epochs": 1}, **LIMITS, **more, dataset=pairs, preference="dpo", score_dataset=rows,
+        score_metric="exact,choice,perplexity",
+    )  # fmt: skip
+    own = read_events(tmp_path / "out", "eval")[-1]
+    found = scored_by_score_py(tmp_path / "out", rows, capsys, metric="choice,perplexity")
+    assert (
+        own["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5) and own["choice"] == found["scores"]["choice"]
+    )
+    dense = of_dense(tmp_path / "out", rows, capsys)
+    assert state.scores["dense"]["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-5)
+    assert "loss" not in state.scores["dense"]  # of pairs it needs the reference too
+
+
 @pytest.mark.parametrize(
     ("metric", "pattern", "fact"),
     [
@@ -93,8 +138,6 @@ def test_a_run_is_scored_by_each_metric_as_score_py_does(rows, tmp_path, run, ca
     ],
 )
 def test_a_metric_that_is_none_is_refused_in_the_plan(run, tmp_path, metric, pattern, fact):
-    from finetune.errors import PlanError
-
     with pytest.raises(PlanError, match=fact):
         run(score_metric=metric, score_pattern=pattern)
     assert not (tmp_path / "out").exists()
@@ -196,7 +239,7 @@ def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
     data = argparse.Namespace(score_examples=examples, tokenizer=tokenizer, stop_ids=set())
     names = scoring.OF_ANSWERS
     how = argparse.Namespace(score_metric=",".join(names), score_pattern=PATTERN, score_max_new_tokens=9)
-    found = evaluation.scores(Answering(words), data, how, 0.0)
+    found = evaluation.scores(Answering(words), data, how)
     values, right_rows = found.values, found.right
     assert found.first_answer == words[0]
     letters = dict(zip(names, "ECNJR", strict=True))

@@ -151,6 +151,16 @@ def test_layers_that_the_adapter_lacks_start_anew_and_those_it_has_go_on(first, 
     assert any("v_proj" in name for name in load_file(tmp_path / "second" / "adapter_model.safetensors"))
 
 
+def test_an_adapter_of_some_layers_goes_on_in_those_alone(tiny_model, rows_file, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "first")
+    flags = LORA | dict(dataset=str(rows_file), model_name=str(tiny_model), adapter=str(tmp_path / "first"))
+    fine_tune(**flags, max_steps=1, output_dir=str(tmp_path / "second"))
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("second", "first"))
+    assert ours.keys() == theirs.keys()
+
+
 def dequantized_base(model, folder):
     """transformers' model with the weights that an adapter's base has as it was trained."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

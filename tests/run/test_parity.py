@@ -61,3 +61,10 @@ def test_backends_to_compare_are_checked(text, message):
 def test_dropout_cannot_be_compared(tiny_model, rows_file):
     with pytest.raises(PlanError, match="--lora_dropout 0.1: backends draw other random numbers"):
         train.main(f"--model_name {tiny_model} --dataset {rows_file} --parity torch,mlx --lora_dropout 0.1".split())
+
+
+def test_a_file_of_the_user_s_own_stays(tmp_path):
+    (tmp_path / "parity.json").write_text("mine")
+    with pytest.raises(PlanError, match="--output_dir .*: holds parity.json, which is not of a run"):
+        parity.write({}, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["parity.json"] and (tmp_path / "parity.json").read_text() == "mine"

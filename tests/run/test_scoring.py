@@ -10,6 +10,7 @@ from finetune.errors import PlanError
 from finetune.run import scoring
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support.rows import ROWS, jsonl
+from train import fine_tune
 
 # answer, expected, and for each of exact, contains, numeric, json, regex (`#### (\S+)`): is it right?
 TABLE = [
@@ -127,10 +128,10 @@ def test_predictions_are_full_answers_with_wrong_ones_first(scored, tmp_path):
 
 
 def test_the_likeliest_of_the_answers_is_chosen(scored, tiny_model):
-    """Against log-probabilities of a plain forward over prompt and answer."""
+    """Against log-probabilities of a plain forward over prompt, answer and the token that ends it."""
     import transformers
 
-    answers = [" yes", " no", " maybe"]
+    answers = [" yes", " yes, but", " no"]
     rows = [{"prompt": f"Is {i} even?", "completion": answers[i % 3]} for i in range(6)]
     found = scored(rows, "--metric", "choice")["scores"]["choice"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
@@ -138,12 +139,48 @@ def test_the_likeliest_of_the_answers_is_chosen(scored, tiny_model):
     for row in rows:
         prompt, scores = tokenizer(row["prompt"]).input_ids, []
         for answer in answers:
-            ids = tokenizer(answer, add_special_tokens=False).input_ids
+            ids = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
             with torch.no_grad():
                 log_probs = model(input_ids=torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
             scores.append(sum(log_probs[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
         right += answers[scores.index(max(scores))] == row["completion"]
     assert found == right / len(rows)
+
+
+def test_an_answer_that_another_begins_with_can_be_the_likeliest(tiny_model, tmp_path, capsys):
+    answers = ["red", "red wine"]
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "completion": answers[i % 2]} for i in range(4)])
+    out = tmp_path / "out"
+    fine_tune(
+        model_name=str(tiny_model), dataset=str(rows), train_type="full", precision="fp32", backend="cpu", lr=1e-2,
+        max_steps=60, batch_size=4, log_to="stdout", output_dir=str(out),
+    )  # fmt: skip
+    capsys.readouterr()
+    score.main(["--checkpoint", str(out), "--dataset", str(rows), "--metric", "exact,choice", "--json"])
+    assert json.loads(capsys.readouterr().out)["scores"] == {"exact": 1.0, "choice": 1.0}
+
+
+def test_json_that_is_nested_too_deeply_is_not_right():
+    deep = "[" * 700 + "]" * 700
+    right = scoring.judges(["json"], None)["json"]
+    assert right("[[1]]", "[[1]]") and not right("1", deep) and not right(deep, "1")
+
+
+def test_a_file_of_predictions_that_cannot_be_written_is_refused_before_anything_is_opened(tmp_path):
+    argv = ["--checkpoint", "none", "--dataset", jsonl(tmp_path / "rows.jsonl", ROWS[:2]), "--predictions"]
+    with pytest.raises(PlanError, match="--predictions .*: there is no folder"):
+        score.main([*map(str, argv), str(tmp_path / "none" / "p.jsonl")])
+
+
+def test_rows_of_text_have_no_answers_to_score(scored):
+    rows = [{"text": "a b c d"}] * 4
+    assert scored(rows)["exact_match"] is None
+    for flags, said in (
+        (["--metric", "perplexity,exact"], "--metric exact"),
+        (["--predictions", "p"], "--predictions p"),
+    ):
+        with pytest.raises(PlanError, match=f"{said}: the rows of .* are text, which asks nothing"):
+            scored(rows, *flags)
 
 
 @pytest.mark.parametrize(

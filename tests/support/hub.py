@@ -118,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
             case ["api", "models", _, _, "commit", _]:
                 for entry in body:
                     value = entry["value"]
+                    if entry["key"] == "deletedFile":
+                        (folder / value["path"]).unlink()
                     if entry["key"] in ("file", "lfsFile"):
                         target = folder / value["path"]
                         target.parent.mkdir(parents=True, exist_ok=True)

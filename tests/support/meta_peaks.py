@@ -7,11 +7,13 @@ every step but the first; its fused step has no temporaries.
 import weakref
 
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.data.collate import microbatches
-from finetune.estimate import memory
+from finetune.estimate import inference, memory
+from finetune.estimate.inference import Work
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import AttentionPlan, Parts
@@ -19,6 +21,7 @@ from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.forward import Layout
+from finetune.torch_engine.generation.generate import dense_weights
 from finetune.torch_engine.lora.layers import cast_once
 from tests.support import large, tiny
 from tests.support.build import torch_engine
@@ -81,3 +84,38 @@ def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     found = memory.estimate(Parts(settings), shape, load, "cuda")
     items = {name: n for name, n in found["items"].items() if name != "libraries"}
     return sum(items.values()), bytes_.peak, items
+
+
+def answering(config: dict, settings, work: Work) -> tuple[int, int, dict]:
+    """(predicted, counted, predicted items) peak bytes of greedy answers: the forward of the prompts, then one a token.
+
+    transformers' `generate` reads values, which meta tensors have not: its steps are repeated here.
+    """
+    model = large.model(config, settings, META).eval()
+    model.set_attn_implementation(_masked_kernel())
+    ids = torch.zeros((work.rows, work.prompt), dtype=torch.int64, device=META)
+    with LiveBytes(META) as bytes_, torch.no_grad(), dense_weights(model):
+        bytes_.add([*model.parameters(), *model.buffers()])
+        bytes_.add([layer.cached for layer in model.modules() if getattr(layer, "cached", None) is not None])
+        cache = transformers.DynamicCache(config=model.config)
+        for _ in range(work.new):
+            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            ids = logits.to(torch.float32, copy=True).argmax(-1, keepdim=True)
+            del logits
+    plan = Parts(settings)
+    found = inference.predicted(plan, ModelShape.from_config(config), "cuda", work)
+    items = {name: n for name, n in found["items"].items() if name not in ("libraries", "loading")}
+    return sum(items.values()), bytes_.peak, items
+
+
+def _masked_kernel() -> str:
+    """The name of the attention that torch runs on CUDA for left-padded prompts: its memory-efficient kernel."""
+
+    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, False, scale=scaling)[0]
+        return out.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("masked_kernel", attend)
+    return "masked_kernel"

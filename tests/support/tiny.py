@@ -35,18 +35,19 @@ ARCHITECTURES = {
     "cohere": ("CohereConfig", dict(logit_scale=0.25)),
     "falcon": ("FalconConfig", dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)),
 }
-SHARED_EXPERTS = {
+OTHERS = {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
-    )
+    ),
+    "stablelm": ("StableLmConfig", {}),
 }  # built by name too, and not tested as an architecture of its own
 PADDED = ("falcon",)  # the architectures whose attention transformers does not let us register
 
 
 def build(architecture: str = "llama", seed: int = 0, **changes):
     """A tiny random model in fp32 on the CPU, in evaluation mode."""
-    name, extra = (ARCHITECTURES | SHARED_EXPERTS)[architecture]
+    name, extra = (ARCHITECTURES | OTHERS)[architecture]
     base = {} if architecture in ("gpt2", "falcon") else COMMON
     config = getattr(transformers, name)(**{**base, **extra, **changes})
     torch.manual_seed(seed)

@@ -118,6 +118,10 @@ def test_what_does_not_fit_its_base_is_one_line(tiny_model, tmp_path):
         fitting | {f"{layer}.lora_AB.0.weight": torch.zeros(4, 9)}
     )
     assert f"{layer} has factors [[4, 64]]" in refused({f"{layer}.lora_AB.0.weight": torch.zeros(4, 64)})
+    embedding = {"model.embed_tokens.lora_embedding_A": torch.zeros(4, 9)}
+    assert "is of an embedding, which this form does not hold" in refused(fitting | embedding)
+    experts = {f"model.layers.0.self_attn.lora_AB.{i}.weight": torch.zeros(4, 4) for i in (0, 1)}
+    assert "model.layers.0.self_attn are experts" in refused(experts)
     assert "contains strange [2], which in" in refused({"strange": torch.zeros(2)})
     (tmp_path / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(PlanError, match="cannot be read"):

@@ -167,6 +167,13 @@ def _finish_replacing(output: Path) -> None:
                 replaced.rename(output)
 
 
+def write_array(path: Path, array: np.ndarray) -> None:
+    """As np.save, whose error of a full disk does not say that it is one."""
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data.cast("B"))
+
+
 def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:
     """Writes one split. `facts`: further keys of dataset.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +182,7 @@ def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **fac
     puzzles = facts.pop("puzzle_identifiers", np.zeros(count, np.int32))
     arrays = dict(zip(NAMES, (inputs, labels, puzzles, each, each), strict=True))
     for name, array in arrays.items():
-        np.save(folder / f"all__{name}.npy", np.asarray(array, np.int32))
+        write_array(folder / f"all__{name}.npy", np.ascontiguousarray(array, np.int32))
     content = {
         "pad_id": pad_id,
         "ignore_label_id": IGNORE_INDEX,

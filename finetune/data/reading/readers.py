@@ -68,6 +68,17 @@ def read_jsonl(
             yield source, row
 
 
+def is_blank(line: bytes, number: int) -> bool:
+    """Whether `read_jsonl` passes this line over: white space of Unicode alone, after the BOM that begins a file."""
+    text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+    if not text or 32 < text[0] < 127:
+        return not text
+    try:
+        return not text.decode("utf-8").strip()
+    except UnicodeDecodeError:  # a bad row
+        return False
+
+
 def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of a JSON array of objects, of an object that holds one under a known key, or of JSON lines."""
     size = path.stat().st_size

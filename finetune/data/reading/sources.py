@@ -2,6 +2,7 @@
 
 import fnmatch
 import hashlib
+import itertools
 import os
 import re
 from functools import partial
@@ -44,6 +45,7 @@ SPLIT_WORDS = {
     "evaluation": "test",
 }
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt")
+MOST_FILES, MOST_NAMED = 10_000, 3  # of a folder that is looked through, and of what is not read
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
 
@@ -90,7 +92,7 @@ def find_files(dataset: str, split: str, flag: str, text_unit: str = "auto") -> 
     path = local_path(dataset, f"{flag} {dataset}")
     if path.is_dir():
         files = folder_files(path, split, flag, text_unit)
-        return files, f"{dataset} ({_count(files)})", -1
+        return files, f"{dataset} ({_count(files)}{_left_out(path, {file for _, file, _ in files})})", -1
     if path.is_file() and not os.access(path, os.R_OK):
         raise PlanError(f"{flag} {dataset}: permission denied. Change its permissions.")
     if path.is_file():
@@ -127,13 +129,27 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
     elif (folder / "run_plan.json").is_file() or any(folder.glob("*.safetensors")):
         raise PlanError(f"{flag} {folder}: is the folder of a model or a run, not of data. Give the file of its rows.")
     else:
-        found = [p for pattern in ("*", "data/*") for p in folder.glob(pattern) if p.is_file()]
+        patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
+        found = [p for pattern in patterns for p in folder.glob(pattern) if p.is_file()]
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
     for name in names:
         if not (folder / name).is_file():
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _left_out(folder: Path, chosen: set[Path]) -> str:
+    """Says which files of rows in a folder are not read: of other splits, in other folders, compressed."""
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return ""  # which name their files
+    found = itertools.islice(folder.rglob("*"), MOST_FILES)
+    names = sorted(p.relative_to(folder).as_posix() for p in found if p not in chosen and p.is_file())
+    rows = [
+        n for n in names if READERS.keys() & {s.lower() for s in PurePosixPath(n).suffixes} and not _is_about_data(n)
+    ]
+    more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
+    return f"; not read: {', '.join(rows[:MOST_NAMED])}{more}" if rows else ""
 
 
 def _are_names(value) -> bool:

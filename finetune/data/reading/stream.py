@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.reading.arrow import stream_parquet
-from finetune.data.reading.readers import read_jsonl
+from finetune.data.reading.readers import is_blank, read_jsonl
 from finetune.data.reading.rows import BadRow
 from finetune.errors import PlanError
 
@@ -98,7 +98,7 @@ class StreamedFile:
         with open(path, "rb") as file:
             for line in file:
                 offset, number = offset + len(line), number + 1
-                left -= bool(line.strip())
+                left -= not is_blank(line, number)
                 if not left:
                     break
         return read_jsonl(path, self.label, Position(self.read, offset), offset, number)

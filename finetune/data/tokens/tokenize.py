@@ -13,6 +13,7 @@ from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import unknown_id
 from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
@@ -309,6 +310,11 @@ class Builder:
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
             description += ", the tokenizer has no EOS token"
+        is_unknown = tokens == unknown_id(tokenizer)
+        many = int(is_unknown.sum()), int((is_unknown & is_target).sum())
+        unknown = (
+            [f"tokens that the tokenizer does not know: {many[0]:,}, {many[1]:,} of them learned"] if many[0] else []
+        )
         return TokenizedDataset(
             tokens=tokens,
             is_target=is_target,
@@ -317,7 +323,7 @@ class Builder:
             counts=counts,
             description=description,
             skipped=tuple(self.skipped),
-            notices=notice_lines(reader.notices),
+            notices=(*notice_lines(reader.notices), *unknown),
             full_lengths=np.array(self.full, np.int32),
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),

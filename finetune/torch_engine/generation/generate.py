@@ -1,13 +1,14 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
-from finetune.generation import GREEDY, Sampling
+from finetune.generation import GREEDY, Sampling, answered_within
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS
@@ -32,28 +33,66 @@ class _RowsDone(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+DONE, TOGETHER, ALONE = range(3)
+
+
+class Turns:
+    """Rounds of answers of ranks whose every forward gathers weights from the others, and which run equally many.
+
+    In a round all answer that can, and the others take part with a token of their own until the last is done. Rows that
+    reach the model's last position may not go on while others do: they are answered by one rank at a time.
+    """
+
+    def __init__(self, groups):
+        dims = groups.dims
+        self.groups, self.place = groups, groups.data_rank * dims.cp + groups.coordinate("cp")
+
+    def wait(self, wants: int, take_part: Callable[[], None]) -> None:
+        """Returns when it is this rank's turn, or when all are DONE. Collective."""
+        while True:
+            every = self.groups.all_gather_scalars([wants, self.place]).astype(int).tolist()
+            if wants == TOGETHER or all(want == DONE for want, _ in every):
+                return
+            if wants == ALONE and not any(want == TOGETHER for want, _ in every):
+                if self.place == min(place for want, place in every if want == ALONE):
+                    return
+            take_part()
+
+
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, synced=False
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, turns=None
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
 
-    `synced`: each forward gathers weights from the other ranks, which call this at the same time: a rank goes on until
-    the last one is done. One without prompts takes part with a token of its own.
+    `turns`: of ranks that keep their shards, see Turns; one without prompts takes part too.
 
     Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
-    if not prompts:
-        assert synced, "nothing to answer"
-        generate(model, [[0]], max_new_tokens, eos_ids, pad_id, lambda row, ids: True, synced=True)
-        return []
+
+    def answer(prompts, max_new_tokens, stop_row, on_token):
+        if turns:
+            longest = max(map(len, prompts))
+            turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
+        stops = stop_row, on_token, how, turns is not None
+        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, *stops)
+
+    def idle() -> None:
+        _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
+
+    limit, asked = context_limit(model), max_new_tokens
+    new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer) if prompts else []
+    if turns:
+        turns.wait(DONE, idle)
+    return new
+
+
+def _answered(
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced=False
+) -> list[list[int]]:
     own, own_settings = model.config._attn_implementation, model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
-    limit = context_limit(model)
-    if limit:
-        max_new_tokens = min(max_new_tokens, limit - 1)
-        prompts = [p[-(limit - max_new_tokens) :] for p in prompts]
     model.set_attn_implementation(own_implementation(model))
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from finetune import safetensors_io
+from finetune.model_files.files import GENERATION, generation_config_of
 from finetune.model_files.rope_names import add_older_names
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
@@ -121,7 +122,10 @@ class StreamedSave:
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
         add_older_names(folder / "config.json")
-        if self.model.can_generate():
+        generation = generation_config_of(Path(self.model.name_or_path)) if self.model.name_or_path else None
+        if generation is not None:  # as it is: a model made from config.json does not know its stop tokens
+            (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        elif self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
             if (Path(self.model.name_or_path) / name).is_file():

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from finetune.data.pretraining.data import load_pretrain_data
 from finetune.errors import PlanError
 from finetune.recipe import of_flat
 from finetune.system.owned_files import LIST
+from tests.support.commands import ROOT
 
 
 def write(folder, symmetries="sudoku"):
@@ -176,3 +179,15 @@ def test_mazes_of_two_sizes_do_not_share_symmetries(tmp_path):
     paths = (str(tmp_path / "5"), str(tmp_path / "7"))
     with pytest.raises(PlanError, match="do not share symmetries"):
         load_pretrain_data(of_flat({"data_paths": paths, "dataset_type": "puzzle", "arch.causal": False}), 1)
+
+
+def test_a_builder_on_a_disk_that_is_full_ends_with_a_line_and_leaves_nothing(tmp_path):
+    """A limit of the size of files stands for it: writing fails in the middle, as there."""
+    argv = f"x --output-dir {tmp_path / 'd'} --size 4 --count 200".split()
+    limited = (
+        f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.argv = {argv}; "
+    )
+    code = limited + "runpy.run_module('dataset.build_puzzle_dataset', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 74 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not list(tmp_path.iterdir())

@@ -189,3 +189,21 @@ def test_a_damaged_record_of_a_saved_dataset_is_one_line(tmp_path, name, content
         read_rows(str(tmp_path))
     assert name in str(error.value) or "has no split 'train'" in str(error.value), str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    row = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
+
+    def described(*names) -> str:
+        folder = tmp_path / "-".join(names).replace("/", "_")
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(row if "json" in name else "prompt,completion\na,b\n")
+        return read_rows(str(folder)).description.removeprefix(str(folder)).strip()
+
+    assert described("a.jsonl", "README.md") == "(a.jsonl)"
+    assert described("train.jsonl", "extra.jsonl") == "(train.jsonl; not read: extra.jsonl)"
+    assert described("a.jsonl", "sub/b.jsonl", "c.jsonl.gz") == "(a.jsonl; not read: c.jsonl.gz, sub/b.jsonl)"
+    many = described("train.csv", *(f"{c}.csv" for c in "defgh"))
+    assert many == "(train.csv; not read: d.csv, e.csv, f.csv and 2 more)"
+    assert described("train/x.jsonl", "test/x.jsonl") == "(x.jsonl; not read: test/x.jsonl)"

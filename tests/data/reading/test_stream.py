@@ -93,6 +93,20 @@ def test_lines_and_row_groups_are_skipped_without_losing_one(tmp_path):
         assert not found or found[0][0] == f"a:row {skip + 1}"
 
 
+@pytest.mark.parametrize("blank", ["\u00a0", "\u3000 ", "\u2028", "\x1c\x1f", "\u0085\t"])
+def test_a_line_that_is_blank_to_unicode_is_no_row(blank, tmp_path):
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps(row) for row in ROWS[:12]]
+    for at in (9, 5, 5, 0):
+        lines.insert(at, blank)
+    file.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    streamed = StreamedFile(*find_files(str(file), "train", "--dataset")[0][0])
+    whole = list(streamed.rows(0))
+    assert len(whole) == 12
+    for skip in range(13):
+        assert list(streamed.rows(skip)) == whole[skip:]
+
+
 def test_an_empty_file_is_refused(tmp_path, run):
     with pytest.raises(PlanError, match="has no rows"):
         run(dataset=jsonl(tmp_path / "a.jsonl", []), streaming=True, max_steps=2)

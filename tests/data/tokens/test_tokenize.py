@@ -161,6 +161,7 @@ def test_select_and_digest(raw, plain_tokenizer):
     assert len(dataset.select([])) == 0
 
 
+@pytest.mark.slow
 def test_tokenizing_four_times_the_rows_takes_about_four_times_the_calls(tmp_path, plain_tokenizer):
     row = {"prompt": "What is the capital of France? " * 4, "completion": "The capital is Paris. " * 4}
 

@@ -59,6 +59,26 @@ def test_an_adapter_this_version_does_not_read_is_refused(tmp_path):
         attach_adapter(tiny.build(), tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("init_lora_weights", word) for word in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")),
+        ("alora_invocation_tokens", [1, 2]),
+        ("lora_bias", True),
+        ("use_qalora", True),
+        ("arrow_config", {"top_k": 1}),
+    ],
+)
+def test_an_adapter_that_is_more_than_its_product_is_refused(tmp_path, key, value):
+    """As it is saved, peft changes the base or the inputs beside it."""
+    model, settings = adapted()
+    write(model, settings, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(PlanError, match=rf"adapter_config.json: {key}.* which is not supported"):
+        attach_adapter(tiny.build(), tmp_path)
+
+
 def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_nothing():
     one, _ = adapted(targets="q_proj")
     every, _ = adapted(targets="all")
