@@ -11,7 +11,7 @@ import pytest
 import generate
 import score
 from finetune.errors import PlanError
-from tests.support import ranks
+from tests.support import ranks, tiny
 from tests.support.commands import ROOT
 from tests.support.rows import ROWS, jsonl
 
@@ -177,3 +177,17 @@ def test_a_launcher_s_number_of_ranks_is_not_another_one(tiny_model, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PlanError, match="--world_size 3: RANK and WORLD_SIZE started 2 ranks. Omit --world_size."):
         generate.main(["--checkpoint", str(tiny_model), "--prompt", "a", "--world_size", "3"])
+
+
+@pytest.mark.slow
+def test_rows_that_end_at_the_model_s_last_position_end_there_over_ranks_too(make_tokenizer, tmp_path, capsys):
+    """GPT-2 has no position after it: a rank that is done must not be taken past it by one that goes on."""
+    tokenizer = make_tokenizer(tmp_path / "model", bos=False)
+    tiny.build("gpt2", vocab_size=len(tokenizer), n_positions=24).save_pretrained(tmp_path / "model")
+    prompts = ["What is 1 plus 1? " * n for n in (9, 1, 2, 9, 1)]
+    asked = jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    argv = ["--checkpoint", str(tmp_path / "model"), "--prompts", asked, "--device", "cpu", "--max_new_tokens", "16"]
+    assert generate.main([*argv, "--raw"]) == 0
+    alone = capsys.readouterr().out
+    code, out, err = script("generate.py", *argv, "--raw", "--world_size", "2", "--gather_weights", "false")
+    assert code == 0 and out == alone, err
