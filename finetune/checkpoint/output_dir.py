@@ -51,7 +51,7 @@ from finetune.model_files.files import GENERATION, ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
-from finetune.system.owned_files import kind_of
+from finetune.system.owned_files import kind_of, read_list
 from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
@@ -95,7 +95,7 @@ class OutputDir:
     def __init__(self, plan: RunPlan):
         self.root, self.plan = root_of(plan), plan
         self.lock = Lock(self.root)
-        self.owned = owned_files(self.root)
+        self.owned, self.has_begun = owned_files(self.root), False
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         saved = plan.resume_from
@@ -131,7 +131,14 @@ class OutputDir:
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
+        self.has_begun = True
         return keep_aside(self.root, step)
+
+    def check_place(self) -> None:
+        """Raises StorageError if the folder was moved or replaced since the run began in it."""
+        found = read_list(self.root)
+        if self.has_begun and (found is None or found[0] != self.owned.id):
+            raise StorageError(f"{self.root}: was moved or replaced while the run went on, which cannot save there.")
 
     def close(self) -> None:
         """Releases the lock, and removes the folder if it is new and nothing was written to it."""
@@ -289,6 +296,7 @@ class CheckpointWriter:
             tensors = {self.weights_file: engine.trainable_state(), MOMENTS: moments, **tensors}
         if not self.files:
             return folder_of_step(self.root, state.step)
+        self.files.check_place()
         texts = {name: json.dumps(content, indent=1) for name, content in self.configs.items()}
         texts[PLAN] = json.dumps(self.plan.to_json(), indent=1)
         texts[STATE] = json.dumps(
@@ -385,8 +393,10 @@ class CheckpointWriter:
         for what, value in content["identity"].items():
             same = self.identity.get(what) == value
             if not same and not (what == "base model" and files_of(self.plan).matches(str(value))):
+                flag = {"base model": "model_name", "dataset": "dataset"}.get(what)
+                name = f" {getattr(self.plan.settings, flag, '')}".rstrip() if flag else ""
                 raise PlanError(
-                    f"--resume: the {what} differs from the one that checkpoint {saved.folder} was made with. "
+                    f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with. "
                     f"Give the {what} of that run, or a new --output_dir."
                 )
         read = saved.tensors if self.plan.has_adapter else saved.slices
@@ -406,6 +416,7 @@ class CheckpointWriter:
                 engine.write_model(folder)
             return
         subfolder = folder.relative_to(self.root)
+        self.files.check_place()
         with storage(folder):
             folder.mkdir(exist_ok=True)
             with self.files.owned.staged(str(subfolder)) as beside:

@@ -87,7 +87,7 @@ def read_adapter(folder) -> tuple[Adapter, dict]:
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
     for key in UNSUPPORTED:
-        if config.get(key) and (key, config[key]) != ("bias", "none"):
+        if config.get(key) not in (None, [], {}) and (key, config[key]) != ("bias", "none"):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
     return Adapter(config["r"], config["lora_alpha"], targets=",".join(adapted_names(tensors)), **how), tensors

@@ -95,7 +95,15 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, 
         raise PlanError(
             f"{words.flag} {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). {words.remedy}."
         ) from error
-    theirs = reference(folder, ids)
+    try:
+        theirs = reference(folder, ids)
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        if isinstance(error, PlanError) or is_out_of_memory(error):
+            raise
+        raise PlanError(
+            f"{words.flag} {name}: transformers' {config['model_type']} does not run, and MLX's logits are judged by "
+            f"its ({first_line(error)}). Correct its config.json."
+        ) from error
     same_shape = ours.shape == theirs.shape
     off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30)) if same_shape else float("inf")
     if not off <= LIMIT:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from finetune.model_files.files import find_model
 from finetune.run.metrics import read_events
 from finetune.system.files import WRITING
 from finetune.system.owned_files import LIST, OwnedFiles, read_list
-from tests.support.commands import refused
+from tests.support.commands import command, refused, wait_for_steps
 from tests.support.plans import plan_of
 from tests.support.runs import copy_up_to, resign, rewrite_json, steps
 from train import fine_tune
@@ -540,3 +541,15 @@ def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(plai
     said = capsys.readouterr().out
     assert "0.00 GiB free; 3 checkpoints and one being written take" in said
     assert said.index("GiB free") < said.index("step     1/1")
+
+
+def test_a_folder_that_is_moved_away_is_not_made_again(flags, tmp_path):
+    """The run ends at its next save with a line; what it saved is where the user moved it."""
+    long = flags | {"max_steps": 2000, "num_epochs": 1000, "save_every": 20, "output_dir": tmp_path / "out"}
+    process = subprocess.Popen(command(long), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / "out", 2, process)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 74 and f"{tmp_path / 'out'}: was moved or replaced while the run went on" in err
+    assert not list(tmp_path.glob("out/*.safetensors")) and not list(tmp_path.glob("out/checkpoints/*"))
+    assert (tmp_path / "moved" / "run_plan.json").is_file()

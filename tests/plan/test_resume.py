@@ -29,7 +29,7 @@ def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path,
 
     (folder / "run_plan.json").unlink()
     rewrite_json(folder / "checkpoints" / "step-5", "run_plan.json", edit)
-    with pytest.raises(PlanError, match="the dataset differs from the one that checkpoint"):
+    with pytest.raises(PlanError, match=r"the dataset .*\.jsonl differs from the one that checkpoint"):
         fine_tune(resume=str(folder))
 
 
