@@ -17,7 +17,6 @@ from finetune.estimate.memory import (
     gathered_bytes,
     loading_bytes,
     trainable_tensors,
-    unit_bytes,
     uses_onednn,
 )
 from finetune.estimate.model_cost import ModelCost
@@ -63,8 +62,7 @@ def predicted(
     }
     answering, scoring = generation_items(m, work, adapted and ranks == 1, ranks == 1), scoring_items(m, work)
     if ranks > 1:
-        # Gloo gathers into a buffer of its own first.
-        one_layer = gathered_bytes(m) + (int(max(unit_bytes(m))) if device == "cpu" else 0)
+        one_layer = gathered_bytes(m)
         scoring["gathered"] = one_layer
         if answering:
             everything = base_bytes(m) + (4 * sum(trainable_tensors(m)) if adapted else 0)

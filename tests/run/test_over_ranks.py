@@ -33,7 +33,7 @@ def finish(*argv, stdin: str | None = None) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command in a session of its own."""
     process = ranks.start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        out, err = process.communicate(stdin, timeout=300)
+        out, err = process.communicate(stdin, timeout=180)
     finally:
         ranks.kill_session(process)
     return process.returncode, out, err
@@ -93,7 +93,7 @@ def test_answers_and_scores_over_ranks_are_those_of_one_process(kind, gather, ru
 @pytest.mark.parametrize("flags", [("--use_cpu_offload", "true"), ("--tp_degree", "2"), ("--sharding_strategy", "ddp")])
 def test_a_run_of_ranks_is_opened_by_ranks_whatever_its_degrees(flags, run, tmp_path, tiny_model, rows_file, capsys):
     """Its degrees are forgotten, its offload is kept."""
-    train = "--train_type qlora --precision fp32 --max_steps 3 --context_length 64 --batch_size 2 --backend cpu".split()
+    train = "--train_type lora --precision fp32 --max_steps 3 --context_length 64 --batch_size 2 --backend cpu".split()
     train += ["--model_name", tiny_model, "--dataset", rows_file, "--output_dir", tmp_path / "out", "--world_size", "2"]
     code, _, err = script("train.py", *train, *flags)
     assert code == 0, err
@@ -137,7 +137,9 @@ def test_a_rank_that_fails_ends_the_others_with_one_line(launched, gather, refus
     more = [] if launched else ["--world_size", "2"]
     code, out, err = script("generate.py", *refuses_two, "--gather_weights", gather, *more, launched=launched)
     assert code != 0 and out == ""
-    assert err.count("error: ") == 1 and "the chat template rejects this row (no two)" in err and "Traceback" not in err
+    (said,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "the chat template rejects this row (no two)" in said
+    assert launched or "Traceback" not in err  # torchrun prints its own
 
 
 @pytest.mark.slow

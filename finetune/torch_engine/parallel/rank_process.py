@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -111,6 +112,9 @@ def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
     return message
 
 
+TOLD_S = 5.0  # rank 0 waits 3 s for an error of its own, see Watchdog
+
+
 def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
     """A command's exit code as one of its ranks: see over_ranks.run. Collective."""
     timeout_s = TrainConfig().rank_timeout
@@ -129,6 +133,8 @@ def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
         return code
 
     code, failed = together(answer, env, ranks.watchdog)
+    if failed and not env.folder:
+        time.sleep(TOLD_S)  # a launcher ends the others as soon as this rank is gone: rank 0 says why before
     return failed or (0 if env.folder else code)
 
 
