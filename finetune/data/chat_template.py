@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
+from datetime import date
 
-from finetune.data.render_process import BURST_S
+from finetune.data.render_process import BURST_S, DAY
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
 
@@ -26,6 +28,33 @@ def ensure_chat_template(tokenizer, is_needed=lambda: True) -> str | None:
     tokenizer.chat_template = CHATML_TEMPLATE
     end = tokenizer.eos_token or "<|im_end|>"
     return f"chat template: the tokenizer has none, so ChatML (answers end with {end}); it is saved with the tokenizer"
+
+
+def today() -> str:
+    """The day that a template which prints the date prints, as 2026-01-31: the run's, or this one."""
+    return os.environ.get(DAY) or str(date.today())
+
+
+def day_of(saved: dict) -> str:
+    """The day of a saved run, by its settled plan; this one for a run that has none."""
+    try:
+        return str(date.fromisoformat(saved["day"]))
+    except (KeyError, TypeError, ValueError):
+        return today()
+
+
+@contextlib.contextmanager
+def on_day(day: str):
+    """A context in which templates print this day, in the processes that are started too: the rows of a run stay the
+    same when it is resumed on another day.
+    """
+    before = os.environ.get(DAY)
+    os.environ[DAY] = day
+    try:
+        yield
+    finally:
+        os.environ.pop(DAY)
+        os.environ |= {DAY: before} if before else {}
 
 
 def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]:

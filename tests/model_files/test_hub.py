@@ -95,6 +95,6 @@ def test_a_hub_that_never_answers_is_one_line(monkeypatch, tmp_path):
             lambda: check_upload("org/absent"),
         ):
             began = time.monotonic()
-            with pytest.raises(PlanError, match="127.0.0.1|unreachable") as error:
+            with pytest.raises(PlanError, match="timed out") as error:
                 ask()
             assert "\n" not in str(error.value) and time.monotonic() - began < 20
