@@ -322,7 +322,7 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     if not questions:
         return loss, {"loss": result.loss}, len(rows)
     asked = argparse.Namespace(score_examples=questions, score_rows=rows, tokenizer=tokenizer, stop_ids=ends)
-    values, _ = evaluation.scores(engine, asked, Parts(settings).data, result.loss)
+    values = evaluation.scores(engine, asked, Parts(settings).data, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 
 
@@ -383,6 +383,7 @@ def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
 def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     import subprocess
 
+    from finetune.model_files.rope_names import add_older_names
     from finetune.system.isolated import python_command
 
     how = []
@@ -396,6 +397,7 @@ def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [""])[-1]
         raise PlanError(f"--to mlx: mlx-lm's converter ended with {done.returncode} ({said[:300]}). Use --to hf.")
+    add_older_names(made / "config.json")  # those of a model that is converted as it is
     for file in sorted(made.iterdir()):
         file.replace(folder / file.name)
     made.rmdir()

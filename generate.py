@@ -3,10 +3,13 @@
 python generate.py --checkpoint outputs/my-run --prompt "Hello" --max-new-tokens 50
 python generate.py --checkpoint outputs/my-run --interactive        /reset, /system TEXT and /save FILE are commands
 python generate.py --checkpoint outputs/my-run --prompts questions.txt --compare base
+torchrun --nproc_per_node=2 generate.py --checkpoint outputs/my-run --prompt "Hello"        weights sharded over 2 GPUs
 """
 
+import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
@@ -128,17 +131,19 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def answers_of(opened, prompts: list[str], args) -> list[str]:
-    """The answers of an opened model to prompts that do not know of each other, in batches."""
+    """The answers of an opened model to prompts that do not know of each other, in batches. Collective."""
+    from finetune.run.evaluation import shared
+
     engine, tokenizer, ends = opened
     engine.seed(args.seed)
-    found = []
-    for at in range(0, len(prompts), args.batch_size):
-        part = prompts[at : at + args.batch_size]
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+
+    def answered(part: list[str]) -> list[list[int]]:
         ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw) for prompt in part]
-        sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-        new = engine.generate(ids, args.max_new_tokens, ends, **sampling)
-        found += [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    return found
+        return engine.generate(ids, args.max_new_tokens, ends, **sampling)
+
+    new = shared(engine, prompts, args.batch_size, answered)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
 
 
 def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
@@ -149,7 +154,13 @@ def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
             say(f"{name}: {answers[i]}" if len(by_model) > 1 else answers[i])
 
 
-def converse(reply, args) -> None:
+def lines_of(ranks) -> Iterator[str]:
+    """The lines of stdin, which rank 0 reads, on every rank."""
+    while line := ranks.share(sys.stdin.readline):
+        yield line
+
+
+def converse(reply, args, ranks) -> None:
     """--interactive. `reply(turns)` prints an answer and returns it; recursive models are answered in the same way."""
     turns = begun(args.system)
     if args.prompt is not None:
@@ -159,7 +170,7 @@ def converse(reply, args) -> None:
         return
     prompting = "> " if sys.stdin.isatty() else ""
     say(prompting, end="")
-    for line in sys.stdin:
+    for line in lines_of(ranks):
         text = line.strip()
         if not text:
             break
@@ -169,7 +180,7 @@ def converse(reply, args) -> None:
             turns = begun(system)
             say("(a new conversation)")
         elif word == "/save":
-            say(saved(turns, rest.strip()))
+            say(saved(turns, rest.strip()) if ranks.is_first else "")
         elif word.startswith("/") and word[1:].isalpha():
             say(f"{word}: is not a command. Use /reset, /system TEXT or /save FILE.")
         else:
@@ -191,8 +202,10 @@ def saved(turns: list[tuple[str, str]], name: str) -> str:
     return f"(saved to {name})"
 
 
-def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
-    """Generates one answer to prompt tokens; streams tokens if stdout is a terminal."""
+def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> str:
+    """Generates one answer to prompt tokens; streams tokens if stdout is a terminal. Without any, as on the ranks after
+    the first, takes part in what another answers.
+    """
     live, shown = sys.stdout.isatty(), [0]
 
     def on_token(new):
@@ -202,15 +215,15 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int], args) -> str:
             shown[0] = len(text)
 
     new = engine.generate(
-        [ids],
+        [] if ids is None else [ids],
         args.max_new_tokens,
         ends,
         on_token=on_token if live else None,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-    )[0]
-    text = tokenizer.decode(new, skip_special_tokens=True)
+    )
+    text = tokenizer.decode(new[0], skip_special_tokens=True) if new else ""
     say(text[shown[0] :])
     return text
 
@@ -234,12 +247,11 @@ def check(args) -> None:
 
 def compared(args) -> tuple[str, str]:
     """(the other model's checkpoint, its name in the output). Raises PlanError."""
-    from finetune import open_checkpoint
     from finetune.model_files.hub_adapter import fetched
 
     if args.compare != "base":
         return fetched(args.compare, "--compare"), Path(args.compare).name or args.compare
-    name = open_checkpoint.base_of(args.checkpoint).name
+    name = args.found.files.name
     if name == args.checkpoint:
         raise PlanError(f"--compare base: {args.checkpoint} is a full model, which has none. Name another checkpoint.")
     return name, "base"
@@ -250,18 +262,22 @@ def split(opened) -> tuple:
     return opened[:3], opened[3]
 
 
-def main(argv=None) -> int:
-    process.prepare_environment()
+def parsed(argv):
     args = build_parser().parse_args(argv)
     check(args)
+    return args
+
+
+def prepared(args, ranks: int) -> str:
+    """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
-    from finetune.estimate.budget import gib
-    from finetune.estimate.inference import Work
     from finetune.model_files.hub_adapter import fetched
 
-    prompts = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
+    args.questions = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
     args.checkpoint = fetched(args.checkpoint)
-    recursive = open_checkpoint.is_recursive(args.checkpoint)
+    args.recursive = recursive = open_checkpoint.is_recursive(args.checkpoint)
+    if recursive and ranks > 1:
+        raise PlanError(f"--checkpoint {args.checkpoint}: is of pretrain.py, whose models answer in one process.")
     if not recursive:
         check_template(args)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
@@ -270,17 +286,33 @@ def main(argv=None) -> int:
     for flag, given in (("--prompts", args.prompts), ("--compare", args.compare)):
         if given and recursive:
             raise PlanError(f"{flag} {given}: is not for checkpoints of pretrain.py. Use --prompt or --interactive.")
-    other = compared(args) if args.compare else None
+    if recursive:
+        return ""
+    args.found, args.other = open_checkpoint.find(args, ranks), None
+    if args.compare:
+        checkpoint, name = compared(args)
+        other = argparse.Namespace(**{**vars(args), "checkpoint": checkpoint})
+        args.other = name, open_checkpoint.find(other, ranks)
+    return str(args.found.manager.backend)
+
+
+def answer_all(args, ranks) -> int:
+    from finetune import open_checkpoint
+    from finetune.estimate.inference import Work
+
+    recursive, prompts = args.recursive, args.questions
     opened, base = (
-        (open_checkpoint.open_recursive(args), None) if recursive else split(open_checkpoint.open_engine(args))
+        (open_checkpoint.open_recursive(args), None)
+        if recursive
+        else split(open_checkpoint.open_engine(args, ranks, args.found))
     )
-    if args.prompts or other:
+    if not recursive and (args.prompts or args.other):
         by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
-        if other:
+        if args.other:
             del opened  # one model at a time is in memory
-            args.checkpoint, name = other
+            name, found = args.other
             name = f"{name} (compared)" if name in by_model else name
-            by_model[name] = answers_of(open_checkpoint.open_engine(args)[:3], prompts, args)
+            by_model[name] = answers_of(open_checkpoint.open_engine(args, ranks, found)[:3], prompts, args)
         print_answers(prompts, by_model)
         return 0
     longest = [0]
@@ -291,16 +323,24 @@ def main(argv=None) -> int:
         if recursive:
             ids = tokenizer.encode(turns[-1][1]) if args.raw else tokenizer.prompt(turns)
         else:
-            ids = prompt_ids(tokenizer, turns, args.raw)
-        longest[0] = max(longest[0], len(ids))
+            ids = prompt_ids(tokenizer, turns, args.raw) if ranks.is_first else None
+        longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 
-    converse(reply, args)
+    converse(reply, args, ranks)
     if args.verbose and base:
-        used = open_checkpoint.memory_of(engine, args.checkpoint, base, Work(1, longest[0], args.max_new_tokens))
-        if used:
-            say(f"memory above imports: {gib(used['peak'])} ({gib(used['predicted'])} predicted)", file=sys.stderr)
+        work = Work(ranks.size, longest[0], args.max_new_tokens)  # each takes part with a row
+        used = open_checkpoint.memory_of(engine, args.checkpoint, base, work)
+        if used and ranks.is_first:
+            say(open_checkpoint.said_memory(used), file=sys.stderr)
     return 0
+
+
+def main(argv=None) -> int:
+    process.prepare_environment()
+    from finetune import open_checkpoint
+
+    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, answer_all)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Computes loss, perplexity and exact match of a model or an adapter on a dataset.
 
 python score.py --checkpoint outputs/my-run --dataset test.jsonl
+torchrun --nproc_per_node=2 score.py --checkpoint outputs/my-run --dataset test.jsonl      weights sharded over 2 GPUs
 """
 
 import json
@@ -85,30 +86,40 @@ def check(args) -> None:
             raise PlanError(f"{what}. See --help.")
 
 
-def main(argv=None) -> int:
-    process.prepare_environment()
+def parsed(argv):
     args = build_parser().parse_args(argv)
     check(args)
+    return args
+
+
+def prepared(args, ranks: int) -> str:
+    """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.data.columns import RowOptions
     from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
-    from finetune.estimate.budget import gib
-    from finetune.estimate.inference import Work
     from finetune.model_files.hub_adapter import fetched
     from finetune.run import scoring
 
-    metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
-    raw, options = None, RowOptions(args.dataset_format)
+    args.metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
+    args.raw, args.options = None, RowOptions(args.dataset_format)
     if args.dataset is not None:
-        raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-        check_columns(raw, options, f"--dataset {args.dataset}")
-    began = time.perf_counter()
+        args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
+        check_columns(args.raw, args.options, f"--dataset {args.dataset}")
     args.checkpoint = fetched(args.checkpoint)
-    engine, tokenizer, ends, base = open_checkpoint.open_engine(args)
+    args.found = open_checkpoint.find(args, ranks)
+    return str(args.found.manager.backend)
+
+
+def score_all(args, ranks) -> int:
+    from finetune import open_checkpoint
+    from finetune.estimate.inference import Work
+
+    began = time.perf_counter()
+    engine, tokenizer, ends, base = open_checkpoint.open_engine(args, ranks, args.found)
     figures, lines, answers, work = {}, [], [], Work()
-    if raw is not None:
-        figures, lines, answers, work = score_rows(engine, tokenizer, ends, base, raw, options, metrics, args)
+    if args.raw is not None:
+        figures, lines, answers, work = score_rows(engine, tokenizer, ends, base, args)
     if args.lm_eval is not None:
         from finetune.run.lm_eval_tasks import run_tasks
 
@@ -116,16 +127,18 @@ def main(argv=None) -> int:
         figures["lm_eval"] = found
         for task, values in found.items():
             lines.append(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    used = open_checkpoint.memory_of(engine, args.checkpoint, base, work) if raw is not None else None
+    used = open_checkpoint.memory_of(engine, args.checkpoint, base, work) if args.raw is not None else None
     if used:
         figures["memory_bytes"] = used
-        lines.append(f"memory above imports: {gib(used['peak'])} ({gib(used['predicted'])} predicted)")
+        lines.append(open_checkpoint.said_memory(used))
     wall_s = round(time.perf_counter() - began, 1)
     if args.json:
         say(json.dumps(figures | {"base": base.said, "wall_s": wall_s}))
     else:
         say("\n".join(lines) + f" | {wall_s} s")
-    if args.predictions:
+    if args.predictions and ranks.is_first:
+        from finetune.run import scoring
+
         with storage(Path(args.predictions)):
             scoring.write_predictions(Path(args.predictions), answers)
     for row in [answer for answer in answers if answer.wrong][: args.show]:
@@ -133,13 +146,21 @@ def main(argv=None) -> int:
     return 0
 
 
-def score_rows(engine, tokenizer, ends, base, raw, options, metrics: list[str], args) -> tuple:
-    """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset."""
+def main(argv=None) -> int:
+    process.prepare_environment()
+    from finetune import open_checkpoint
+
+    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
+
+
+def score_rows(engine, tokenizer, ends, base, args) -> tuple:
+    """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset. Collective."""
     from finetune.data.prepare import DatasetSource
     from finetune.data.reading.mixture import Source
     from finetune.estimate.inference import Work
     from finetune.run import evaluation, scoring
 
+    raw, options, metrics = args.raw, args.options, args.metrics
     length = args.context_length or (base.settings.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)

@@ -153,7 +153,8 @@ class Engine(Protocol):
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
     ) -> list[list[int]]:
-        """New token ids per prompt, without the stop token; greedy unless sampling says otherwise.
+        """New token ids per prompt, without the stop token; greedy unless sampling says otherwise. Every rank calls it
+        as often as the others, with prompts of its own or none.
 
         `stop_row(row, ids)` ends a row early; `on_token(ids)` is called with the first row's. `sampling`: temperature,
         top_k, top_p.
@@ -163,7 +164,7 @@ class Engine(Protocol):
         """Seeds dropout and sampling."""
 
     def full_weights(self):
-        """Context with all-gathered weights, in which ranks may generate independently."""
+        """Context around several calls of `generate`: weights are gathered once, if they fit."""
 
     # ---- collectives
 

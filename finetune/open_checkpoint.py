@@ -1,19 +1,25 @@
 """Opens a trained checkpoint, or any model, for inference: shared by generate.py, score.py and export.py."""
 
 import json
+import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
+from finetune.config import AUTO_BOOL
+from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
+from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
 from finetune.plan.parts import Parts
+from finetune.run import over_ranks
+from finetune.run.over_ranks import Ranks
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 from finetune.trained_base import TrainedBase, trained_base
@@ -39,6 +45,24 @@ def add_flags(parser) -> None:
         choices=(2, 3, 4, 5, 6, 8, 16),
         help="bits of the base's weights; 16: dense (default: as it was trained, by its run_plan.json)",
     )
+    parser.number("world_size", 1, "ranks that this command starts here, over which the weights are sharded")
+    parser.add_argument(
+        "--gather_weights",
+        default="auto",
+        choices=AUTO_BOOL,
+        help="of several ranks: true: each gathers all weights and answers alone; false: each keeps its shard, and one "
+        "layer at a time is gathered, for each token; auto: true if they fit (default: auto)",
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is ready to be opened: its base's files, and how they are opened on which backend."""
+
+    checkpoint: str
+    files: ModelFiles
+    manager: BackendManager
+    base: TrainedBase
 
 
 def base_of(checkpoint: str) -> ModelFiles:
@@ -128,28 +152,70 @@ def _tokenizer_beside(checkpoint: Path) -> Path:
     raise PlanError(f"--checkpoint {checkpoint}: has no tokenizer.json beside it. Give --tokenizer DIR.")
 
 
-def prepare_torch(onednn: bool) -> None:
-    """This process's compute threads, and whether oneDNN computes its fp32 products."""
+def prepare_torch(onednn: bool, local_ranks: int = 1) -> None:
+    """This process's compute threads beside the other ranks of this host, and whether oneDNN computes its fp32
+    products.
+    """
     from finetune.torch_engine.device import set_num_threads, set_onednn
 
-    set_num_threads()
+    set_num_threads(local_ranks)
     set_onednn(onednn)
 
 
-def open_engine(args):
-    """(engine for evaluation and generation, tokenizer, stop token ids, the base as it is opened)."""
+def run_over_ranks(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
+    """The exit code of generate.py and score.py: see over_ranks.run."""
+
+    def on_rank(*how) -> int:
+        from finetune.torch_engine.parallel.rank_process import answer_on_rank
+
+        return answer_on_rank(*how)
+
+    return over_ranks.run(program, argv, parsed, prepared, work, on_rank)
+
+
+def find(args, ranks: int = 1) -> Found:
+    """The checkpoint of the arguments, to be opened by so many ranks; downloads its base. Raises PlanError."""
     files = base_of(args.checkpoint)
     try:
         manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
     except ValueError as error:
         raise PlanError(f"--device {args.device}: {error}") from None
     shape = ModelShape.from_config(files.config)
-    base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits)
-    for line in base.lines if not getattr(args, "quiet", False) else ():
+    if ranks > 1:
+        check_ranks(manager, ranks)
+    base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits, ranks)
+    return Found(args.checkpoint, files, manager, base)
+
+
+def check_ranks(manager: BackendManager, ranks: int) -> None:
+    """Raises PlanError if several ranks do not share a model on this backend, or this machine has too few devices."""
+    flag, devices = f"--world_size {ranks}", manager.num_devices
+    if manager.backend is Backend.MLX:
+        raise PlanError(f"{flag}: MLX answers in one process. Use --device mps or cpu, or one rank.")
+    env = rank_env(os.environ)
+    local = env.local_size if env and env.size > 1 else ranks
+    if manager.backend is not Backend.CPU and local > devices:
+        raise PlanError(f"{flag}: this machine has {devices} devices for {local} ranks. Use --world_size {devices}.")
+
+
+def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
+    """(engine for evaluation and generation, tokenizer, stop token ids, the base as it is opened).
+
+    With several `ranks` collective, and each gives what `find` found.
+    """
+    ranks = ranks or Ranks()
+    found = found or find(args, ranks.size)
+    checkpoint, files, manager, base = found.checkpoint, found.files, found.manager, found.base
+    for line in base.lines if ranks.is_first and not getattr(args, "quiet", False) else ():
         say(line, file=sys.stderr)
-    tokenizer = load_tokenizer(tokenizer_folder(Path(args.checkpoint), files))
-    open_on = _open_mlx if manager.backend is Backend.MLX else _open_torch
-    engine, loading_bytes = open_on(args.checkpoint, files, str(manager.backend), base.plan, pad_id(tokenizer))
+    tokenizer = load_tokenizer(tokenizer_folder(Path(checkpoint), files))
+    if manager.backend is Backend.MLX:
+        engine, loading_bytes = _open_mlx(checkpoint, files, base.plan, pad_id(tokenizer))
+    else:
+        device = str(manager.backend)
+        gathers_all = {"true": True, "false": False}.get(getattr(args, "gather_weights", "auto"))
+        how = base.plan, pad_id(tokenizer), ranks.env, gathers_all
+        engine, loading_bytes = _open_torch(checkpoint, files, device, *how)
     engine.verify("auto")
     shape = planned_shape(files, None)
     base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)
@@ -157,18 +223,28 @@ def open_engine(args):
 
 
 def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:
-    """{"predicted", "peak"} in bytes above the process after its imports, of what was done since it was opened; None
-    where one of them is not known.
+    """{"predicted", "peak", "by_rank"} in bytes above the process after its imports, of what was done since it was
+    opened; None where one of them is not known. Collective. `work`: of all ranks; `peak`: the largest of theirs.
     """
     shape = base.shape.known if base.shape else None
+    peaks = [max(pair) for pair in engine.all_gather_object([base.loading_bytes, engine.reset_memory()])]
     if shape is None or not base.loading_bytes:
         return None
-    adapted = (Path(checkpoint) / "adapter_config.json").is_file()
-    found = predicted(base.plan, shape, base.device, work, adapted)
-    return {"predicted": found["total"], "peak": max(base.loading_bytes, engine.reset_memory())}
+    adapted, ranks = (Path(checkpoint) / "adapter_config.json").is_file(), len(peaks)
+    keeps_shards = ranks > 1 and engine.keeps_shards
+    work = replace(work, rows=-(-work.rows // ranks))
+    found = predicted(base.plan, shape, base.device, work, adapted, ranks, keeps_shards)
+    return {"predicted": found["total"], "peak": max(peaks), "by_rank": peaks}
 
 
-def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
+def said_memory(used: dict) -> str:
+    """The line of `memory_of`."""
+    peaks = ", ".join(map(gib, used["by_rank"]))
+    of = f" on {len(used['by_rank'])} ranks" if len(used["by_rank"]) > 1 else ""
+    return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
+
+
+def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
     from finetune.mlx_engine import load, logit_check
@@ -182,18 +258,26 @@ def _open_mlx(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad:
     return load.open_trained(Path(checkpoint), files, plan, pad), 0
 
 
-def _open_torch(checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int):
-    from finetune.torch_engine.device import device_of
+def _open_torch(
+    checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int, env: RankEnv, gathers_all: bool | None
+):
+    from finetune.torch_engine.device import device_of, prepare_attention
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.parallelize import parallelize
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
     from finetune.torch_engine.weights.load import load_trained
+    from finetune.torch_engine.weights.local_shards import LocalShards
 
-    prepare_torch(plan.precision.onednn)
-    where, baseline = device_of(device), current_resident_bytes()
-    model = load_trained(checkpoint, files, where, plan)
-    engine = TorchEngine(parallelize(model, plan, ProcessGroups(device=where), pad_id=pad), plan)
+    prepare_torch(plan.precision.onednn, env.local_size)
+    where, baseline = device_of(device, env.local_rank if env.size > 1 else None), current_resident_bytes()
+    prepare_attention(where)
+    groups = ProcessGroups.of(env, plan.dims, where)
+    local_shards = LocalShards.of(groups, plan)
+    model = load_trained(checkpoint, files, where, plan, local_shards)
+    parallel = parallelize(model, plan, groups, local_shards, pad)
+    parallel.gathers_all = gathers_all
+    engine = TorchEngine(parallel, plan)
     return engine, engine.begin_memory(baseline)
 
 

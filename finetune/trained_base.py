@@ -11,6 +11,7 @@ import quantization_wrapper
 from backend_manager import Backend, BackendManager, auto_cpu_matmul
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, is_as_written, parse_settled
 from finetune.config import FIELDS, TrainConfig
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import Adapter, Parts, Quantization
@@ -44,25 +45,41 @@ class TrainedBase:
 
 
 def trained_base(
-    checkpoint: Path, shape: ModelShape, manager: BackendManager, precision: str = "auto", n_bits: int | None = None
+    checkpoint: Path,
+    shape: ModelShape,
+    manager: BackendManager,
+    precision: str = "auto",
+    n_bits: int | None = None,
+    ranks: int = 1,
 ) -> TrainedBase:
     """The base of a checkpoint on this machine: `precision` and `n_bits` (16: dense) as trained, unless they are given.
-    `shape`: the base's. Raises PlanError.
+    `shape`: the base's. `ranks`: its weights are sharded over so many, whatever the run's degrees were, and stay in
+    host memory if the run's did. Raises PlanError.
     """
     trained = settings_of_run(checkpoint)
     word, why = _precision(trained, manager, precision)
     settings = replace(trained or TrainConfig(), train_type="lora", precision=word, llama_pro_path=None)
-    settings = replace(settings, world_size=1, use_cpu_offload=False, use_gradient_checkpointing="false")
+    settings = replace(settings, use_gradient_checkpointing="false", **_degrees(trained, manager, ranks))
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
+    # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
+    settings = replace(settings, cache_dequantized="false")
     settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
     lines = [why] if why else []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
-    base = TrainedBase(Parts(settings), trained, ())
+    base = TrainedBase(Parts(settings, dims=ParallelDims(dp_shard=ranks)), trained, ())
     if reason or base.plan.quantization:
         lines.append(f"base: {base.said}" + (f", {reason}" if reason else ", as trained"))
     return replace(base, lines=tuple(lines))
+
+
+def _degrees(trained: TrainConfig | None, manager: BackendManager, ranks: int) -> dict:
+    """Settings of ranks that share a model's weights and train nothing; a start of adapters is theirs no more."""
+    one = dict.fromkeys(("dp_degree", "tp_degree", "cp_degree", "pp_degree", "ep_degree"), 1)
+    offload = ranks > 1 and trained is not None and trained.use_cpu_offload and manager.backend is not Backend.MPS
+    sharded = dict(world_size=ranks, dp_shards=ranks, use_cpu_offload=offload)
+    return one | sharded | dict(sharding_strategy=None, parallel_backend="ptd", init_lora_weights="default")
 
 
 def settings_of_run(checkpoint: Path) -> TrainConfig | None:
@@ -117,8 +134,7 @@ def _quantization(
         return {}, f"as it was trained on {was}{obstacle}" if was else ""
     if was and n_bits in (None, was.bits) and not obstacle:
         names = ("quantization_backend", "n_bits", "quant_type", "group_size", "double_quant")
-        # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
-        return {name: getattr(trained, name) for name in names} | {"cache_dequantized": "false"}, ""
+        return {name: getattr(trained, name) for name in names}, ""
     if (checkpoint / TRAINED_BLOCKS).is_file():
         raise PlanError(f"--n_bits {n_bits}: new layers ({TRAINED_BLOCKS}) are opened on a dense base only. Omit it.")
     assert n_bits is not None  # else it is as trained, or dense

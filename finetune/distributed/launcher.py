@@ -29,19 +29,21 @@ ERRORS_BY_CODE = {kind.exit_code: kind for kind in errors.EXPECTED}
 # ---- starting ranks
 
 
-def spawn_ranks(program: Path, world_size: int, plan: str) -> dict:
-    """Runs the ranks of a serialized plan as processes of `program` and waits for them; rank 0's final state."""
+def spawn_ranks(program: Path, world_size: int, plan: str, keeps_stdin: bool = False) -> dict:
+    """Runs the ranks of a serialized plan as processes of `program` and waits for them; rank 0's final state.
+    `keeps_stdin`: rank 0 reads this process's.
+    """
     stop = StopSignal()
     sys.stdout.flush()
     try:
-        return run_ranks(program, world_size, plan, stop.forwarding)
+        return run_ranks(program, world_size, plan, stop.forwarding, keeps_stdin)
     except RuntimeError as error:
         if stop.received is None or isinstance(error, errors.EXPECTED):
             raise
         return {"status": "stopped", "exit_code": 128 + stop.received}  # a second signal: exited at once
 
 
-def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
+def run_ranks(program: Path, world_size: int, plan: str, forwarding, keeps_stdin: bool = False) -> dict:
     """Spawns `world_size` ranks of `program` with the serialized `plan`, waits, and returns the result of rank 0.
 
     Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call.
@@ -60,7 +62,8 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding) -> dict:
         try:
             with forwarding(send_to_all):
                 for rank in range(world_size):
-                    children.append(_start(program, folder, rank, world_size))
+                    stdin = None if keeps_stdin and rank == 0 else subprocess.DEVNULL
+                    children.append(_start(program, folder, rank, world_size, stdin))
                 codes = _wait(children)
         finally:
             for child in children:
@@ -93,7 +96,7 @@ def received_end(message: dict) -> TrainState | None:
     return TrainState(status="ended", exit_code=message["exit_code"]) if "exit_code" in message else None
 
 
-def _start(program: Path, folder: Path, rank: int, world_size: int):
+def _start(program: Path, folder: Path, rank: int, world_size: int, stdin: int | None):
     environment = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -106,7 +109,7 @@ def _start(program: Path, folder: Path, rank: int, world_size: int):
     warnings = [f"-W{option}" for option in sys.warnoptions]
     # A new session: Ctrl-C reaches only the launcher process, which forwards it once.
     return subprocess.Popen(
-        [sys.executable, *warnings, str(program)], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, *warnings, str(program)], env=environment, stdin=stdin, start_new_session=True
     )
 
 

@@ -14,8 +14,10 @@ from finetune.estimate.memory import (
     cached_bytes,
     dequantized_once,
     frozen_extras,
+    gathered_bytes,
     loading_bytes,
     trainable_tensors,
+    unit_bytes,
     uses_onednn,
 )
 from finetune.estimate.model_cost import ModelCost
@@ -36,29 +38,49 @@ class Work:
     targets: int = 0
 
 
-def predicted(plan: Parts, shape: KnownShape, device: str, work: Work, adapted: bool = True) -> dict:
+def predicted(
+    plan: Parts,
+    shape: KnownShape,
+    device: str,
+    work: Work,
+    adapted: bool = True,
+    ranks: int = 1,
+    keeps_shards: bool = False,
+) -> dict:
     """{"total": bytes, "items": {name: bytes}} above the process after its imports; `loading` is beside the total's sum
-    where it is the peak. `adapted`: an adapter is on it.
+    where it is the peak. `adapted`: an adapter is on it. Of one of several `ranks`, which hold shards: `keeps_shards`,
+    or all weights are gathered to answer.
     """
     m = ModelCost(shape, plan, device)
-    adapter = 4 * sum(trainable_tensors(m)) if adapted else 0
+    adapter = 4 * sum(trainable_tensors(m, ranks)) if adapted else 0
+    in_host_memory = plan.memory.offload and device != "cpu"
     items = {
-        "base": base_bytes(m) + (frozen_extras(m) if adapted else 0),
-        "adapter": adapter,
+        "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
+        "adapter": 0 if in_host_memory else adapter,
         "dequantized": cached_bytes(m),
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
     }
-    answering, scoring = generation_items(m, work, adapted), scoring_items(m, work)
+    answering, scoring = generation_items(m, work, adapted and ranks == 1, ranks == 1), scoring_items(m, work)
+    if ranks > 1:
+        # Gloo gathers into a buffer of its own first.
+        one_layer = gathered_bytes(m) + (int(max(unit_bytes(m))) if device == "cpu" else 0)
+        scoring["gathered"] = one_layer
+        if answering:
+            everything = base_bytes(m) + (4 * sum(trainable_tensors(m)) if adapted else 0)
+            answering["gathered"] = one_layer if keeps_shards else everything
+            answering["dequantized once"] = dequantized_once(m)[0]
     largest = max((answering, scoring), key=lambda parts: sum(parts.values()))
     total = sum(items.values()) + sum(largest.values())
-    loading = loading_bytes(plan, shape)
+    loading = loading_bytes(plan, shape, ranks)
     found = {name: int(n) for name, n in (items | largest).items() if n}
     return {"total": int(max(total, loading)), "items": found | {"loading": int(loading)}}
 
 
-def generation_items(m: ModelCost, work: Work, adapted: bool) -> dict:
-    """Bytes beside the weights while `work.rows` are answered: dense copies, keys and values, one forward, logits."""
+def generation_items(m: ModelCost, work: Work, adapted: bool, densely: bool = True) -> dict:
+    """Bytes beside the weights while `work.rows` are answered: dense copies, keys and values, one forward, logits.
+    `densely`: quantized weights are kept dense meanwhile.
+    """
     if not work.rows:
         return {}
     shape, b = m.shape, m.compute
@@ -68,7 +90,7 @@ def generation_items(m: ModelCost, work: Work, adapted: bool) -> dict:
     tokens = work.rows * work.prompt
     forward = layer_bytes(m, tokens)
     logits = work.rows * shape.vocab_size * (b + 8)
-    return {"dense": dense_copies(m, adapted), "cache": cache, "forward": forward, "logits": logits}
+    return {"dense": dense_copies(m, adapted) if densely else 0, "cache": cache, "forward": forward, "logits": logits}
 
 
 def layer_bytes(m: ModelCost, tokens: int) -> int:

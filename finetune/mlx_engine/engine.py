@@ -259,6 +259,8 @@ class MLXEngine:
         if self.has_dropout:
             self.keys.begin(None)
         how = Sampling(**sampling)
+        if not prompts:
+            return []
 
         def answer(prompts, max_new_tokens, stop_row, on_token):
             stops = (stop_row, on_token, how, self._next_key)

@@ -14,6 +14,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
+from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
 from finetune.system.files import replace
@@ -49,7 +50,7 @@ def rng(engine) -> dict[str, np.ndarray]:
 def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
     """{file: JSON} beside the weights."""
     if engine.plan.all_weights:
-        return {"config.json": engine.base_config}
+        return {"config.json": with_older_names(engine.base_config)}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
     targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
     base = {"name": base_name, "digest": base_digest}

@@ -46,10 +46,10 @@ def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
         batches = data.evaluation_batches(plan, engine.pad_id)
         found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()})
     known = found.get("loss") if data.validation is data.score_rows else None
-    values, _ = evaluation.scores(engine, data, plan.data, known, stop.requested)
+    scored = evaluation.scores(engine, data, plan.data, known, stop.requested)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
-    return found | values
+    return found | scored.values
 
 
 def _obstacle(plan: RunPlan, log: Metrics) -> str:

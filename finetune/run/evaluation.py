@@ -1,7 +1,8 @@
 """Validation loss and scores of a model during a run, over all ranks."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from finetune.errors import NonFiniteError
@@ -15,10 +16,11 @@ SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
 @dataclass(frozen=True)
 class Evaluation:
     """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
-    `first_answer`: to the first example.
+    `right`: {score: numbers of the scored rows that it finds right, from 0}; `first_answer`: to the first of them.
     """
 
     values: dict
+    right: dict[str, list[int]] = field(default_factory=dict)
     first_answer: str | None = None
 
     @property
@@ -44,8 +46,8 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
     if not data.score_examples:
         return found
     known = found.loss if data.validation is data.score_rows else None
-    values, first = scores(engine, data, plan.data, known, stopping)
-    return None if stopping() else Evaluation(found.values | values, first)
+    scored = scores(engine, data, plan.data, known, stopping)
+    return None if stopping() else replace(scored, values=found.values | scored.values)
 
 
 def check_scored(data, how: DataPlan) -> None:
@@ -54,27 +56,20 @@ def check_scored(data, how: DataPlan) -> None:
         scoring.choices_of(data.score_examples, "score_metric")
 
 
-def scores(
-    engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False
-) -> tuple[dict[str, float], str | None]:
-    """({name: score of the scored rows by --score_metric}, the answer to the first of them). Collective.
+def scores(engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False) -> Evaluation:
+    """The scores of the scored rows by --score_metric. Collective.
 
     `loss`: the mean nll of their targets, if it is known; its exponential is the perplexity.
     """
     names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
-    asked, values = [name for name in names if name in scoring.OF_ANSWERS], {}
-    answers: list[str] | list[None] = [None]
+    asked, values, right, first = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, None
     if asked:
-        mine, judged = engine.shard_list(examples), []
-        with engine.full_weights():
-            if mine:
-                limits = how.score_max_new_tokens, data.stop_ids
-                whole = asked != ["exact"]
-                _, answers = exact_match(engine, data.tokenizer, mine, *limits, stopping=stopping, whole=whole)
-                judged = scoring.judged(mine, answers, asked, how.score_pattern, data.tokenizer.decode)
+        limits = how.score_max_new_tokens, data.stop_ids
+        _, answers = exact_match(engine, data.tokenizer, examples, *limits, stopping=stopping, whole=asked != ["exact"])
+        judged, first = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode), answers[0]
         for name in asked:
-            right = engine.all_reduce_sum(float(sum(answer.right[name] for answer in judged)))
-            values[EXACT if name == "exact" else name] = round(right) / len(examples)
+            right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]
+        values = {name: len(rows) / len(examples) for name, rows in right.items()}
     if "choice" in names and not stopping():
         end = scoring.end_of(data.score_rows, data.stop_ids)
         log_prob = partial(scoring.log_prob_of, engine, data.tokenizer, end=end)
@@ -83,7 +78,7 @@ def scores(
         if loss is None:
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
-    return values, engine.broadcast_object(answers[0])
+    return Evaluation(values, right, first)
 
 
 def exact_match(
@@ -97,14 +92,14 @@ def exact_match(
     whole: bool = False,
 ) -> tuple[float, list[str]]:
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
+    Collective: each rank answers its share.
 
     `examples` are data.tokenize.generation_examples'. Whitespace around an answer is ignored. A row ends as soon as
     its text can no longer become the expected one, which changes no score, unless answers are to be `whole`. `stop_ids`
     end an answer; `stopping()`: give up.
     """
-    answers = []
-    for start in range(0, len(examples), batch_size):
-        batch = examples[start : start + batch_size]
+
+    def answered(batch: list) -> list[list[int]]:
         expected = [answer.strip() for _, answer, _ in batch]
 
         def stop_row(row, ids, expected=expected):
@@ -115,10 +110,26 @@ def exact_match(
             text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
             return not (expected[row].startswith(text) or text.strip() == expected[row])
 
-        new = engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
-        answers += [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+        return engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
+
+    answers = [
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in shared(engine, examples, batch_size, answered)
+    ]
     right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))
     return right / len(examples), answers
+
+
+def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -> list:
+    """[the result of each item], computed by all ranks together, each its share in batches. Collective.
+
+    `work(batch)`: the results of a batch, as JSON. Ranks call it equally often, some with an empty batch at the end.
+    """
+    mine, found = engine.shard_list(list(range(len(items)))), []
+    with engine.full_weights():
+        for start in range(0, engine.all_reduce_max(len(mine)), batch_size):
+            found += work([items[i] for i in mine[start : start + batch_size]])
+    by_number = {i: result for part in engine.all_gather_object([mine, found]) for i, result in zip(*part, strict=True)}
+    return [by_number[i] for i in range(len(items))]
 
 
 def sample_answer(engine, data, plan, scored: str | None, stopping) -> str:

@@ -127,7 +127,7 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         state.eval_pending = found is None
         if found is None:
             return
-        log.evaluation(found.values)
+        log.evaluation(found.values, found.right)
         summary.scored_answer = found.first_answer
         if state.step and data.validation is not None and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step

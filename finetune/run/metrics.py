@@ -219,10 +219,10 @@ class Metrics:
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
             say(line)
 
-    def evaluation(self, values: dict) -> None:
-        """The `eval` event and line."""
+    def evaluation(self, values: dict, right: dict[str, list[int]]) -> None:
+        """The `eval` event and line. `right`: see evaluation.Evaluation."""
         state, summary = self.progress, self.summary
-        self.event("eval", step=state.step, **values)
+        self.event("eval", step=state.step, **values, **({"right": right} if right else {}))
         shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
         if state.step == 0:

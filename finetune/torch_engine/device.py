@@ -60,6 +60,9 @@ def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+FREE_FOR_WEIGHTS = 0.7  # of the free memory, in generation: it also keeps keys and values
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device, cached blocks included; None if it does not say, as a CPU."""
     module = torch.get_device_module(device)

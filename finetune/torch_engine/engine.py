@@ -19,6 +19,7 @@ from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice, on_microbatch
+from finetune.model_files.rope_names import with_older_names
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
@@ -328,17 +329,30 @@ class TorchEngine(EngineBase):
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
-        """New token ids per prompt, greedy unless `sampling` says otherwise. `stop_row(row, ids)` ends a row early."""
+        """New token ids per prompt, as the protocol says."""
         self.model.eval()
+        stops = stop_row, on_token, Sampling(**sampling)
+        how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
+        with self.forward.autocast(), self.full_weights() as in_full:
+            if not in_full:
+                new = self.parallel.call(partial(generate.generate, *how, turns=generate.Turns(self.groups)))
+                self.parallel.reshard()
+            else:
+                new = self._generate_alone(how) if prompts else []
+        memory_stats.trim_heap()
+        return new
+
+    def _generate_alone(self, how: tuple) -> list[list[int]]:
         dense = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
-        with self.forward.autocast(), self.full_weights(), dense:
-            how = Sampling(**sampling)
-            pad_id = self.forward.pad_id
-            new = generate.generate(self.model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
-        memory_stats.trim_heap()
-        return new
+        with dense:
+            return generate.generate(*how)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if the last generation gathered one layer at a time."""
+        return not self.parallel.in_full
 
     def full_weights(self):
         return self.parallel.full_weights()
@@ -391,7 +405,7 @@ class TorchEngine(EngineBase):
         """{file: JSON} beside the weights, so that others can load them."""
         if self.plan.all_weights:
             self.model.config.dtype = self.saved_dtype
-            return {"config.json": self.model.config.to_dict()}
+            return {"config.json": with_older_names(self.model.config.to_dict())}
         if isinstance(self.plan.trains, AddedLayers):
             tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}

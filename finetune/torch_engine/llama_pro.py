@@ -177,8 +177,8 @@ def unfreeze_blocks(model, blocks: list[str]) -> None:
 
 
 @torch.no_grad()
-def attach_blocks(model, folder) -> None:
-    """Loads trained blocks into the expanded model they belong to."""
+def attach_blocks(model, folder, local_shards=None) -> None:
+    """Loads trained blocks into the expanded model they belong to. `local_shards`: this rank's rows of it."""
     with verified(Path(folder), [Path(folder) / TRAINED]):
         tensors = read_tensors(Path(folder) / TRAINED)
     parameters = dict(model.named_parameters())
@@ -189,4 +189,7 @@ def attach_blocks(model, folder) -> None:
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
                 "its base."
             )
-        parameters[name].copy_(tensor)
+        if local_shards is None:
+            parameters[name].copy_(tensor)
+        else:
+            local_shards.give(name, parameters[name], tensor)

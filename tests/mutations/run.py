@@ -31,6 +31,8 @@ from tests.support.promises import shown_by
 from tests.support.tiers import read
 
 ROOT = Path(__file__).parents[2]
+# What all tests import: each try is a fork of this process.
+LIBRARIES = ("torch.distributed.fsdp", "torch.utils.checkpoint", "transformers.models.llama.modeling_llama", "datasets")
 LIST, MISSED = ROOT / "dev" / "mutations.md", "NOT NOTICED"
 
 
@@ -47,7 +49,8 @@ class Result:
 def main(argv=None) -> int:
     args = parsed(argv)
     chosen = [m for m in MUTATIONS if not args.ids or m.promise in args.ids]
-    importlib.import_module("tests.conftest")  # the libraries that all tests import: each try is a fork of this process
+    for library in LIBRARIES:  # not what of this tree uses them: torch takes a namespace of kernels once per process
+        importlib.import_module(library)
     with copies(args.workers) as roots:
         tests = marked_tests({m.promise for m in chosen})
         if args.baseline and (failed := failure_without_mutation(tests, roots[0])):

@@ -1,6 +1,6 @@
 """All mutations, in the order of the checklist."""
 
-from tests.mutations.tables import backend, checkpoints, command_line, mps_fsdp, parallelism, recursive
+from tests.mutations.tables import after_training, backend, checkpoints, command_line, mps_fsdp, parallelism, recursive
 
 MUTATIONS = (
     *backend.TABLE,
@@ -9,4 +9,5 @@ MUTATIONS = (
     *mps_fsdp.TABLE,
     *parallelism.TABLE,
     *recursive.TABLE,
+    *after_training.TABLE,
 )

@@ -100,6 +100,8 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             importlib.import_module(module).build_parser().parse_args(rest)
         case ["torchrun", *options] if "pretrain.py" in options:
             recipe_of(options[options.index("pretrain.py") + 1 :])
+        case ["torchrun", *options] if "generate.py" in options:
+            generate.check(PARSERS["generate.py"].parse_args(options[options.index("generate.py") + 1 :]))
         case ["torchrun", *options]:
             at = options.index("train.py")
             number = dict(o.lstrip("-").split("=") for o in options[:at] if "=" in o)

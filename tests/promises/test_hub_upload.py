@@ -50,7 +50,7 @@ def test_a_run_is_uploaded_and_opens_from_the_hub_as_from_its_folder(served, fla
     for checkpoint in ("org/shop", tmp_path / "out"):
         code, said, err = cli(env, "score.py", "--checkpoint", checkpoint, *score)
         assert code == 0 and "base: nf4 4 bits, as trained" in err, err
-        figures.append({k: v for k, v in json.loads(said).items() if k != "wall_s"})
+        figures.append({k: v for k, v in json.loads(said).items() if k not in ("wall_s", "memory_bytes")})
     assert figures[0] == figures[1]
     code, _, err = cli(
         env, "export.py", "--checkpoint", "org/shop", "--output_dir", tmp_path / "m", "--push_to_hub", "org/m"
@@ -67,6 +67,7 @@ def test_a_run_is_uploaded_and_opens_from_the_hub_as_from_its_folder(served, fla
     assert code == 0 and "continues from the adapter in" in said, err
 
 
+@pytest.mark.promise("AT_04")
 def test_what_the_hub_would_refuse_is_one_line_before_anything_is_loaded(served, monkeypatch, tmp_path):
     env, uploads = served
     for name in ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -90,6 +91,21 @@ def test_what_the_hub_would_refuse_is_one_line_before_anything_is_loaded(served,
         upload(tmp_path / "run", "org/shop", "x")
     assert "\n" not in str(error.value)
     assert not list(uploads.iterdir())
+
+
+@pytest.mark.promise("AT_04")
+def test_weights_configs_and_the_card_are_uploaded_and_nothing_else(served, monkeypatch, tmp_path):
+    env, uploads = served
+    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET"):
+        monkeypatch.setenv(name, env[name])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read when it was imported
+    there = {"README.md", "adapter_model.safetensors", "adapter_config.json", "run_plan.json", "tokenizer.json"}
+    for name in (*there, "metrics.jsonl", "train_state.json", ".lock", "checkpoints/step-1/adapter_config.json"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    upload(tmp_path / "run", "org/shop", "x")
+    found = {str(p.relative_to(uploads / "org/shop")) for p in (uploads / "org/shop").rglob("*") if p.is_file()}
+    assert found - {".gitattributes"} == there
 
 
 def test_what_opened_before_an_upload_does_not_open_after_it(served, monkeypatch, tmp_path, run, capsys):

@@ -51,6 +51,7 @@ def rows(tmp_path):
     return jsonl(tmp_path / "scored.jsonl", ROWS[:6])
 
 
+@pytest.mark.promise("AT_02")
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
 def test_score_gives_the_run_s_own_numbers(kind, rows, tmp_path, run, capsys):
     run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)
@@ -145,31 +146,48 @@ def test_export_says_that_its_base_is_another_one(trained, tmp_path, capsys):
     assert "note: trained on a base in nf4 4 bits, merged into the dense one" in capsys.readouterr().out
 
 
-PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
+# Half of these are learned in a few steps, so that a score says something of each row.
+SAID = [{"prompt": f"Say {word} {i}: ", "completion": word} for i in range(24) for word in ("red", "blue", "grey")]
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in SAID]
+# Those that learn faster or slower than the others.
+STEPS = {
+    "full": dict(lr=2e-3, num_epochs=1),
+    "hqq 3": dict(lr=5e-3, num_epochs=12),
+    "engine of MLX": dict(num_epochs=9),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "dpo", "dpo, nf4"])
+def right_rows(predictions: list[dict], name: str) -> list[int]:
+    """Numbers of the rows, from 0, that a metric of score.py --predictions finds right; `source` ends with the line."""
+    return sorted(int(p["source"].rpartition(":")[2]) - 1 for p in predictions if p["right"][name])
+
+
+@pytest.mark.promise("AT_02")
+@pytest.mark.parametrize(
+    "kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in (*KINDS, "dpo", "dpo, nf4") if k != "nf4")]
+)
 def test_of_32_rows_each_is_answered_as_in_the_run_and_the_export_s_score_stands_beside(kind, tmp_path, run, capsys):
     """Row by row: what the run found right is what score.py finds right; the merged model's score is printed too."""
-    if kind == "engine of MLX":
-        pytest.skip("its tensors are merged by torch, see tests/mlx_engine")
-    rows = jsonl(tmp_path / "32.jsonl", ROWS[:32])
-    flags = KINDS.get(kind, KINDS["nf4"] if "nf4" in kind else {})
+    rows = jsonl(tmp_path / "32.jsonl", SAID[:32])
+    flags = dict(dataset=jsonl(tmp_path / "said.jsonl", SAID), lr=1e-2, num_epochs=4) | STEPS.get(kind, {})
+    flags |= KINDS.get(kind, KINDS["nf4"] if "nf4" in kind else {})
     if kind.startswith("dpo"):
-        flags = flags | dict(preference="dpo", dataset=jsonl(tmp_path / "pairs.jsonl", PAIRS))
-    names = "exact,contains,numeric"
-    run(**flags, score_dataset=rows, score_max_new_tokens=6, num_epochs=2, score_metric=names)
+        flags |= dict(preference="dpo", dataset=jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    names = "exact,contains"
+    run(**flags, score_dataset=rows, score_max_new_tokens=6, score_metric=names)
     own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]
+    device = "mlx" if kind == "engine of MLX" else "cpu"
     found, _ = scored(
-        tmp_path / "out", rows, capsys, "--device", "cpu", "--metric", names, "--predictions", str(tmp_path / "p")
+        tmp_path / "out", rows, capsys, "--device", device, "--metric", names, "--predictions", str(tmp_path / "p")
     )
     predictions = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
     assert len(predictions) == 32
-    assert own["exact_match"] == found["exact_match"]
-    for name in ("contains", "numeric"):
-        assert own[name] == found["scores"][name] == sum(p["right"][name] for p in predictions) / 32
-    if kind == "full":
+    for name, key in (("exact", "exact_match"), ("contains", "contains")):
+        assert own["right"][key] == right_rows(predictions, name)
+        assert own[key] == found["scores"][name] == len(own["right"][key]) / 32
+    if not kind.startswith("dpo"):
+        assert 0 < own["exact_match"] < 1  # else the rows would agree whatever they answer
+    if kind in ("full", "engine of MLX"):  # not merged; merged by torch, see tests/mlx_engine
         return
     argv = ["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")]
     assert export.main(argv) == 0

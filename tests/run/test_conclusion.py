@@ -32,6 +32,7 @@ def of_dense(folder, rows, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.promise("AT_01", "AT_03")
 def test_a_qlora_run_ends_with_the_scores_on_both_bases_and_the_card_has_them(rows, tmp_path, run, capsys):
     state = run(**NF4, **LIMITS, score_dataset=rows, score_metric="exact,contains,perplexity")
     said = capsys.readouterr().out
@@ -81,6 +82,7 @@ def test_a_dense_base_that_does_not_fit_is_a_line_with_the_command(rows, tmp_pat
     assert "the same adapter, dense base" not in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.promise("AT_08")
 def test_a_run_is_scored_by_each_metric_as_score_py_does(rows, tmp_path, run, capsys):
     names = "exact,contains,numeric,json,regex,choice,perplexity"
     run(**LIMITS, num_epochs=1, score_dataset=rows, score_metric=names, score_pattern=r"\d+")
@@ -153,6 +155,7 @@ def test_a_metric_that_is_none_is_refused_in_the_plan(run, tmp_path, metric, pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.promise("AT_03")
 def test_the_card_names_base_data_plan_command_scores_and_limits(rows, tmp_path, run, tiny_model):
     run(max_steps=2, score_dataset=rows, **LIMITS)
     text = (tmp_path / "out" / "README.md").read_text()
@@ -218,6 +221,12 @@ class Answering:
 
         return contextlib.nullcontext()
 
+    def all_reduce_max(self, number):
+        return number
+
+    def all_gather_object(self, value):
+        return [value]
+
     def generate(self, prompts, most, ends, stop_row=None):
         return [[int(prompt[0])] for prompt in prompts]
 
@@ -242,11 +251,13 @@ def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
     data = argparse.Namespace(score_examples=examples, tokenizer=tokenizer, stop_ids=set())
     names = scoring.OF_ANSWERS
     how = argparse.Namespace(score_metric=",".join(names), score_pattern=PATTERN, score_max_new_tokens=9)
-    values, first = evaluation.scores(Answering(words), data, how)
-    assert first == words[0]
+    found = evaluation.scores(Answering(words), data, how)
+    values, right_rows = found.values, found.right
+    assert found.first_answer == words[0]
     letters = dict(zip(names, "ECNJR", strict=True))
     for name, letter in letters.items():
         key = "exact_match" if name == "exact" else name
-        assert values[key] == sum(letter in right for _, _, right in TABLE) / 60, name
+        assert right_rows[key] == [i for i, (_, _, right) in enumerate(TABLE) if letter in right], name
+        assert values[key] == len(right_rows[key]) / 60, name
     for i, answer in enumerate(scoring.judged(examples, words, list(names), PATTERN, tokenizer.decode)):
         assert {letters[n] for n, right in answer.right.items() if right} == set(TABLE[i][2]), TABLE[i]

@@ -188,6 +188,7 @@ def dequantized_base(model, folder):
     return base
 
 
+@pytest.mark.promise("AT_05")
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_a_merged_adapter_is_the_base_of_a_new_one_as_if_peft_had_merged_it(first, tiny_model, tmp_path, kind):
     flags = first(**KINDS[kind]) | {"lr": 1e-2, "max_steps": 4, "lora_rank": 3}
@@ -211,6 +212,7 @@ def test_a_merged_adapter_is_the_base_of_a_new_one_as_if_peft_had_merged_it(firs
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.promise("AT_05")
 def test_a_merged_base_is_made_once_and_another_adapter_s_is_refused(first, tmp_path, capsys):
     flags = first() | {"max_steps": 4, "save_every": 2, "lora_rank": 3, "adapter_merge": True}
     fine_tune(**flags)

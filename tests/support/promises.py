@@ -1,8 +1,8 @@
 """Which tests show each promise of the source guides, read from their marks: `pytest -k BM_07` runs those of BM-07.
 
 BM BackendManager, CLI flags, ENV launch and environment, MSG messages, TAB tables, Q quantization, FT parallelism, CK
-checkpoints, FS mps_fsdp_wrapper, TR tiny recursive models. A test, or one of its parameters, is marked
-`@pytest.mark.promise("BM_07", ...)`.
+checkpoints, FS mps_fsdp_wrapper, TR tiny recursive models; AT what is done after the training. A test, or one of its
+parameters, is marked `@pytest.mark.promise("BM_07", ...)`.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memor
 from finetune.generation import GREEDY, Sampling, answered_within
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
+from finetune.torch_engine.device import FREE_FOR_WEIGHTS
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation.sampling import Restricted
 from finetune.torch_engine.lora.layers import LoRALinear
@@ -31,22 +33,63 @@ class _RowsDone(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+DONE, TOGETHER, ALONE = range(3)
+
+
+class Turns:
+    """Rounds of answers of ranks whose every forward gathers weights from the others, and which run equally many.
+
+    In a round all answer that can, and the others take part with a token of their own until the last is done. Rows that
+    reach the model's last position may not go on while others do: they are answered by one rank at a time.
+    """
+
+    def __init__(self, groups):
+        dims = groups.dims
+        self.groups, self.place = groups, groups.data_rank * dims.cp + groups.coordinate("cp")
+
+    def wait(self, wants: int, take_part: Callable[[], None]) -> None:
+        """Returns when it is this rank's turn, or when all are DONE. Collective."""
+        while True:
+            every = self.groups.all_gather_scalars([wants, self.place]).astype(int).tolist()
+            if wants == TOGETHER or all(want == DONE for want, _ in every):
+                return
+            if wants == ALONE and not any(want == TOGETHER for want, _ in every):
+                if self.place == min(place for want, place in every if want == ALONE):
+                    return
+            take_part()
+
+
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, turns=None
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
+
+    `turns`: of ranks that keep their shards, see Turns; one without prompts takes part too.
 
     Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
 
     def answer(prompts, max_new_tokens, stop_row, on_token):
-        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how)
+        if turns:
+            longest = max(map(len, prompts))
+            turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
+        stops = stop_row, on_token, how, turns is not None
+        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, *stops)
 
-    return answered_within(context_limit(model), prompts, max_new_tokens, stop_row, on_token, answer)
+    def idle() -> None:
+        _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
+
+    limit, asked = context_limit(model), max_new_tokens
+    new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer) if prompts else []
+    if turns:
+        turns.wait(DONE, idle)
+    return new
 
 
-def _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how) -> list[list[int]]:
+def _answered(
+    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced=False
+) -> list[list[int]]:
     own, own_settings = model.config._attn_implementation, model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
@@ -65,7 +108,7 @@ def _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_toke
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
             use_cache=use_cache,
-            synced_gpus=False,  # weights are in full here; transformers would all-reduce at each token under FSDP
+            synced_gpus=synced,  # None would all-reduce at each token under FSDP, even if weights are in full
             stopping_criteria=StoppingCriteriaList([rows_done]),
             do_sample=samples,
             logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
@@ -142,9 +185,6 @@ def _until_end(ids, eos_ids, pad_id):
     return ids
 
 
-FREE_FOR_DENSE = 0.7  # of the free memory: generation also keeps keys and values
-
-
 def dense_bytes(layers, dtype) -> int:
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
@@ -163,7 +203,7 @@ def dense_weights(model, free: int | None = None):
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
-    if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_DENSE * free:
+    if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_WEIGHTS * free:
         merged, cached = [], []
     try:
         for layer in merged:

@@ -53,7 +53,10 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
         for parameter, pair in module.pairs().items():
             name = f"{owner}.{parameter}"
             initialize(pair, name, starts.get(name), pair.lora_A.shape[1], adapter, local_shards)
-    for name, parameter in adapter_parameters(model).items() if local_shards is not None else ():
+    if local_shards is None:
+        return
+    local_shards.magnitudes_are_known = not adapter.dora
+    for name, parameter in adapter_parameters(model).items():
         if not local_shards.has(parameter):
             local_shards.give(name, parameter, torch.zeros(parameter.shape))
 
@@ -113,15 +116,16 @@ def _untie_adapted(model) -> None:
             config.tie_word_embeddings = False
 
 
-def attach_adapter(model, folder) -> None:
+def attach_adapter(model, folder, local_shards=None) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
     config, arrays = read_adapter(Path(folder))
-    attach_tensors(model, config, {n: torch.from_numpy(array) for n, array in arrays.items()}, Path(folder) / CONFIG)
+    tensors = {n: torch.from_numpy(array) for n, array in arrays.items()}
+    attach_tensors(model, config, tensors, Path(folder) / CONFIG, local_shards)
 
 
-def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: Path) -> None:
+def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: Path, local_shards=None) -> None:
     """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
-    `file`: the adapter's config, for messages.
+    `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta.
     """
     plain = {
         "bias": ("none", None),
@@ -134,7 +138,7 @@ def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: 
     for key, fine in plain.items():
         if key in config and config[key] not in fine:
             raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
-    _copy_outer_weights(model, tensors, file)
+    _copy_outer_weights(model, tensors, file, local_shards)
     modules = dict(model.named_modules())
     names = {
         re.sub(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$", "", k.removeprefix(PREFIX)) for k in tensors
@@ -147,22 +151,34 @@ def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: 
         if name not in modules:
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    add_adapters(model, names + three_d, Adapter(config["r"], config["lora_alpha"], **how))
-    ours = {disk_name(n): p for n, p in adapter_parameters(model).items()}
-    if set(ours) != set(tensors):
-        raise PlanError(f"{file}: does not match its weights, such as {sorted(set(ours) ^ set(tensors))[0]}.")
+    add_adapters(model, names + three_d, Adapter(config["r"], config["lora_alpha"], **how), None, local_shards)
+    named = adapter_parameters(model)
+    ours = {disk_name(n) for n in named}
+    if ours != set(tensors):
+        raise PlanError(f"{file}: does not match its weights, such as {sorted(ours ^ set(tensors))[0]}.")
     with torch.no_grad():
-        for name, parameter in ours.items():
+        for own_name, parameter in named.items():
+            name = disk_name(own_name)
             if parameter.shape != tensors[name].shape:
                 raise PlanError(
                     f"{file}: {name} is {list(tensors[name].shape)}, this base needs {list(parameter.shape)}."
                 )
-            parameter.copy_(tensors[name])
+            set_value(own_name, parameter, tensors[name], local_shards)
             parameter.requires_grad_(False)
+    if local_shards is not None:
+        local_shards.magnitudes_are_known = True
+
+
+def set_value(name: str, parameter, full: torch.Tensor, local_shards=None) -> None:
+    """Copies a full tensor into a parameter, or keeps this rank's rows of it, if the parameter is on meta for that."""
+    if local_shards is None:
+        parameter.copy_(full)
+    else:
+        local_shards.give(name, parameter, full)
 
 
 @torch.no_grad()
-def _copy_outer_weights(model, tensors: dict, file) -> None:
+def _copy_outer_weights(model, tensors: dict, file, local_shards=None) -> None:
     """Copies the base weights of adapted embeddings or head, which PEFT saves with the adapter, from `tensors`."""
     for key in [k for k in tensors if k.endswith(".base_layer.weight")]:
         name = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
@@ -172,4 +188,4 @@ def _copy_outer_weights(model, tensors: dict, file) -> None:
             raise PlanError(
                 f"{file}: contains {name} {list(saved.shape)}, which this base does not have. Merge it with peft first."
             )
-        weight.copy_(saved)
+        set_value(f"{name}.weight", weight, saved, local_shards)

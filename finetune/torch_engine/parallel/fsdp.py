@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine.device import pins_memory
+from finetune.torch_engine.device import FREE_FOR_WEIGHTS, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.parallel.parallelism import Local
 from finetune.torch_engine.parallel.placement import Placement, local_shard
@@ -51,9 +51,17 @@ class FSDP2(Local):
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
-        if not self.summon_depth:
+        if not self.summon_depth or not self.in_full:
             for module in fsdp_modules(self.root):
                 module.reshard()
+
+    def _gathers_all(self) -> bool:
+        """The same on all ranks: as `gathers_all` says, else if the weights fit beside what each device holds."""
+        if self.gathers_all is not None:
+            return self.gathers_all
+        free = free_bytes(self.groups.device)
+        fits = free is None or missing_bytes(self.root, self.groups.device) <= FREE_FOR_WEIGHTS * free
+        return not self.groups.all_reduce_max(not fits)
 
     def _unsharded(self):
         return unsharded(self.root)
@@ -205,6 +213,13 @@ def view_as_bf16(model) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.hold_as_bf16()
+
+
+def missing_bytes(root, device: torch.device) -> int:
+    """Bytes that a rank's device would hold more if every weight were gathered."""
+    sharded = [p for p in root.parameters() if isinstance(p, DTensor)]
+    held = sum(rows.nbytes for p in sharded if (rows := p.to_local()).device.type == device.type)
+    return sum(p.numel() * p.element_size() for p in sharded) - held
 
 
 @contextlib.contextmanager

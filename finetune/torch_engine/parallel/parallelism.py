@@ -22,7 +22,8 @@ class Parallelism(Protocol):
     `forward`: the model's (forward.ModelForward); `placement`: where each trainable parameter is. `local_params`:
     {name: what the optimizer updates, None if this rank has no row of it}. `loss_scale`: a factor on each loss, for
     implementations that average gradients. `shards_weights`: True if a dense copy of every weight would defeat its
-    purpose. `holds_slices`: True if what a rank holds of a tensor is a slice of it.
+    purpose. `holds_slices`: True if what a rank holds of a tensor is a slice of it. `gathers_all`: whether generation
+    gathers all weights; None: if they fit beside what the device holds. `in_full`: whether the last one did.
     """
 
     forward: object
@@ -31,6 +32,8 @@ class Parallelism(Protocol):
     loss_scale: float
     shards_weights: bool
     holds_slices: bool
+    gathers_all: bool | None
+    in_full: bool
 
     def call(self, work, *args):
         """work(*args), which runs the model; weights outside the layers are gathered."""
@@ -61,7 +64,9 @@ class Parallelism(Protocol):
         """Frees what forwards without a backward have gathered."""
 
     def full_weights(self):
-        """A context in which every rank holds every weight in full and forwards communicate nothing."""
+        """A context around generation, True if every rank then holds every weight in full and forwards communicate
+        nothing. False if the ranks keep their shards: then they run forwards together, as many on each.
+        """
 
     def gathered_for_saving(self):
         """A context in which `placement.gather` gives every weight of the model, trainable or not."""
@@ -85,11 +90,13 @@ class Local:
     """
 
     loss_scale, shards_weights, holds_slices = 1.0, False, True
+    gathers_all: bool | None = None
 
     def __init__(self, forward, placement: Placement):
         self.forward, self.placement, self.groups = forward, placement, placement.groups
         self.local_params = local_params(placement.of_stage)
-        self.optimizer, self.max_grad_norm, self.summon_depth = None, None, 0
+        self.optimizer, self.max_grad_norm = None, None
+        self.summon_depth, self.in_full = 0, True
 
     def call(self, work, *args):
         return work(*args)
@@ -135,12 +142,18 @@ class Local:
 
     @contextlib.contextmanager
     def full_weights(self):
+        outermost = not self.summon_depth
+        if outermost:
+            self.in_full = self._gathers_all()
         self.summon_depth += 1
         try:
-            with self._unsharded() if self.summon_depth == 1 else contextlib.nullcontext():
-                yield
+            with self._unsharded() if outermost and self.in_full else contextlib.nullcontext():
+                yield self.in_full
         finally:
             self.summon_depth -= 1
+
+    def _gathers_all(self) -> bool:
+        return True
 
     def _unsharded(self):
         return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter, ParallelPlan, Parts
+from finetune.plan.parts import ParallelPlan, Parts
 from finetune.torch_engine import checks
 from finetune.torch_engine.compile import compile_layers
 from finetune.torch_engine.device import DTYPES
@@ -45,7 +45,7 @@ def parallelize(
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
         root = fsdp.shard(model, groups, how.reshard_after_forward, local_shards, memory.offload, slices.experts)
-    if local_shards is not None and isinstance(plan.trains, Adapter) and plan.trains.dora:
+    if local_shards is not None and not local_shards.magnitudes_are_known:
         fsdp.init_dora_magnitudes(root, groups)
 
     placement = Placement(model, groups, slices, forward.pipeline)

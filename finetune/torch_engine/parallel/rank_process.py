@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from finetune.config import TrainConfig
 from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
 from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.run.over_ranks import Ranks, without_resume
 from finetune.system import process
 from finetune.system.files import open_file
 from finetune.torch_engine.device import device_of
@@ -57,7 +59,7 @@ def run_launched(run, announced_plan, env: RankEnv, rank_timeout: float, plan_ty
     return done or run_rank(run, env, store, address, watchdog, plan)
 
 
-def join(env: RankEnv, timeout_s: float, stacks: Path | None = None) -> tuple:
+def join(env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error=process.log_error) -> tuple:
     """(the store, this host's address, the watchdog) when all ranks have joined: from then on the watchdog sees them.
     Collective. RankLostError for a rank that has not joined within `timeout_s`.
     """
@@ -68,7 +70,7 @@ def join(env: RankEnv, timeout_s: float, stacks: Path | None = None) -> tuple:
             store = create_store(env, timeout_s)
             wait_for_ranks(env, store, timeout_s)
             address = network_address(env, store, timeout_s)
-            return store, address, start_watchdog(env, store, address, timeout_s, stacks, process.log_error)
+            return store, address, start_watchdog(env, store, address, timeout_s, stacks, log_error)
     except (RankLostError, dist.DistError) as error:
         lost = error if isinstance(error, RankLostError) else RankLostError(f"{text} ({first_line(error)})")
         if env.folder:
@@ -109,6 +111,27 @@ def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
     return message
 
 
+def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
+    """A command's exit code as one of its ranks: see over_ranks.run. Collective."""
+    timeout_s = TrainConfig().rank_timeout
+    said = join(env, timeout_s, log_error=lambda text: process.log_error(without_resume(text)))
+    ranks = Ranks(env, *said)
+
+    def answer() -> int:
+        device = ranks.share(lambda: prepared(args, env.size))
+        if not ranks.is_first:
+            prepared(args, env.size)
+        init_process_group(env, ranks.store, ranks.address, device_of(device, env.local_rank), timeout_s)
+        code = work(args, ranks)
+        destroy_process_group()
+        if env.folder and ranks.is_first:
+            write_result(env, {"exit_code": code})
+        return code
+
+    code, failed = together(answer, env, ranks.watchdog)
+    return failed or (0 if env.folder else code)
+
+
 def run_spawned(run, env: RankEnv) -> int:
     """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
     process.mute_nonzero_ranks(env.rank)
@@ -122,14 +145,25 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
     watchdog.stacks, watchdog.timeout_s = Path(s.output_dir) / "stacks", s.rank_timeout
-    try:
+
+    def work() -> TrainState:
         init_process_group(env, store, address, device_of(plan.backend, env.local_rank), s.rank_timeout)
         state = run(plan.on_this_host(), env, watchdog)
         destroy_process_group()
-        watchdog.close()
         if env.folder and env.rank == 0:
             write_result(env, asdict(state))
         return state
+
+    state, failed = together(work, env, watchdog)
+    return TrainState(status="failed", exit_code=failed) if state is None else state
+
+
+def together(work, env: RankEnv, watchdog) -> tuple:
+    """(work(), 0), or (None, exit code) of a failure that another process prints. Never leaves another rank waiting."""
+    try:
+        result = work()
+        watchdog.close()
+        return result, 0
     except (*EXPECTED, MemoryError, OSError, RuntimeError) as error:
         failure = _expected(error, watchdog)
         if failure is None:
@@ -138,7 +172,7 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
         if env.folder:
             write_failure(env, failure.exit_code, str(failure), collectives.of_error(error))
         if env.folder or env.rank:  # printed by the process that spawned the ranks, or by rank 0
-            return TrainState(status="failed", exit_code=failure.exit_code)
+            return None, failure.exit_code
         raise failure from error
 
 

@@ -174,21 +174,23 @@ def padded_inputs(batch) -> dict:
 DENSE_FP32 = Parts(TrainConfig(train_type="lora", precision="fp32"))  # the base that export.py merges into
 
 
-def load_trained(checkpoint, files, device, plan: Parts):
+def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
     """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it.
 
-    In the plan's precision, and quantized as it says.
+    In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize.
     """
     model = build_on_meta(files.folder, plan.precision, plan.parallel)
-    load_and_quantize(model, files.folder, layers_of(model, files.folder, AllWeights()), plan, device)
-    model.requires_grad_(False).to(device)
+    load_and_quantize(model, files.folder, layers_of(model, files.folder, AllWeights()), plan, device, local_shards)
+    model.requires_grad_(False)
+    if local_shards is None:
+        model.to(device)
     if plan.memory.cache_dequantized:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
         if (Path(checkpoint) / "adapter_config.json").is_file():
-            attach_adapter(model, checkpoint)
+            attach_adapter(model, checkpoint, local_shards)
         elif (Path(checkpoint) / "trained_blocks.json").is_file():
-            llama_pro.attach_blocks(model, checkpoint)
+            llama_pro.attach_blocks(model, checkpoint, local_shards)
     return model
 
 

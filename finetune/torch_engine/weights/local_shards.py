@@ -20,6 +20,7 @@ class LocalShards:
     def __init__(self, groups: ProcessGroups, device: torch.device):
         self.groups, self.device, self.kept = groups, device, {}
         self.experts = {}  # {name of a module: number of its experts}, of which expert parallelism keeps some
+        self.magnitudes_are_known = True  # False: DoRA's, of full rows, are computed once the model is sharded
 
     @classmethod
     def of(cls, groups: ProcessGroups, plan: Parts) -> "LocalShards | None":

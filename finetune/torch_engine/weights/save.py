@@ -13,6 +13,7 @@ import transformers
 
 from finetune import safetensors_io
 from finetune.model_files.files import GENERATION, generation_config_of
+from finetune.model_files.rope_names import add_older_names
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights.modalities import forget_quantization
@@ -120,6 +121,7 @@ class StreamedSave:
             forget_quantization(config)
         config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
         config.save_pretrained(folder)
+        add_older_names(folder / "config.json")
         generation = generation_config_of(Path(self.model.name_or_path)) if self.model.name_or_path else None
         if generation is not None:  # as it is: a model made from config.json does not know its stop tokens
             (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import export
 from finetune.errors import PlanError
+from finetune.torch_engine import memory_stats
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights import lazy, merge
 from finetune.torch_engine.weights.stream import load_dense
@@ -71,6 +72,7 @@ def assert_merged(with_adapter, tmp_path):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.promise("AT_06")
 @pytest.mark.parametrize(
     ("architecture", "kind"), [pytest.param(*c, marks=[] if c in FEW else pytest.mark.slow) for c in CASES]
 )
@@ -166,6 +168,7 @@ def test_layers_that_share_a_weight_and_not_the_adapter_are_refused(saved, tmp_p
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.promise("AT_06")
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
 def test_what_the_disk_changed_is_noticed(saved, tmp_path, name):
     saved()
@@ -196,3 +199,20 @@ def test_ends_that_differ_in_the_files_are_both_kept(saved, tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     merged = load_file(exported(tmp_path) / "model.safetensors")
     assert np.array_equal(merged["lm_head.weight"], tensors["lm_head.weight"])
+
+
+@pytest.mark.promise("AT_07")
+def test_merging_holds_two_tensors_and_not_the_model(saved, tmp_path):
+    """12 layers of 8 MiB each, after a first merge that leaves only what is this one's."""
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_key_value_heads=8)
+    saved(model=tiny.build("llama", num_attention_heads=8, vocab_size=512, **sizes).to(torch.bfloat16))
+    merging, size = merge.Merge.of(tmp_path / "adapter", tmp_path / "base"), 2 * 12 * (4 * 512**2 + 3 * 512 * 2048)
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+        memory_stats.trim_heap()
+        memory_stats.reset_peak()
+        before = memory_stats.current_resident_bytes()
+        merging.write(tmp_path / name, torch.bfloat16)
+        peak = memory_stats.peak_resident_bytes() - before
+    assert sum(file.stat().st_size for file in (tmp_path / "again").glob("*.safetensors")) > size
+    assert peak < size / 2, peak
