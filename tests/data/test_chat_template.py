@@ -17,11 +17,13 @@ from finetune.data.chat_template import (
     ensure_chat_template,
     on_day,
     request_of,
+    stop_ids,
+    turn_marks,
 )
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
-from generate import prompt_ids
+from generate import content_of, prompt_ids
 from tests.support.chats import FORGETFUL, rendered, text, with_template
 from tests.support.rows import jsonl
 from tests.support.runs import steps
@@ -165,3 +167,30 @@ def test_a_resumed_run_prints_the_day_of_its_first_start(tiny_model, plain_run, 
     plan = json.loads((tmp_path / "part" / "run_plan.json").read_text())
     assert plan["settled"]["day"] == "2020-02-29" and "FINETUNE_DAY" not in os.environ
     assert day_of({}) == day_of({"day": "never"}) == str(date.today())
+
+
+# As gpt-oss': thoughts end with another token than answers, and tokens stand between the generation prompt and an answer.
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant<s>final</s>{{ m.content }}"
+    "{{ '<|im_end|>' if loop.last else '<|end|>' }}{% else %}<|im_start|>user {{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_an_answer_ends_with_what_ends_the_last_turn_and_is_what_follows_its_marks(plain_tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(plain_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>"]})
+    end, thought = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
+    assert {end, thought} <= stop_ids(tokenizer, tmp_path)  # without a template nobody knows
+    tokenizer.chat_template = THINKS
+    assert turn_marks(tokenizer) == ("<s>final</s>", "<|im_end|>")
+    assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [thought]}))
+    assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end, thought}
+    ids = tokenizer(
+        "<s>think</s> it is one<|end|><|im_start|>assistant<s>final</s>A1", add_special_tokens=False
+    ).input_ids
+    assert content_of(tokenizer, ids, raw=False) == "A1"
+    assert content_of(tokenizer, ids, raw=True) == tokenizer.decode(ids)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert turn_marks(tokenizer) == ("", "")
