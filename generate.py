@@ -229,7 +229,7 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
 
 
 def content_of(tokenizer, ids: list[int], raw: bool) -> str:
-    """What an answer says, as a row of chat data has it: of a template that writes special tokens before an answer, what
+    """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
     follows the last of these.
     """
     text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))

@@ -9,8 +9,8 @@ from pathlib import Path
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
-from finetune.data.chat_template import stop_ids
 from finetune.config import AUTO_BOOL
+from finetune.data.chat_template import stop_ids
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib

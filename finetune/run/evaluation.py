@@ -94,9 +94,9 @@ def exact_match(
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
     Collective: each rank answers its share.
 
-    `examples` are data.tokenize.generation_examples'. Special tokens count, whitespace around an answer does not. A row ends as soon as
-    its text can no longer become the expected one, which changes no score, unless answers are to be `whole`. `stop_ids`
-    end an answer; `stopping()`: give up.
+    `examples` are data.tokenize.generation_examples'. Special tokens count, whitespace around an answer does not. A row
+    ends as soon as its text can no longer become the expected one, which changes no score, unless answers are to be
+    `whole`. `stop_ids` end an answer; `stopping()`: give up.
     """
 
     def answered(batch: list) -> list[list[int]]:

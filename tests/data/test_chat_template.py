@@ -169,11 +169,11 @@ def test_a_resumed_run_prints_the_day_of_its_first_start(tiny_model, plain_run, 
     assert day_of({}) == day_of({"day": "never"}) == str(date.today())
 
 
-# As gpt-oss': thoughts end with another token than answers, and tokens stand between the generation prompt and an answer.
+# As gpt-oss': thoughts end with another token than answers, and tokens stand before an answer.
 THINKS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant<s>final</s>{{ m.content }}"
-    "{{ '<|im_end|>' if loop.last else '<|end|>' }}{% else %}<|im_start|>user {{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    "{{ '<|im_end|>' if loop.last else '<|end|>' }}{% else %}<|im_start|>user {{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
 
 
