@@ -367,13 +367,14 @@ def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
 
 
 def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
+    from finetune.data.chat_template import stop_ids
     from finetune.model_files import gguf_files, ollama
-    from finetune.model_files.tokenizer import end_ids, load_tokenizer
+    from finetune.model_files.tokenizer import load_tokenizer
 
     file = "model.gguf"
     lines = [f"{file}: {gguf_files.write_gguf(model, folder / file, args.outtype)}"]
     tokenizer = load_tokenizer(model)
-    stops = [tokenizer.convert_ids_to_tokens(i) for i in sorted(end_ids(tokenizer, model))]
+    stops = [tokenizer.convert_ids_to_tokens(i) for i in sorted(stop_ids(tokenizer, model))]
     text, notice = ollama.modelfile(model, tokenizer, [stop for stop in stops if stop], file)
     (folder / "Modelfile").write_text(text, encoding="utf-8")
     run = f"try it: ollama create {name.lower()} -f {args.output_dir}/Modelfile && ollama run {name.lower()}"

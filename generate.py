@@ -143,7 +143,7 @@ def answers_of(opened, prompts: list[str], args) -> list[str]:
         return engine.generate(ids, args.max_new_tokens, ends, **sampling)
 
     new = shared(engine, prompts, args.batch_size, answered)
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+    return [content_of(tokenizer, row, args.raw) for row in new]
 
 
 def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
@@ -223,9 +223,22 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
         top_k=args.top_k,
         top_p=args.top_p,
     )
-    text = tokenizer.decode(new[0], skip_special_tokens=True) if new else ""
-    say(text[shown[0] :])
+    text = content_of(tokenizer, new[0], args.raw or not hasattr(tokenizer, "chat_template")) if new else ""
+    say(tokenizer.decode(new[0], skip_special_tokens=True)[shown[0] :] if live and new else text)
     return text
+
+
+def content_of(tokenizer, ids: list[int], raw: bool) -> str:
+    """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
+    follows the last of these.
+    """
+    text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))
+    if raw or text == plain:
+        return text
+    from finetune.data.chat_template import turn_marks
+
+    prefix, _ = turn_marks(tokenizer)
+    return text.rpartition(prefix)[2] if prefix and prefix in text else text
 
 
 def check(args) -> None:

@@ -29,12 +29,13 @@ import os
 import time
 
 from backend_manager import CAPABILITIES
+from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
 from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
 from finetune.config import DEFAULTS, NAMES
 from finetune.data import preview
-from finetune.data.chat_template import ensure_chat_template
+from finetune.data.chat_template import ensure_chat_template, on_day
 from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
@@ -56,6 +57,14 @@ from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
+
+
+def tokenizer_folder_of(plan: RunPlan) -> Path:
+    """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own."""
+    if plan.settings.adapter is None or plan.settings.adapter_merge:
+        return plan.files.tokenizer_folder
+    folder = plan.resume_from.output_dir if plan.resume_from else read_saved(plan.settings.adapter).folder
+    return folder if (folder / "tokenizer_config.json").is_file() else plan.files.tokenizer_folder
 
 
 def open_engine(plan: RunPlan, env: RankEnv):
@@ -90,9 +99,14 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     `watchdog`: the thread that watches the other ranks.
     """
     began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
-    with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
+    with (
+        stop.installed(),
+        on_day(plan.day),
+        CheckpointWriter(plan, env.rank) as writer,
+        Metrics(plan, env.rank > 0, watchdog) as log,
+    ):
         raw_datasets = read_datasets(plan.data)
-        tokenizer = load_tokenizer(plan.files.tokenizer_folder)
+        tokenizer = load_tokenizer(tokenizer_folder_of(plan))
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
         if notice:
             log.say(f"  note: {notice}")

@@ -10,13 +10,14 @@ from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_ve
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.config import AUTO_BOOL
+from finetune.data.chat_template import stop_ids
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
-from finetune.model_files.tokenizer import end_ids, load_tokenizer, pad_id
+from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.plan.parts import Parts
 from finetune.run import over_ranks
 from finetune.run.over_ranks import Ranks
@@ -219,7 +220,7 @@ def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
     engine.verify("auto")
     shape = planned_shape(files, None)
     base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)
-    return engine, tokenizer, end_ids(tokenizer, files.folder), base
+    return engine, tokenizer, stop_ids(tokenizer, files.folder), base
 
 
 def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:

@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -11,7 +12,8 @@ from finetune.data.columns import RowOptions, RowReader
 from finetune.generation import NewTokens, answered_within
 from finetune.model_files.tokenizer import opened_ids
 from finetune.run.report import ask_command
-from tests.support import tiny
+from finetune.torch_engine.generation.generate import _sees_past_padding, generate
+from tests.support import architectures, tiny
 from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
 
 
@@ -82,3 +84,19 @@ def test_the_command_to_try_asks_without_the_space_that_the_answer_begins_with(w
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
     assert shlex.split(ask_command("out", row, tokenizer))[-1] == asked
     assert shlex.split(ask_command("out", row))[-1] == "Item a: "
+
+
+@pytest.mark.parametrize(
+    ("name", "sees"), [("llama", True), ("gpt2", True), ("recurrent_gemma", False), ("rwkv", False)]
+)
+def test_prompts_of_unequal_length_are_answered_as_each_alone(name, sees):
+    """Recurrent states run over padding on the left: these classes answer one prompt at a time."""
+    model = architectures.build(name).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # a trained model's padding has an embedding, and biases
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    prompts = [[3, 4, 5, 6, 7, 8, 9], [8, 9], [10, 11], [5, 6, 7]]
+    with torch.no_grad():
+        alone = [generate(model, [p], 5, set(), 0)[0] for p in prompts]
+        assert generate(model, prompts, 5, set(), 0) == alone
+    assert _sees_past_padding(model, 0) is sees

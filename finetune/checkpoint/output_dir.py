@@ -1,6 +1,7 @@
 """A run's output_dir while it trains: its lock, the content of its checkpoints, restoring and publishing."""
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -89,6 +90,20 @@ def with_own_folder(plan: RunPlan) -> RunPlan:
     raise AssertionError(f"{first}: every number is taken")
 
 
+SIGNATURE = "<!-- sha256 of the page as it was written, which is replaced while it is so: {} -->\n"
+
+
+def signed(text: str) -> str:
+    """A page with the digest of its text in its last line."""
+    return text + SIGNATURE.format(hashlib.sha256(text.encode()).hexdigest())
+
+
+def is_as_signed(file: Path) -> bool:
+    """Whether a page is as it was written, by its last line."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return signed(text.rpartition(SIGNATURE.partition("{}")[0])[0]) == text
+
+
 class OutputDir:
     """Rank 0's files in the output_dir, while this process holds its lock. Raises PlanError, OutputDirInUseError."""
 
@@ -104,12 +119,11 @@ class OutputDir:
             self.close()
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
             raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
-        if not self.continues:
-            try:
-                check_unowned(self.root, self.owned)
-            except PlanError:
-                self.close()
-                raise
+        try:
+            check_unowned(self.root, self.owned)
+        except PlanError:
+            self.close()
+            raise
 
     def begin(self, step: int, recipe: str | None) -> list[tuple[str, str]]:
         """Claims the folder for this run, after every check has passed; returns the checkpoints kept aside.
@@ -154,14 +168,11 @@ class OutputDir:
         self.write_text(name, json.dumps(content, indent=1) + "\n")
 
     def write_card(self, name: str, text: str) -> bool:
-        """Writes a page about the result; False if someone else's is there, which stays."""
-        if (
-            kind_of(self.root / name) not in (None, "a file")
-            or (self.root / name).exists()
-            and name not in self.owned.names
-        ):
+        """Writes a page about the result; False if someone else's is there, or one that was edited, which stays."""
+        kind = kind_of(self.root / name)
+        if kind and (kind != "a file" or name not in self.owned.names or not is_as_signed(self.root / name)):
             return False
-        self.write_text(name, text)
+        self.write_text(name, signed(text))
         return True
 
     def write_text(self, name: str, text: str) -> None:

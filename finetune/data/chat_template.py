@@ -2,11 +2,15 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
+from datetime import date
+from pathlib import Path
 
-from finetune.data.render_process import BURST_S
+from finetune.data.render_process import BURST_S, DAY
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import end_ids, generation_ends, turn_ends
 from finetune.system.child import Child, ChildEnded
 
 # Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
@@ -16,6 +20,7 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MAX_TEMPLATE_CHARS = 2**20
+MARK = "c0ntent"  # of an answer that is rendered to see what stands around it
 BATCH_BYTES = 2**20
 
 
@@ -26,6 +31,63 @@ def ensure_chat_template(tokenizer, is_needed=lambda: True) -> str | None:
     tokenizer.chat_template = CHATML_TEMPLATE
     end = tokenizer.eos_token or "<|im_end|>"
     return f"chat template: the tokenizer has none, so ChatML (answers end with {end}); it is saved with the tokenizer"
+
+
+def today() -> str:
+    """The day that a template which prints the date prints, as 2026-01-31: the run's, or this one."""
+    return os.environ.get(DAY) or str(date.today())
+
+
+def day_of(saved: dict) -> str:
+    """The day of a saved run, by its settled plan; this one for a run that has none."""
+    try:
+        return str(date.fromisoformat(saved["day"]))
+    except (KeyError, TypeError, ValueError):
+        return today()
+
+
+@contextlib.contextmanager
+def on_day(day: str):
+    """A context in which templates print this day, in the processes that are started too: the rows of a run stay the
+    same when it is resumed on another day.
+    """
+    before = os.environ.get(DAY)
+    os.environ[DAY] = day
+    try:
+        yield
+    finally:
+        os.environ.pop(DAY)
+        os.environ |= {DAY: before} if before else {}
+
+
+def turn_marks(tokenizer) -> tuple[str, str]:
+    """(what the template puts between its generation prompt and an answer, what ends the last answer); empty if it
+    rejects a question and its answer, or without a template.
+    """
+    if not tokenizer.chat_template:
+        return "", ""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": MARK}]
+    try:
+        with TemplateRenderer(tokenizer) as renderer:
+            (texts,) = renderer.render([request_of(turns, None, [(1, True), (2, False)], "turns")], ["turns"])
+    except PlanError:
+        return "", ""
+    if isinstance(texts, PlanError) or not texts[1].startswith(texts[0]) or MARK not in texts[1]:
+        return "", ""
+    prefix, _, rest = texts[1][len(texts[0]) :].partition(MARK)
+    return prefix, split_end_of_turn(rest, special_texts(tokenizer))[1]
+
+
+def stop_ids(tokenizer, folder: Path | None = None) -> set[int]:
+    """The tokens that end an answer. Of several by which a template ends turns, those of generation_config.json and the
+    one that ends the last answer: gpt-oss ends its thoughts with another one.
+    """
+    found, marks = end_ids(tokenizer, folder), turn_ends(tokenizer)
+    unsure = marks - generation_ends(Path(folder or tokenizer.name_or_path)) - {tokenizer.eos_token_id}
+    if len(marks) < 2 or not unsure:
+        return found
+    _, end = turn_marks(tokenizer)
+    return found - unsure | ({tokenizer.convert_tokens_to_ids(end)} if end else unsure)
 
 
 def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from finetune.data.chat_template import shared_renderer
+from finetune.data.chat_template import shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
 from finetune.data.formats import needs_template
@@ -24,7 +24,7 @@ from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
-from finetune.model_files.tokenizer import end_ids, pad_id
+from finetune.model_files.tokenizer import pad_id
 from finetune.plan.parts import DataPlan
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
@@ -195,7 +195,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    facts = tokenizer, end_ids(tokenizer, files.folder), train, validation, score_examples, example, score_rows
+    facts = tokenizer, stop_ids(tokenizer, files.folder), train, validation, score_examples, example, score_rows
     if plan.streaming:
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)
         return streamed_data(Data(*facts), plan, raw_datasets["train"], limits)

@@ -6,11 +6,13 @@ apply_chat_template.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import datetime
 
 from finetune.system.child import limit_memory, limit_time, serve
 
+DAY = "FINETUNE_DAY"  # of the environment: the day that templates print in the place of this one
 BURST_S = 2.0  # of processor time that one rendering may take beyond its grant
 GRANT_S, GRANT_S_PER_BYTE = 0.02, 2e-6  # added for each rendering: ten times what an honest template takes
 MAX_BYTES = 256 * 2**20  # of memory, and
@@ -70,6 +72,8 @@ def compiled(templates: dict) -> dict:
             if isinstance(name, str) and name.startswith("_"):
                 raise jinja2.sandbox.SecurityError(f"namespace attribute {name!r}")
 
+    day = os.environ.get(DAY)
+
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
@@ -83,7 +87,7 @@ def compiled(templates: dict) -> dict:
     environment.filters["tojson"] = to_json
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": lambda form: (datetime.fromisoformat(day) if day else datetime.now()).strftime(form),
         "namespace": Namespace,
     }
     try:

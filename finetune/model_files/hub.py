@@ -9,6 +9,10 @@ from pathlib import Path
 from finetune.errors import PlanError, first_line
 
 HUB_PROBE_S = 3.0
+HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
+    20.0,
+    300.0,
+)  # without a byte of an answer; a Hub that commits large files takes its time
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
 
 
@@ -57,6 +61,23 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
+def answer_in_time(seconds: float | None = None) -> None:
+    """From now on huggingface_hub gives up after so many seconds without an answer (by default HUB_TIMEOUT_S); by
+    itself it waits for ever.
+    """
+    from huggingface_hub import get_session
+
+    limit = seconds or HUB_TIMEOUT_S
+
+    def limited(request) -> None:
+        asked = request.extensions.get("timeout") or {}
+        request.extensions["timeout"] = {of: asked.get(of) or limit for of in ("connect", "read", "write", "pool")}
+
+    session = get_session()
+    others = [hook for hook in session.event_hooks["request"] if hook.__name__ != limited.__name__]
+    session.event_hooks = {**session.event_hooks, "request": [*others, limited]}
+
+
 def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
     """The snapshot folder of a Hub model, downloaded if not cached; its name is the commit.
 
@@ -66,6 +87,7 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
+    answer_in_time()
     try:
         return Path(
             snapshot_download(

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
-from finetune.model_files.hub import endpoint, hub_cache, offline
+from finetune.model_files.hub import UPLOAD_TIMEOUT_S, answer_in_time, endpoint, hub_cache, offline
 from finetune.system.json_files import JsonFileError, read_json
 
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
@@ -55,7 +55,7 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
 
     said = f"{flag} {repo_id}"
     remedy = f"Everything is in {folder}: once that is mended, repeat the command, or run hf upload {repo_id} {folder}"
-    return _asked(said, send, remedy)
+    return _asked(said, send, remedy, UPLOAD_TIMEOUT_S)
 
 
 def stale(api, repo_id: str, files: list[str], said: str) -> list[str]:
@@ -86,13 +86,16 @@ def _named(manifest: str) -> set[str]:
         return set()
 
 
-def _asked(said: str, send, remedy: str = "Set HF_TOKEN to a token that may write there"):
+def _asked(
+    said: str, send, remedy: str = "Set HF_TOKEN to a token that may write there", timeout_s: float | None = None
+):
     from huggingface_hub import HfApi, get_token
     from huggingface_hub import errors as hub
 
     token = os.environ.get("HF_TOKEN") or get_token()
     if not token:
         raise PlanError(f"{said}: needs a token, and HF_TOKEN is not set. Set it, or run hf auth login.")
+    answer_in_time(timeout_s)
     try:
         return send(HfApi(endpoint=endpoint(), token=token))
     except hub.HfHubHTTPError as error:

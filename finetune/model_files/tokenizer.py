@@ -108,10 +108,13 @@ def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
     """Stop token ids: the tokenizer's EOS, those in generation_config.json, and the chat template's end of turn."""
     ids = {tokenizer.eos_token_id} - {None}
     ids |= generation_ends(Path(folder or tokenizer.name_or_path))
+    return ids | turn_ends(tokenizer)
+
+
+def turn_ends(tokenizer) -> set[int]:
+    """Ids of the tokens by which templates end a turn; not each of them ends an answer, see stop_ids."""
     known = tokenizer.get_vocab()
-    return ids | {
-        known[t] for t in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>") if t in known
-    }
+    return {known[t] for t in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>") if t in known}
 
 
 def generation_ends(folder: Path) -> set[int]:

@@ -6,6 +6,7 @@ from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.checkpoint.saved_run import find_saved_run
+from finetune.data.chat_template import day_of
 from finetune.data.lengths import sampled_lengths
 from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
@@ -54,7 +55,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
         adapter=adapter,
     )
-    plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved)
+    day = day_of(saved.saved_plan["settled"] if saved else {})
+    plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
     selected = selection(overrides.get("backend"), manager, skipped)
     plan = replace(with_files_checked(plan), adjustments=(*([selected] if selected else ()), *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):

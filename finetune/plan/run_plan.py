@@ -17,7 +17,7 @@ class RunPlan(Parts, PlanBase):
     """What will run: the parts, and how they were found. `requested`: only what the user set.
 
     `shape`, `memory_budget` and `files` are what the plan was resolved against: they are not saved, and each rank finds
-    the model's files on its own host.
+    the model's files on its own host. `day`: that chat templates print, the first day of the run.
     """
 
     requested: dict
@@ -29,6 +29,7 @@ class RunPlan(Parts, PlanBase):
     shape: ModelShape | None = None
     memory_budget: MemoryBudget | None = None
     files: ModelFiles | None = None
+    day: str = ""
     OUTPUT = "output_dir"
     LOCAL = ("shape", "memory_budget", "files")
 
@@ -81,7 +82,7 @@ class RunPlan(Parts, PlanBase):
         requested, settled = (
             {k: v for k, v in values.items() if k in saved} for values in (self.requested, self.flat_settings())
         )
-        return requested, settled | {"backend": self.backend, "backend_type": self.backend}
+        return requested, settled | {"backend": self.backend, "backend_type": self.backend, "day": self.day}
 
     def on_this_host(self) -> "RunPlan":
         """The plan with the model's files as this host has them."""

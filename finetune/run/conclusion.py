@@ -25,7 +25,9 @@ def conclude(plan: RunPlan, data, state: TrainState, log: Metrics, writer: Check
         facts = model_card.facts_of(writer.root, asdict(state))
         kind = "model" if plan.all_weights else "adapter"
         if not writer.files.write_card(model_card.README, model_card.card(facts, writer.root.resolve().name, kind)):
-            log.say(f"note: {writer.root / model_card.README} is not of a run and stays: no model card is written")
+            log.say(
+                f"note: {writer.root / model_card.README} is not as a run wrote it and stays: no model card is written"
+            )
     writer.finish(state)
 
 

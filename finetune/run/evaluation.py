@@ -94,9 +94,9 @@ def exact_match(
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
     Collective: each rank answers its share.
 
-    `examples` are data.tokenize.generation_examples'. Whitespace around an answer is ignored. A row ends as soon as
-    its text can no longer become the expected one, which changes no score, unless answers are to be `whole`. `stop_ids`
-    end an answer; `stopping()`: give up.
+    `examples` are data.tokenize.generation_examples'. Special tokens count, whitespace around an answer does not. A row
+    ends as soon as its text can no longer become the expected one, which changes no score, unless answers are to be
+    `whole`. `stop_ids` end an answer; `stopping()`: give up.
     """
 
     def answered(batch: list) -> list[list[int]]:
@@ -107,14 +107,12 @@ def exact_match(
                 return True
             if whole:
                 return False
-            text = tokenizer.decode(ids, skip_special_tokens=True).lstrip().rstrip("\ufffd")
+            text = tokenizer.decode(ids).lstrip().rstrip("\ufffd")
             return not (expected[row].startswith(text) or text.strip() == expected[row])
 
         return engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
 
-    answers = [
-        tokenizer.decode(ids, skip_special_tokens=True) for ids in shared(engine, examples, batch_size, answered)
-    ]
+    answers = [tokenizer.decode(ids) for ids in shared(engine, examples, batch_size, answered)]
     right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))
     return right / len(examples), answers
 
@@ -142,5 +140,5 @@ def sample_answer(engine, data, plan, scored: str | None, stopping) -> str:
     if answer is None or answer.strip() != expected.strip():
         max_new_tokens = plan.data.score_max_new_tokens
         new = engine.generate([prompt], max_new_tokens, data.stop_ids, lambda row, ids: stopping())
-        answer = tokenizer.decode(new[0], skip_special_tokens=True)
+        answer = tokenizer.decode(new[0])
     return " ".join(answer.split())[:300]

@@ -1,17 +1,33 @@
 """Chat templates: the default one, and hostile ones."""
 
 import copy
+import json
+import os
+import shutil
 import signal
 import time
+from datetime import date
 
 import pytest
 
-from finetune.data.chat_template import CHATML_TEMPLATE, TemplateRenderer, ensure_chat_template, request_of
+from finetune.data.chat_template import (
+    CHATML_TEMPLATE,
+    TemplateRenderer,
+    day_of,
+    ensure_chat_template,
+    on_day,
+    request_of,
+    stop_ids,
+    turn_marks,
+)
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
-from generate import prompt_ids
+from generate import content_of, prompt_ids
 from tests.support.chats import FORGETFUL, rendered, text, with_template
+from tests.support.rows import jsonl
+from tests.support.runs import steps
+from train import fine_tune
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -131,3 +147,50 @@ def test_renderings_are_those_of_transformers(name, chat_tokenizer):
 def test_a_template_that_is_no_text_of_usual_size_is_refused(template, chat_tokenizer):
     with pytest.raises(PlanError, match="^chat template of "):
         TemplateRenderer(with_template(chat_tokenizer, template))
+
+
+def test_a_resumed_run_prints_the_day_of_its_first_start(tiny_model, plain_run, tmp_path, monkeypatch, capsys):
+    """The same rows on another day, by a template that prints the date."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    dated = "Today is {{ strftime_now('%d %b %Y') }}. " + CHATML_TEMPLATE
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": dated}))
+    (model / "chat_template.jinja").write_text(dated)
+    data = jsonl(tmp_path / "chat.jsonl", [CHAT] * 8)
+    chat = dict(model_name=str(model), dataset=data, batch_size=2, save_every=1, keep_last=9)
+    with on_day("2020-02-29"):
+        plain_run(**chat, max_steps=4, output_dir=str(tmp_path / "whole"))
+        plain_run(**chat, max_steps=2, output_dir=str(tmp_path / "part"))
+    assert "Today is 29 Feb 2020" in capsys.readouterr().out
+    fine_tune(resume=str(tmp_path / "part"), max_steps=4)
+    assert steps(tmp_path / "part") == steps(tmp_path / "whole")
+    plan = json.loads((tmp_path / "part" / "run_plan.json").read_text())
+    assert plan["settled"]["day"] == "2020-02-29" and "FINETUNE_DAY" not in os.environ
+    assert day_of({}) == day_of({"day": "never"}) == str(date.today())
+
+
+# As gpt-oss': thoughts end with another token than answers, and tokens stand before an answer.
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant<s>final</s>{{ m.content }}"
+    "{{ '<|im_end|>' if loop.last else '<|end|>' }}{% else %}<|im_start|>user {{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_an_answer_ends_with_what_ends_the_last_turn_and_is_what_follows_its_marks(plain_tokenizer, tmp_path):
+    tokenizer = copy.deepcopy(plain_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>"]})
+    end, thought = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
+    assert {end, thought} <= stop_ids(tokenizer, tmp_path)  # without a template nobody knows
+    tokenizer.chat_template = THINKS
+    assert turn_marks(tokenizer) == ("<s>final</s>", "<|im_end|>")
+    assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [thought]}))
+    assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end, thought}
+    ids = tokenizer(
+        "<s>think</s> it is one<|end|><|im_start|>assistant<s>final</s>A1", add_special_tokens=False
+    ).input_ids
+    assert content_of(tokenizer, ids, raw=False) == "A1"
+    assert content_of(tokenizer, ids, raw=True) == tokenizer.decode(ids)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert turn_marks(tokenizer) == ("", "")

@@ -1,11 +1,16 @@
 """Models of a hub, served on loopback."""
 
 import socket
+import time
 
 import pytest
 
+from finetune.data.reading.sources import read_rows
+from finetune.errors import PlanError
+from finetune.model_files import hub
 from finetune.model_files.files import find_model
 from finetune.model_files.hub import HUB_PROBE_S, hub_problem
+from finetune.model_files.hub_upload import check_upload
 from tests.support.hub import commit_of, serve
 from tests.support.model_folders import refusal
 
@@ -73,3 +78,23 @@ def test_the_hub_probe_gives_up_in_time(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert hub_problem("some/tiny") in ("timed out", f"no answer in {HUB_PROBE_S:g} s")
+
+
+def test_a_hub_that_never_answers_is_one_line(monkeypatch, tmp_path):
+    """A socket that accepts and stays silent, as a captive portal may."""
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("TRANSFORMERS_OFFLINE", "0")
+        monkeypatch.setenv("HF_TOKEN", "x")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        for ask in (
+            lambda: find_model("org/absent"),
+            lambda: read_rows("org/absent"),
+            lambda: check_upload("org/absent"),
+        ):
+            began = time.monotonic()
+            with pytest.raises(PlanError, match="timed out") as error:
+                ask()
+            assert "\n" not in str(error.value) and time.monotonic() - began < 20

@@ -145,8 +145,9 @@ def demo():
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_the_demo_s_model_has_the_loss_and_gradients_of_transformers_and_peft(kind, demo, tmp_path):
+    """In fp64: in fp32 transformers' own loss has gradients that are 2e-5 off."""
     (tmp_path / "model").symlink_to(demo["model_name"])
-    found = architectures.compare("llama", kind, tmp_path / "model", vocab=49_152)
+    found = architectures.compare("llama", kind, tmp_path / "model", vocab=49_152, exact=True)
     assert found.loss <= 1e-5 and found.gradient <= 1e-5 and found.generates, found
 
 

@@ -55,9 +55,21 @@ def test_a_readme_of_the_user_s_own_stays(rows, tmp_path, run, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
     run(**NF4 | {"num_epochs": 1}, save_every=1)
-    assert "README.md is not of a run and stays: no model card is written" in capsys.readouterr().out
+    assert "README.md is not as a run wrote it and stays: no model card is written" in capsys.readouterr().out
     fine_tune(resume=str(tmp_path / "out"), num_epochs=2)
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
+
+
+def test_a_card_that_was_edited_stays_and_one_that_was_not_is_written_again(tmp_path, run, capsys):
+    card = tmp_path / "out" / "README.md"
+    run(num_epochs=1, save_every=1)
+    first = card.read_text()
+    fine_tune(resume=str(tmp_path / "out"), num_epochs=2)
+    assert card.read_text() != first and "no model card" not in capsys.readouterr().out
+    card.write_text(card.read_text().replace("#", "# Mine,", 1))
+    mine = card.read_text()
+    fine_tune(resume=str(tmp_path / "out"), num_epochs=3)
+    assert card.read_text() == mine and "README.md is not as a run wrote it and stays" in capsys.readouterr().out
 
 
 def test_a_dense_base_that_does_not_fit_is_a_line_with_the_command(rows, tmp_path, run, capsys, monkeypatch):

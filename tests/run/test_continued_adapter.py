@@ -161,6 +161,22 @@ def test_an_adapter_of_some_layers_goes_on_in_those_alone(tiny_model, rows_file,
     assert ours.keys() == theirs.keys()
 
 
+def test_an_adapter_goes_on_with_its_own_tokenizer_and_template(first, tmp_path):
+    flags = first()
+    (tmp_path / "first" / "manifest.json").unlink()
+    own = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    config = json.loads((tmp_path / "first" / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "first" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "first" / "chat_template.jinja").write_text(own)
+    fine_tune(**flags, max_steps=2, save_every=1)
+    template = tmp_path / "second" / "chat_template.jinja"
+    assert template.read_text() == own
+    shutil.rmtree(tmp_path / "first")
+    fine_tune(resume=str(tmp_path / "second"), max_steps=3)
+    assert template.read_text() == own and len(read_events(tmp_path / "second", "step")) == 3
+
+
 def dequantized_base(model, folder):
     """transformers' model with the weights that an adapter's base has as it was trained."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

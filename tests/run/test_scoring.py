@@ -160,6 +160,20 @@ def test_an_answer_that_another_begins_with_can_be_the_likeliest(tiny_model, tmp
     assert json.loads(capsys.readouterr().out)["scores"] == {"exact": 1.0, "choice": 1.0}
 
 
+def test_answers_with_special_tokens_are_right_where_they_are_the_same(tiny_model, tmp_path, capsys):
+    """As calls of tools have them."""
+    answers = [" call<|im_start|>red", " call<|im_start|>blue"]
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "completion": answers[i % 2]} for i in range(4)])
+    out = tmp_path / "out"
+    fine_tune(
+        model_name=str(tiny_model), dataset=str(rows), train_type="full", precision="fp32", backend="cpu", lr=1e-2,
+        max_steps=60, batch_size=4, log_to="stdout", output_dir=str(out), special_tokens_in_text="keep",
+    )  # fmt: skip
+    capsys.readouterr()
+    assert score.main(["--checkpoint", str(out), "--dataset", str(rows), "--metric", "exact", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact_match"] == 1.0
+
+
 def test_json_that_is_nested_too_deeply_is_not_right():
     deep = "[" * 700 + "]" * 700
     right = scoring.judges(["json"], None)["json"]

@@ -266,11 +266,18 @@ class Compared:
 
 
 def compare(
-    model_type: str, train_type: str, folder: Path, use_dora: bool = False, lengths=LENGTHS, vocab=128, **changes
+    model_type: str,
+    train_type: str,
+    folder: Path,
+    use_dora: bool = False,
+    lengths=LENGTHS,
+    vocab=128,
+    exact: bool = False,
+    **changes,
 ) -> Compared:
     """Trains nothing: one step's loss and gradients of both, on the same documents. Raises what the engine raises.
 
-    `lengths`: of the documents, whose tokens are below `vocab`.
+    `lengths`: of the documents, whose tokens are below `vocab`. `exact`: theirs computes in fp64.
     """
     model = build(model_type, **changes)
     if not (folder / "config.json").exists():
@@ -298,21 +305,32 @@ def compare(
         mine += nll.item()
     gradients = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad}
     theirs, names = reference(ours, settings, folder, train_type)
-    expected = reference_loss(theirs, rows, targets)
+    expected, of_fp32 = reference_loss(theirs, rows, targets), 0.0
+    if exact:
+        in_fp32 = {name: names[name].grad for name in gradients}
+        theirs.double().zero_grad()
+        expected = reference_loss(theirs, rows, targets)
+        _, of_fp32 = furthest(in_fp32, names)
+    worst, largest = furthest(gradients, names)
+    ours.eval()
+    generated = engine.generate([[5, 6, 7, 8]], 6, ())[0]
+    loss = abs(mine - expected) / abs(expected)
+    return Compared(layout, reason, loss, largest, worst, are_greedy(ours, [5, 6, 7, 8], generated), of_fp32)
+
+
+def furthest(gradients: dict, parameters: dict) -> tuple[str, float]:
+    """(name, difference) of the gradient that is furthest from its parameter's, relative to the largest of that one."""
     worst, largest = "", 0.0
     for name, gradient in gradients.items():
-        other = names[name].grad
+        other = parameters[name].grad
         if gradient is None and other is None:
             continue
-        zero = torch.zeros_like(names[name])
+        zero = torch.zeros_like(parameters[name])
         one, two = (zero if g is None else g for g in (gradient, other))
         off = ((one - two).abs().max() / two.abs().max().clamp_min(1e-3)).item()
         if off > largest:
             worst, largest = name, off
-    ours.eval()
-    generated = engine.generate([[5, 6, 7, 8]], 6, ())[0]
-    loss = abs(mine - expected) / abs(expected)
-    return Compared(layout, reason, loss, largest, worst, are_greedy(ours, [5, 6, 7, 8], generated))
+    return worst, largest
 
 
 @torch.no_grad()

@@ -171,7 +171,8 @@ def write_array(path: Path, array: np.ndarray) -> None:
     """As np.save, whose error of a full disk does not say that it is one."""
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data.cast("B"))
+        if array.size:
+            file.write(array.data.cast("B"))
 
 
 def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:

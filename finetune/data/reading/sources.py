@@ -12,7 +12,7 @@ from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, r
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
-from finetune.model_files.hub import endpoint, hub_cache, offline
+from finetune.model_files.hub import answer_in_time, endpoint, hub_cache, offline
 from finetune.system.untrusted import untrusted
 
 
@@ -191,6 +191,7 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
     name, _, config = dataset.partition(":")
     what = f"{flag} {dataset}"
     kind, cache = "dataset", hub_cache()
+    answer_in_time()
     get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), repo_type=kind, cache_dir=cache)
     try:
         if offline():

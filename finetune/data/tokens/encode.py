@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.chat_template import TemplateRenderer, special_texts, split_end_of_turn
 from finetune.data.columns import Row, RowReader
 from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords, has_control_token
@@ -172,7 +172,8 @@ class RowEncoder:
             row.note(f"a text has control tokens such as {first[0]}, which stay so")
 
     def _text_from(self, ids: np.ndarray) -> Callable[[int], str]:
-        return lambda token: self.tokenizer.decode(ids[token:].tolist(), skip_special_tokens=True)
+        """The answer from a token on, as tokens of rows have it: with its special tokens, without its end."""
+        return lambda token: split_end_of_turn(self.tokenizer.decode(ids[token:].tolist()), self.specials)[0]
 
     def _tokenized(self, documents: list[tuple], from_template: bool, first: str) -> list[Encoded]:
         if not documents:

@@ -12,12 +12,12 @@ import os
 import shutil
 import tempfile
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from finetune.data.chat_template import today
 from finetune.data.columns import RowOptions
 from finetune.data.tokens.tokenize import Limits, TokenizedDataset
 from finetune.errors import first_line
@@ -63,8 +63,8 @@ class TokenCache:
     def entry(self, tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""
         described = PlainTokenizer.described(tokenizer)
-        today = str(date.today()) if "strftime_now" in described else ""
-        return self.folder / _key([described, asdict(limits), today])
+        day = today() if "strftime_now" in described else ""
+        return self.folder / _key([described, asdict(limits), day])
 
     def locked(self, entry: Path):
         """A context in which no other process makes this entry; the one that comes second finds it made."""

@@ -1,6 +1,7 @@
 """Batched generation with a KV cache: greedy or sampling, with per-row stopping."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -62,7 +63,8 @@ class Turns:
 def generate(
     model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, turns=None
 ) -> list[list[int]]:
-    """New token ids per prompt, without the stop token. Prompts are left-padded to one length.
+    """New token ids per prompt, without the stop token. Prompts are left-padded to one length, for models that answer
+    them so as each alone; others answer one at a time.
 
     `turns`: of ranks that keep their shards, see Turns; one without prompts takes part too.
 
@@ -71,25 +73,70 @@ def generate(
     """
 
     def answer(prompts, max_new_tokens, stop_row, on_token):
-        if turns:
-            longest = max(map(len, prompts))
-            turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
-        stops = stop_row, on_token, how, turns is not None
-        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, *stops)
+        found: dict[int, list[int]] = {}
+        for rows in [[row] for row in range(len(prompts))] if apart else [list(range(len(prompts)))]:
+            if turns:
+                longest = max(len(prompts[row]) for row in rows)
+                turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
+            stop = None if stop_row is None else (lambda i, ids, rows=rows: stop_row(rows[i], ids))
+            stops = stop, on_token if rows[0] == 0 else None, how, turns is not None
+            new = _answered(model, [prompts[row] for row in rows], max_new_tokens, eos_ids, pad_id, *stops)
+            found |= dict(zip(rows, new, strict=True))
+        return [found[row] for row in range(len(prompts))]
 
     def idle() -> None:
         _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
 
     limit, asked = context_limit(model), max_new_tokens
+    several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
+    apart = several and not _sees_past_padding(model, pad_id)
     new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer) if prompts else []
     if turns:
         turns.wait(DONE, idle)
     return new
 
 
+_PADDED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: what _sees_past_padding found
+SAME_FP32, SAME_16_BITS = 1e-4, 3e-2  # of the largest logit; another text is far above it
+
+
+def _sees_past_padding(model, pad_id: int) -> bool:
+    """Whether prompts of unequal length, padded on the left, have the logits that each has alone, by a trial. Recurrent
+    states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
+    """
+    if model not in _PADDED:
+        vocab, limit = model.config.get_text_config().vocab_size, context_limit(model) or 10
+        lengths = [min(n, limit - 1) for n in (2, 9, 5)]
+        prompts = [[(7 * i + row) % vocab for i in range(1, n + 1)] for row, n in enumerate(lengths)]
+        alone = torch.cat([_first_logits(model, [prompt], pad_id) for prompt in prompts])
+        try:
+            together = _first_logits(model, prompts, pad_id)
+        except MODEL_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            together = torch.full_like(alone, torch.nan)
+        full = weights_dtype(model) == torch.float32 and not torch.is_autocast_enabled(model.device.type)
+        limit = (SAME_FP32 if full else SAME_16_BITS) * alone.abs().max()
+        _PADDED[model] = bool((together - alone).abs().max() <= limit)
+    return _PADDED[model]
+
+
+def _first_logits(model, prompts, pad_id: int) -> torch.Tensor:
+    """fp32 logits [B, V] of the token after each prompt."""
+    found = _continued(model, prompts, 1, (), pad_id, None, None, GREEDY, False, output_logits=True)
+    return found.logits[0].float()
+
+
 def _answered(
     model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced=False
 ) -> list[list[int]]:
+    found = _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced)
+    new = found.sequences[:, max(map(len, prompts)) :].tolist()
+    return [_until_end(row, eos_ids, pad_id) for row in new]
+
+
+def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced, output_logits=False):
+    """What transformers' generate returns of prompts padded on the left."""
     own, own_settings = model.config._attn_implementation, model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
@@ -110,6 +157,8 @@ def _answered(
             use_cache=use_cache,
             synced_gpus=synced,  # None would all-reduce at each token under FSDP, even if weights are in full
             stopping_criteria=StoppingCriteriaList([rows_done]),
+            return_dict_in_generate=True,
+            output_logits=output_logits,
             do_sample=samples,
             logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
             **(dict(temperature=1.0, top_k=0, top_p=1.0) if samples else {}),  # Restricted applies them
@@ -119,15 +168,13 @@ def _answered(
         if _counts_positions(model, ids, mask):
             model.prepare_inputs_for_generation = partial(_without_positions, model.prepare_inputs_for_generation)
             try:
-                out = continued(False)
+                return continued(False)
             finally:
                 del model.prepare_inputs_for_generation
-        else:
-            out = _with_or_without_cache(continued, rows_done, model)
+        return _with_or_without_cache(continued, rows_done, model)
     finally:
         model.set_attn_implementation(own)
         model.generation_config = own_settings
-    return [_until_end(row, eos_ids, pad_id) for row in out[:, longest:].tolist()]
 
 
 def _with_or_without_cache(continued, rows_done: _RowsDone, model):
