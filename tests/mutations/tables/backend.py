@@ -122,8 +122,8 @@ TABLE = (
         "MSG_04",
         "the saved backend_type is always cpu",
         "finetune/plan/run_plan.py",
-        '"backend_type": self.backend}',
-        '"backend_type": "cpu"}',
+        '"backend_type": self.backend,',
+        '"backend_type": "cpu",',
     ),
     Mutation(
         "MSG_04",
