@@ -263,6 +263,7 @@ class Compared:
     gradient: float
     worst: str  # the tensor whose gradient differs most
     generates: bool  # six greedy tokens are those of a forward over the whole text for each
+    peer: float = 0.0  # what `gradient` is of transformers + PEFT in fp32 against theirs in fp64, if that is asked for
 
 
 def compare(
