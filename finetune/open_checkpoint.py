@@ -255,8 +255,9 @@ def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):
 
         return logits(folder, ids)
 
+    engine = load.open_trained(Path(checkpoint), files, plan, pad)  # which verifies the files
     logit_check.check_opened(files, reference)
-    return load.open_trained(Path(checkpoint), files, plan, pad), 0
+    return engine, 0
 
 
 def _open_torch(

@@ -33,6 +33,7 @@ from finetune.checkpoint.store import (
     folder_of_step,
     holds_a_run,
     keep_aside,
+    names_present,
     newest_checkpoint,
     numbered,
     owned_files,
@@ -120,7 +121,10 @@ class OutputDir:
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
             raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
         try:
-            check_unowned(self.root, self.owned)
+            if self.continues:
+                self.owned.check(names_present(self.root))
+            else:
+                check_unowned(self.root, self.owned)
         except PlanError:
             self.close()
             raise

@@ -17,7 +17,7 @@ import numpy as np
 
 from backend_manager import package_version
 from finetune import safetensors_io
-from finetune.errors import PlanError, first_line, is_out_of_memory
+from finetune.errors import CheckpointDamagedError, PlanError, first_line, is_out_of_memory
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_engine.mlx_lm_internals import model_classes
@@ -90,7 +90,7 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, 
     try:
         ours = logits(folder, config, ids)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        if isinstance(error, PlanError) or is_out_of_memory(error):
+        if isinstance(error, PlanError | CheckpointDamagedError) or is_out_of_memory(error):
             raise
         raise PlanError(
             f"{words.flag} {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). {words.remedy}."
@@ -98,7 +98,7 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, 
     try:
         theirs = reference(folder, ids)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        if isinstance(error, PlanError) or is_out_of_memory(error):
+        if isinstance(error, PlanError | CheckpointDamagedError) or is_out_of_memory(error):
             raise
         raise PlanError(
             f"{words.flag} {name}: transformers' {config['model_type']} does not run, and MLX's logits are judged by "

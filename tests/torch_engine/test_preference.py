@@ -215,7 +215,7 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
     plan = Parts(TrainConfig(preference=method, batch_layout=layout, microbatch_tokens=tokens))
     rows = range(dataset.num_rows) if rows is None else rows
     kind = DataWithMismatches if plan.data.mismatches else Data
-    data = kind(None, set(), dataset, None, [], None)
+    data = kind(None, set(), dataset, None, [], None, None)
     return data.microbatches(dataset, rows, mine, plan, 0, batch_size)
 
 

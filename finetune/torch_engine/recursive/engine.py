@@ -186,6 +186,9 @@ class RecursiveEngine(EngineBase):
         for parameter in self.weights.values():
             parameter.grad = None
 
+    def next_token_loss(self, microbatches: list[SlotBatch], stop=None) -> StepResult:
+        raise AssertionError("pretraining scores no answers")
+
     @torch.no_grad()
     def evaluate(self, microbatches: list[SlotBatch], stop=None) -> StepResult:
         """After N_sup steps, by the average if there is one; metrics: the numbers of targets and of rows right."""
