@@ -181,7 +181,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
         dataset = dataset_of([documents[i + 4 * k] for i in range(4) for k in (0, 1)], documents_per_row=2)
     plan = Parts(TrainConfig(batch_layout=layout, microbatch_tokens=10**6, **own))
     objective, kind = built.objective, DataWithMismatches if method == "kto" else Data
-    data = kind(None, set(), dataset, None, [], None)
+    data = kind(None, set(), dataset, None, [], None, None)
     made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
     (one,), statistic = objective.prepare(Passes(built.parallel, nullcontext), made)
     totals = Totals(objective.count(one), statistic)
