@@ -543,6 +543,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_said_before_the_first_step(plai
     assert said.index("GiB free") < said.index("step     1/1")
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_moved_away_is_not_made_again(flags, tmp_path):
     """The run ends at its next save with a line; what it saved is where the user moved it."""
     long = flags | {"max_steps": 2000, "num_epochs": 1000, "save_every": 20, "output_dir": tmp_path / "out"}

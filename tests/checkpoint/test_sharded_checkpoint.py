@@ -27,6 +27,7 @@ def check(found):
             assert entry["same_after"], entry
 
 
+@pytest.mark.slow
 def test_what_ranks_save_sharded_is_restored_bitwise_over_any_degrees_and_by_one_process(tmp_path):
     pairs = [(a, b) for a in TWO for b in (*TWO, "alone")]
     saved, restored = ranks.run(

@@ -30,6 +30,7 @@ def predicted_loading(folder):
     return read_events(folder, "start")[0]["predicted_memory_bytes"]["items"]["loading"]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("FT_04")
 def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, tmp_path):
     code, out, err = finish(command(base, "--batch_size 2 --world_size 2", output_dir=tmp_path / "out"))

@@ -276,6 +276,7 @@ def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path, claimed
     assert (tmp_path / "stacks/rank-0.txt").exists() == claimed
 
 
+@pytest.mark.slow  # the rig tries it too
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc/net")
 def test_local_ranks_listen_on_loopback_only(base, tmp_path):
     process = ranks.start(

@@ -112,7 +112,11 @@ def test_every_method_is_its_reference_its_dense_layer_its_file_and_trains(name,
 
 
 @pytest.mark.promise("CLI_09")
-@pytest.mark.parametrize(("name", "bits", "book", "double"), CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("name", "bits", "book", "double"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[0] == "bnb" and case[1] == 4 else ()) for case in CASES],
+    ids=NAMES,
+)
 def test_a_matrix_quantized_some_rows_at_a_time_is_its_reference_bit_for_bit(name, bits, book, double):
     """Of several blocks each; hqq's solver and the mean of bnb's double quantization are over the full matrix."""
     torch.manual_seed(0)

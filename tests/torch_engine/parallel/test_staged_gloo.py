@@ -13,6 +13,7 @@ def test_gloo_itself_refuses_the_device(tmp_path):
     assert ranks.run(2, staged_cases.plain_gloo, tmp_path) == ["RuntimeError", "RuntimeError"]
 
 
+@pytest.mark.slow
 def test_random_operations_equal_gloo_on_the_cpu(tmp_path):
     for seen in ranks.run(2, staged_cases.random_operations, tmp_path, count=300, seed=1):
         assert seen == dict.fromkeys(staged_cases.OPERATIONS, 25)
