@@ -4,6 +4,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from finetune.errors import MODEL_ERRORS, is_out_of_memory
 from finetune.system.terminal import say
 
 
@@ -24,30 +27,48 @@ GREEDY = Sampling()
 
 
 def answered_within(
-    limit: int | None, prompts: list, max_new_tokens: int, stop_row, on_token, answer
+    limit: int | None, prompts: list, max_new_tokens: int, stop_row, on_token, answer, together: bool = True
 ) -> list[list[int]]:
     """New tokens of each prompt, by `answer(prompts, max_new_tokens, stop_row, on_token)`, so that no row has more than
-    `limit` positions and none depends on how long the others are.
+    `limit` positions and none depends on how long the others are. `together`: rows that have room for all tokens are
+    answered at once; the others one at a time.
 
     A row ends at the limit. A prompt that is as long as the limit loses its start, so that a quarter of it is left for
     the answer; a line on standard error says so.
     """
-    if limit is None:
-        return answer(prompts, max_new_tokens, stop_row, on_token)
-    room = max(1, min(max_new_tokens, limit // 4))
-    too_long = max(map(len, prompts), default=0)
-    if too_long >= limit:
-        cut = f"note: a prompt of {too_long} tokens is cut to its last {limit - room}, as the model takes {limit}"
-        say(cut, file=sys.stderr)
-    prompts = [p if len(p) < limit else p[room - limit :] for p in prompts]
-    together = [row for row, p in enumerate(prompts) if len(p) + max_new_tokens <= limit]
+    rooms = [max_new_tokens] * len(prompts)
+    if limit is not None:
+        too_long, kept = max(map(len, prompts)), limit - max(1, min(max_new_tokens, limit // 4))
+        if too_long >= limit:
+            cut = f"note: a prompt of {too_long} tokens is cut to its last {kept}, as the model takes {limit}"
+            say(cut, file=sys.stderr)
+        prompts = [p if len(p) < limit else p[-kept:] for p in prompts]
+        rooms = [min(max_new_tokens, limit - len(p)) for p in prompts]
+    at_once = [row for row, room in enumerate(rooms) if together and room == max_new_tokens]
+    apart = [[row] for row in range(len(prompts)) if row not in set(at_once)]
     found: dict[int, list[int]] = {}
-    for rows in ([together] if together else []) + [[row] for row in range(len(prompts)) if row not in set(together)]:
-        most = min(max_new_tokens, *(limit - len(prompts[row]) for row in rows))
+    for rows in ([at_once] if at_once else []) + apart:
         stop = None if stop_row is None else (lambda i, ids, rows=rows: stop_row(rows[i], ids))
-        new = answer([prompts[row] for row in rows], most, stop, on_token if rows[0] == 0 else None)
+        new = answer([prompts[row] for row in rows], rooms[rows[0]], stop, on_token if rows[0] == 0 else None)
         found |= dict(zip(rows, new, strict=True))
     return [found[row] for row in range(len(prompts))]
+
+
+def together_as_alone(first_logits: Callable, vocab_size: int, limit: int | None, tolerance: float) -> bool:
+    """Whether prompts of unequal length, answered together, have the logits that each has alone, by a trial.
+
+    `first_logits(prompts)`: fp32 logits [B, V] of the token after each, in numpy. `tolerance`: of the largest logit.
+    """
+    lengths = [min(n, (limit or 10) - 1) for n in (2, 9, 5)]
+    prompts = [[(7 * i + row) % vocab_size for i in range(1, n + 1)] for row, n in enumerate(lengths)]
+    alone = np.concatenate([first_logits([prompt]) for prompt in prompts])
+    try:
+        together = first_logits(prompts)
+    except MODEL_ERRORS as error:  # shapes that do not fit each other
+        if is_out_of_memory(error):
+            raise
+        return False
+    return bool(np.abs(together - alone).max() <= tolerance * np.abs(alone).max())
 
 
 class NewTokens:

@@ -264,14 +264,14 @@ class MLXEngine:
 
         def answer(prompts, max_new_tokens, stop_row, on_token):
             stops = (stop_row, on_token, how, self._next_key)
-            together = len(prompts) > 1 and self._answers_together
-            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops, together)
+            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
 
-        return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer)
+        together = len(prompts) == 1 or self._answers_together
+        return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer, together)
 
     @cached_property
     def _answers_together(self) -> bool:
-        return generate.answers_together(self.model, self.pad_id, self.vocab_size())
+        return generate.answers_together(self.model, self.pad_id, self.vocab_size(), self.context_limit())
 
     def full_weights(self):
         return contextlib.nullcontext()

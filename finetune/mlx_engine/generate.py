@@ -1,9 +1,11 @@
 """Batched generation with mlx-lm's KV caches: greedy or sampling, with per-row stopping."""
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 
-from finetune.generation import NewTokens, Sampling
+from finetune.generation import NewTokens, Sampling, together_as_alone
 from finetune.mlx_engine.mlx_lm_internals import BatchKVCache, KVCache, make_prompt_cache
 
 PREFILL_TOKENS = 2048
@@ -33,41 +35,18 @@ def choose(logits_BV, how: Sampling, key) -> mx.array:
     return mx.random.categorical(restrict(logits_BV, how), key=key)
 
 
-def answers_together(model, pad_id: int, vocab_size: int) -> bool:
+def answers_together(model, pad_id: int, vocab_size: int, limit: int | None) -> bool:
     """Whether prompts of unequal length, padded on the left, have the logits that each has alone. Where caches are of
     another kind they have no mask for padding; some of mlx-lm's classes (Gemma 2) use the mask of rows for heads.
     """
     if any(type(cache) is not KVCache for cache in make_prompt_cache(model)):
         return False
-    prompts = [[(7 * i + row) % vocab_size for i in range(1, n + 1)] for row, n in enumerate((2, 9, 5))]
-    try:
-        together = np.array(_first_logits(model, prompts, pad_id))
-    except (ValueError, TypeError, RuntimeError):  # shapes that do not fit each other
-        return False
-    alone = np.concatenate([np.array(_first_logits(model, [p], pad_id)) for p in prompts])
-    return bool(np.abs(together - alone).max() <= TOGETHER * np.abs(alone).max())
+    return together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, TOGETHER)
 
 
-def _first_logits(model, prompts, pad_id: int) -> mx.array:
+def _first_logits(model, pad_id: int, prompts) -> np.ndarray:
     ids, cache = _padded(model, prompts, pad_id)
-    return model(ids, cache=cache)[:, -1].astype(mx.float32)
-
-
-def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys, together: bool
-) -> list[list]:
-    """New token ids per prompt, without the stop token. `keys()`: a new random key.
-
-    Prompts of unequal length are padded on the left if they may be answered `together`; otherwise one at a time.
-    """
-    new = []
-    for rows in [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]:
-        stop = None if stop_row is None else (lambda row, ids, rows=rows: stop_row(rows[row], ids))
-        new += _generate_rows(
-            model, [prompts[i] for i in rows], max_new_tokens, eos_ids, pad_id, stop, on_token, how, keys
-        )
-        on_token = None  # of the first row only
-    return new
+    return np.array(model(ids, cache=cache)[:, -1].astype(mx.float32))
 
 
 def _padded(model, prompts, pad_id: int) -> tuple[mx.array, list]:
@@ -81,7 +60,11 @@ def _padded(model, prompts, pad_id: int) -> tuple[mx.array, list]:
     return mx.array(ids), cache
 
 
-def _generate_rows(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, keys) -> list[list]:
+def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys) -> list[list]:
+    """New token ids per prompt, without the stop token. `keys()`: a new random key.
+
+    Prompts of unequal length are padded on the left: see `answers_together`.
+    """
     ids, cache = _padded(model, prompts, pad_id)
     step = max(1, PREFILL_TOKENS // len(prompts))
     while ids.shape[1] > step:

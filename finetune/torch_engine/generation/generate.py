@@ -5,11 +5,12 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
-from finetune.generation import GREEDY, Sampling, answered_within
+from finetune.generation import GREEDY, Sampling, answered_within, together_as_alone
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS
@@ -73,24 +74,19 @@ def generate(
     """
 
     def answer(prompts, max_new_tokens, stop_row, on_token):
-        found: dict[int, list[int]] = {}
-        for rows in [[row] for row in range(len(prompts))] if apart else [list(range(len(prompts)))]:
-            if turns:
-                longest = max(len(prompts[row]) for row in rows)
-                turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
-            stop = None if stop_row is None else (lambda i, ids, rows=rows: stop_row(rows[i], ids))
-            stops = stop, on_token if rows[0] == 0 else None, how, turns is not None
-            new = _answered(model, [prompts[row] for row in rows], max_new_tokens, eos_ids, pad_id, *stops)
-            found |= dict(zip(rows, new, strict=True))
-        return [found[row] for row in range(len(prompts))]
+        if turns:
+            longest = max(map(len, prompts))
+            turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
+        stops = stop_row, on_token, how, turns is not None
+        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, *stops)
 
     def idle() -> None:
         _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
 
     limit, asked = context_limit(model), max_new_tokens
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
-    apart = several and not _sees_past_padding(model, pad_id)
-    new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer) if prompts else []
+    together = not several or _sees_past_padding(model, pad_id)
+    new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together) if prompts else []
     if turns:
         turns.wait(DONE, idle)
     return new
@@ -105,26 +101,17 @@ def _sees_past_padding(model, pad_id: int) -> bool:
     states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
     """
     if model not in _PADDED:
-        vocab, limit = model.config.get_text_config().vocab_size, context_limit(model) or 10
-        lengths = [min(n, limit - 1) for n in (2, 9, 5)]
-        prompts = [[(7 * i + row) % vocab for i in range(1, n + 1)] for row, n in enumerate(lengths)]
-        alone = torch.cat([_first_logits(model, [prompt], pad_id) for prompt in prompts])
-        try:
-            together = _first_logits(model, prompts, pad_id)
-        except MODEL_ERRORS as error:
-            if is_out_of_memory(error):
-                raise
-            together = torch.full_like(alone, torch.nan)
+        vocab_size, limit = model.config.get_text_config().vocab_size, context_limit(model)
         full = weights_dtype(model) == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-        limit = (SAME_FP32 if full else SAME_16_BITS) * alone.abs().max()
-        _PADDED[model] = bool((together - alone).abs().max() <= limit)
+        tolerance = SAME_FP32 if full else SAME_16_BITS
+        _PADDED[model] = together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, tolerance)
     return _PADDED[model]
 
 
-def _first_logits(model, prompts, pad_id: int) -> torch.Tensor:
+def _first_logits(model, pad_id: int, prompts) -> np.ndarray:
     """fp32 logits [B, V] of the token after each prompt."""
     found = _continued(model, prompts, 1, (), pad_id, None, None, GREEDY, False, output_logits=True)
-    return found.logits[0].float()
+    return found.logits[0].float().cpu().numpy()
 
 
 def _answered(
