@@ -82,21 +82,16 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 
-def check_template(args) -> None:
-    """Raises PlanError for a system message that a model without a chat template would not see; says what such a model
-    sees of a conversation.
-    """
-    if args.raw or not (args.system or args.interactive):
-        return
+def check_system(args) -> None:
+    """Raises PlanError for a system message that a model without a chat template would not see."""
     from finetune import open_checkpoint
     from finetune.model_files.tokenizer import load_tokenizer
 
-    folder = open_checkpoint.tokenizer_folder(Path(args.checkpoint), open_checkpoint.base_of(args.checkpoint))
-    if load_tokenizer(folder).chat_template:
-        return
-    if args.system:
+    if (
+        args.system
+        and not load_tokenizer(open_checkpoint.tokenizer_folder(Path(args.checkpoint), args.found.files)).chat_template
+    ):
         raise PlanError(f"--system: {args.checkpoint} has no chat template to say it with. Put it into the prompt.")
-    say("note: this model has no chat template: each message is continued as it is, without what was said before")
 
 
 def begun(system: str | None) -> list[tuple[str, str]]:
@@ -291,8 +286,6 @@ def prepared(args, ranks: int) -> str:
     args.recursive = recursive = open_checkpoint.is_recursive(args.checkpoint)
     if recursive and ranks > 1:
         raise PlanError(f"--checkpoint {args.checkpoint}: is of pretrain.py, whose models answer in one process.")
-    if not recursive:
-        check_template(args)
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
@@ -302,6 +295,7 @@ def prepared(args, ranks: int) -> str:
     if recursive:
         return ""
     args.found, args.other = open_checkpoint.find(args, ranks), None
+    check_system(args)
     if args.compare:
         checkpoint, name = compared(args)
         other = argparse.Namespace(**{**vars(args), "checkpoint": checkpoint})
@@ -331,6 +325,8 @@ def answer_all(args, ranks) -> int:
     longest = [0]
     engine, tokenizer, ends = opened
     engine.seed(args.seed)
+    if args.interactive and not (recursive or args.raw or tokenizer.chat_template):
+        say("note: this model has no chat template: each message is continued as it is, without what was said before")
 
     def reply(turns: list[tuple[str, str]]) -> str:
         if recursive:

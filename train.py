@@ -29,6 +29,7 @@ import os
 import time
 
 from backend_manager import CAPABILITIES
+from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
 from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
@@ -64,7 +65,7 @@ def tokenizer_folder_of(plan: RunPlan) -> Path:
     if plan.settings.adapter is None or plan.settings.adapter_merge:
         return plan.files.tokenizer_folder
     folder = plan.resume_from.output_dir if plan.resume_from else read_saved(plan.settings.adapter).folder
-    return folder if (folder / "tokenizer_config.json").is_file() else plan.files.tokenizer_folder
+    return open_checkpoint.tokenizer_folder(folder, plan.files)
 
 
 def open_engine(plan: RunPlan, env: RankEnv):

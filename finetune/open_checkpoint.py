@@ -289,4 +289,4 @@ def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
         run = folder == checkpoint or (folder / "run_plan.json").is_file()
         if run and (folder / "tokenizer_config.json").is_file():
             return folder
-    return files.folder
+    return files.tokenizer_folder
