@@ -87,23 +87,12 @@ def tokens(config: dict, context_length: int) -> np.ndarray:
 
 
 def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, words: Words) -> float:
-    try:
+    said, model_type = f"{words.flag} {name}", config["model_type"]
+    with _one_line(f"{said}: mlx-lm's {model_type} does not run", words.remedy):
         ours = logits(folder, config, ids)
-    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        if isinstance(error, PlanError | CheckpointDamagedError) or is_out_of_memory(error):
-            raise
-        raise PlanError(
-            f"{words.flag} {name}: mlx-lm's {config['model_type']} does not run ({first_line(error)}). {words.remedy}."
-        ) from error
-    try:
+    judge = f"{said}: transformers' {model_type} does not run, and MLX's logits are judged by its"
+    with _one_line(judge, "Correct its config.json"):
         theirs = reference(folder, ids)
-    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        if isinstance(error, PlanError | CheckpointDamagedError) or is_out_of_memory(error):
-            raise
-        raise PlanError(
-            f"{words.flag} {name}: transformers' {config['model_type']} does not run, and MLX's logits are judged by "
-            f"its ({first_line(error)}). Correct its config.json."
-        ) from error
     same_shape = ours.shape == theirs.shape
     off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30)) if same_shape else float("inf")
     if not off <= LIMIT:
@@ -114,6 +103,17 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, 
             f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so {words.harm}. {words.remedy}."
         )
     return off
+
+
+@contextlib.contextmanager
+def _one_line(fact: str, remedy: str):
+    """Converts what a model raises into a PlanError."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        if isinstance(error, PlanError | CheckpointDamagedError) or is_out_of_memory(error):
+            raise
+        raise PlanError(f"{fact} ({first_line(error)}). {remedy}.") from error
 
 
 def logits(folder, config: dict, ids: np.ndarray) -> np.ndarray:
