@@ -321,7 +321,8 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     loss = f"loss {result.loss:.4f}"
     if not questions:
         return loss, {"loss": result.loss}, len(rows)
-    asked = argparse.Namespace(score_examples=questions, score_rows=rows, tokenizer=tokenizer, stop_ids=ends)
+    facts = dict(validation=rows, score_rows=rows, tokenizer=tokenizer, stop_ids=ends)
+    asked = argparse.Namespace(score_examples=questions, **facts)
     values = evaluation.scores(engine, asked, Parts(settings).data, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 

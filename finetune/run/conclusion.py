@@ -45,8 +45,8 @@ def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
     if data.validation is not None and not plan.objective.facts.is_preference:  # whose loss needs a reference too
         batches = data.evaluation_batches(plan, engine.pad_id)
         found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()})
-    known = found.get("loss") if data.validation is data.score_rows else None
-    scored = evaluation.scores(engine, data, plan.data, known, stop.requested)
+    loss = evaluation.Evaluation(found).loss
+    scored = evaluation.scores(engine, data, plan.data, loss, stop.requested)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
     return found | scored.values

@@ -45,8 +45,7 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
-    known = found.loss if data.validation is data.score_rows else None
-    scored = scores(engine, data, plan.data, known, stopping)
+    scored = scores(engine, data, plan.data, found.loss, stopping)
     return None if stopping() else replace(scored, values=found.values | scored.values)
 
 
@@ -56,11 +55,8 @@ def check_scored(data, how: DataPlan) -> None:
         scoring.choices_of(data.score_examples, "score_metric")
 
 
-def scores(engine, data, how: DataPlan, loss: float | None = None, stopping=lambda: False) -> Evaluation:
-    """The scores of the scored rows by --score_metric. Collective.
-
-    `loss`: the mean nll of their targets, if it is known; its exponential is the perplexity.
-    """
+def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda: False) -> Evaluation:
+    """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
     names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
     asked, values, right, first = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, None
     if asked:
@@ -75,7 +71,7 @@ def scores(engine, data, how: DataPlan, loss: float | None = None, stopping=lamb
         log_prob = partial(scoring.log_prob_of, engine, data.tokenizer, end=end)
         values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
     if "perplexity" in names and not stopping():
-        if loss is None:
+        if data.validation is not data.score_rows:
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
     return Evaluation(values, right, first)
