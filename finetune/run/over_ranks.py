@@ -73,18 +73,16 @@ def run(program: Path, argv: list[str] | None, parsed, prepared, work, on_rank) 
         if asked not in (1, env.size):
             raise PlanError(f"--world_size {asked}: {env.launcher} started {env.size} ranks. Omit --world_size.")
         process.mute_nonzero_ranks(env.rank)
-        try:
-            return on_rank(env, args, prepared, work)
-        except RankLostError as error:
-            raise RankLostError(without_resume(error)) from None
-    if asked > 1:
+    else:
         prepared(args, asked)  # an error ends the command before any rank is started
-        words = list(sys.argv[1:] if argv is None else argv)
-        try:
+    try:
+        if env and env.size > 1:
+            return on_rank(env, args, prepared, work)
+        if asked > 1:
+            words = list(sys.argv[1:] if argv is None else argv)
             return spawn_ranks(program, asked, json.dumps(words), keeps_stdin=True)["exit_code"]
-        except RankLostError as error:
-            raise RankLostError(without_resume(error)) from None
-    prepared(args, 1)
+    except RankLostError as error:
+        raise RankLostError(without_resume(error)) from None
     return work(args, Ranks())
 
 

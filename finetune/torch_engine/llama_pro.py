@@ -17,6 +17,7 @@ from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
 from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
+from finetune.torch_engine.lora.init import assign
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
@@ -189,7 +190,4 @@ def attach_blocks(model, folder, local_shards=None) -> None:
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
                 "its base."
             )
-        if local_shards is None:
-            parameters[name].copy_(tensor)
-        else:
-            local_shards.give(name, parameters[name], tensor)
+        assign(local_shards, name, parameters[name], tensor)

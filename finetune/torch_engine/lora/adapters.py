@@ -163,18 +163,10 @@ def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: 
                 raise PlanError(
                     f"{file}: {name} is {list(tensors[name].shape)}, this base needs {list(parameter.shape)}."
                 )
-            set_value(own_name, parameter, tensors[name], local_shards)
+            assign(local_shards, own_name, parameter, tensors[name])
             parameter.requires_grad_(False)
     if local_shards is not None:
         local_shards.magnitudes_are_known = True
-
-
-def set_value(name: str, parameter, full: torch.Tensor, local_shards=None) -> None:
-    """Copies a full tensor into a parameter, or keeps this rank's rows of it, if the parameter is on meta for that."""
-    if local_shards is None:
-        parameter.copy_(full)
-    else:
-        local_shards.give(name, parameter, full)
 
 
 @torch.no_grad()
@@ -188,4 +180,4 @@ def _copy_outer_weights(model, tensors: dict, file, local_shards=None) -> None:
             raise PlanError(
                 f"{file}: contains {name} {list(saved.shape)}, which this base does not have. Merge it with peft first."
             )
-        set_value(f"{name}.weight", weight, saved, local_shards)
+        assign(local_shards, f"{name}.weight", weight, saved)
