@@ -49,7 +49,7 @@ class Lock:
             with storage(output_dir):
                 handle = open_file(self.file, "a+", errors="replace")
             self._lock(handle, output_dir)
-            if self._is_current(handle):
+            if self.is_current(handle):
                 self.handle = handle
             else:  # its owner removed the file between open and flock: another process may hold the new one
                 handle.close()
@@ -73,7 +73,10 @@ class Lock:
                 f"--output_dir {output_dir}: its file system does not support locks ({error.strerror})."
             ) from error
 
-    def _is_current(self, handle) -> bool:
+    def is_current(self, handle: TextIO | None = None) -> bool:
+        """Whether the file at the lock's path is still the one of `handle`, by default of this lock."""
+        handle = handle or self.handle
+        assert handle is not None, self.file
         try:
             at_path = os.stat(self.file, follow_symlinks=False)
         except OSError:

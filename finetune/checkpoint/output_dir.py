@@ -53,7 +53,7 @@ from finetune.model_files.files import GENERATION, ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
-from finetune.system.owned_files import kind_of, read_list
+from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
@@ -111,7 +111,7 @@ class OutputDir:
     def __init__(self, plan: RunPlan):
         self.root, self.plan = root_of(plan), plan
         self.lock = Lock(self.root)
-        self.owned, self.has_begun = owned_files(self.root), False
+        self.owned = owned_files(self.root)
         # The default folder was created for this run before its plan was printed.
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         saved = plan.resume_from
@@ -149,13 +149,11 @@ class OutputDir:
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)
-        self.has_begun = True
         return keep_aside(self.root, step)
 
     def check_place(self) -> None:
-        """Raises StorageError if the folder was moved or replaced since the run began in it."""
-        found = read_list(self.root)
-        if self.has_begun and (found is None or found[0] != self.owned.id):
+        """Raises StorageError if the folder was moved or replaced since this process locked it."""
+        if not self.lock.is_current():
             raise StorageError(f"{self.root}: was moved or replaced while the run went on, which cannot save there.")
 
     def close(self) -> None:
