@@ -58,7 +58,8 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     def sample(scored: str | None) -> str | None:
         if not data.score_examples:
             return None
-        return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
+        with log.phase("samples"):
+            return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
 
     stop.sync(engine.all_reduce_max)
     if state.step == 0 and not stop.requested():
@@ -70,7 +71,8 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     train(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         if plan.settings.save_model:
-            writer.publish(engine, state.step)
+            with log.phase("saving"):
+                writer.publish(engine, state.step)
         evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
@@ -85,7 +87,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
     unsaved = False
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
-    with engine.profiler(traces) as profile_step:
+    with engine.profiler(traces) as profile_step, log.training():
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
             try:
@@ -110,9 +112,9 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
             if plan.save_due(state, stop.requested()):
-                log.saved(writer.save_step(engine, state, log.offset()))
+                with log.phase("saving"):
+                    log.saved(writer.save_step(engine, state, log.offset()))
                 unsaved = False
-    log.end_live()
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
 

@@ -1,16 +1,15 @@
-"""All output of a run: console lines, the live progress line, metrics.jsonl, Weights & Biases.
+"""All output of a run: console lines, progress, metrics.jsonl, Weights & Biases.
 The only module that prints during training; silent on every rank but 0.
 """
 
+import bisect
 import contextlib
 import json
 import math
 import os
-import shutil
-import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -22,9 +21,11 @@ from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.plan.run_plan import TrainState
 from finetune.system.files import open_file
-from finetune.system.terminal import encodable, say
+from finetune.system.progress import Progress, duration
+from finetune.system.terminal import say
 
 STEPS_AVERAGED = 20  # of the time left
+MOST_COUNTED = 1_000_000  # steps ahead whose evaluations and checkpoints count in the time left
 COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
 
 
@@ -61,6 +62,52 @@ class Summary:
         return peak
 
 
+class TimeLeft:
+    """The time until the last evaluation: of the steps that are left, and of the evaluations and checkpoints between.
+
+    `took(what, seconds)`: a step, or a phase of this name, has ended.
+    """
+
+    PHASES = ("scoring", "saving")
+
+    def __init__(self, plan):
+        self.plan, self.steps = plan, deque[float](maxlen=STEPS_AVERAGED)
+        self.phases: dict[str, list[float]] = {name: [] for name in self.PHASES}
+        self.due: dict[str, list[int]] = {name: [] for name in self.PHASES}  # the steps after which each begins
+        self.since = time.monotonic()
+
+    def begin(self, state: TrainState) -> None:
+        """Finds what is due in the rest of the run."""
+        at, self.since = replace(state), time.monotonic()
+        if state.total_steps - state.step > MOST_COUNTED:
+            return
+        for at.step in range(state.step + 1, state.total_steps + 1):
+            if self.plan.eval_due(at) or at.step == state.total_steps:
+                self.due["scoring"].append(at.step)
+            if self.plan.save_due(at, False):
+                self.due["saving"].append(at.step)
+
+    def took(self, what: str, seconds: float) -> None:
+        if what == "step":
+            self.steps.append(seconds)
+        elif what in self.phases:
+            self.phases[what].append(seconds)
+        self.since = time.monotonic()
+
+    def waiting(self) -> float:
+        """Seconds since the last of them ended."""
+        return time.monotonic() - self.since
+
+    def seconds(self, state: TrainState) -> float:
+        """Seconds left after this state."""
+        left = (state.total_steps - state.step) * sum(self.steps) / max(1, len(self.steps))
+        for name, taken in self.phases.items():
+            if taken:
+                steps = self.due[name]
+                left += (len(steps) - bisect.bisect_right(steps, state.step)) * sum(taken) / len(taken)
+        return left
+
+
 class Metrics:
     """The log of one run, as a context: the `end` event is written however the run ends, with its exit code.
 
@@ -73,9 +120,11 @@ class Metrics:
     def __init__(self, plan, quiet: bool = False, watchdog=None):
         s = plan.settings
         self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
-        self.live = s.log_to != "stdout" and sys.stdout.isatty() and not quiet
-        self.summary, self.live_text, self.began = Summary(), "", time.perf_counter()
-        self.step_times: deque[float] = deque(maxlen=STEPS_AVERAGED)
+        Progress.lines_only = s.log_to == "stdout"
+        self.summary, self.began = Summary(), time.perf_counter()
+        self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
+        self.left = TimeLeft(plan)
+        self.last: list[str] = []  # what the live line shows of the last step, most important first
         self.tracker = None
         self.handle: IO[str] | None = None
         self.state: TrainState | None = None
@@ -109,6 +158,7 @@ class Metrics:
         if not self.quiet:
             self._open_file(state, offset, run_id)
         self.state = state
+        self.left.begin(state)
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
@@ -165,10 +215,22 @@ class Metrics:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Adds the seconds spent inside to a phase of the closing report."""
+        """Adds the seconds spent inside to a phase of the closing report, and says what goes on if it takes long."""
         began = time.perf_counter()
-        yield
-        self.summary.seconds[name] = self.summary.seconds.get(name, 0) + time.perf_counter() - began
+        with Progress(name, quiet=self.quiet):
+            yield
+        seconds = time.perf_counter() - began
+        self.left.took(name, seconds)
+        self.summary.seconds[name] = self.summary.seconds.get(name, 0) + seconds
+
+    @contextlib.contextmanager
+    def training(self):
+        """The live line of the steps inside."""
+        self.steps.total, self.steps.done = self.progress.total_steps, self.progress.step
+        with self.steps:
+            yield
+        if self.steps.live and self.last:
+            self.say(self.step_line())
 
     def start(self, data, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
@@ -188,7 +250,7 @@ class Metrics:
         state, used = self.progress, asdict(memory)
         peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
-        self.step_times.append(seconds)
+        self.left.took("step", seconds)
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
@@ -206,18 +268,33 @@ class Metrics:
             **({"skipped": True} if result.skipped else {}),
         )
         aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
-        line = (
-            f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f}{aux} | lr {lr:.2e} | "
-            f"grad {result.grad_norm:.2f} | {tokens_per_s:,.0f} tok/s | mem {memory.total / GIB:.2f} GiB"
-        )
-        line += "".join(f" | {name} {value:.4f}" for name, value in result.metrics.items())
-        line += " | skipped: fp16 gradient overflowed" if result.skipped else ""
-        if self.live:
-            left = (state.total_steps - state.step) * sum(self.step_times) / len(self.step_times)
-            self.live_text = f"{_bar(state.step, state.total_steps)} {line} | {_duration(left)} left"
-            self._draw()
+        loss, rate = f"loss {state.loss:.4f}{aux}", f"{tokens_per_s:,.0f} tok/s"
+        others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
+        beside = [
+            f"mem {memory.total / GIB:.2f} GiB",
+            *(f"{name} {value:.4f}" for name, value in result.metrics.items()),
+        ]
+        beside += ["skipped: fp16 gradient overflowed"] if result.skipped else []
+        self.last = [rate, loss, *others, *beside]
+        self.steps.done = state.step
+        if self.steps.live:
+            self.steps.drawn()
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
-            say(line)
+            self.say(self.step_line())
+
+    def step_line(self) -> str:
+        """The line of the last step, where lines follow one another."""
+        state, (rate, loss, lr, grad, *beside) = self.progress, self.last
+        left = f"{duration(self.left.seconds(state))} left"
+        return " | ".join([f"step {state.step:>5}/{state.total_steps}", left, loss, lr, grad, rate, *beside])
+
+    def live_text(self) -> str:
+        """The time left and the step first, then what matters of the last step: a narrow terminal cuts the rest."""
+        state = self.progress
+        if not self.last:
+            return f"step {state.step + 1}/{state.total_steps}, the first: {duration(self.left.waiting())}"
+        left = max(0.0, self.left.seconds(state) - self.left.waiting())
+        return f"{duration(left)} left {state.step}/{state.total_steps} " + " | ".join(self.last)
 
     def evaluation(self, values: dict, right: dict[str, list[int]]) -> None:
         """The `eval` event and line. `right`: see evaluation.Evaluation."""
@@ -236,23 +313,8 @@ class Metrics:
         """Prints a line of text, above the live line if there is one. `styled`: see terminal.say."""
         if self.quiet:
             return
-        if self.live_text:
-            sys.stdout.write("\r\033[K")
+        Progress.spoke()
         say(text, styled=styled)
-        self._draw()
-
-    def _draw(self) -> None:
-        if self.live_text:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stdout.write("\r\033[K" + encodable(self.live_text[:width], sys.stdout.encoding))
-            sys.stdout.flush()
-
-    def end_live(self) -> None:
-        """Leaves the live line as it is and goes on below it."""
-        if self.live_text:
-            self._draw()
-            self.live_text = ""
-            say()
 
     def _end(self, status: str, code: int) -> None:
         wall_s = time.perf_counter() - self.began
@@ -264,7 +326,6 @@ class Metrics:
             wall_s=wall_s,
             peak_memory_bytes=self.summary.measured(),
         )
-        self.end_live()
         if self.handle:
             self.handle.close()
         if self.tracker:
@@ -317,17 +378,6 @@ def read_events(output_dir, kind: str | None = None) -> list[dict]:
     lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     return [e for e in events if kind in (None, e["event"])]
-
-
-def _bar(done: int, total: int, width: int = 20) -> str:
-    full = int(width * done / max(1, total))
-    return "━" * full + "─" * (width - full)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def table(rows: list[tuple]) -> str:

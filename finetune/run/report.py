@@ -140,7 +140,12 @@ def time_line(state, summary: Summary) -> str:
     """The seconds of each phase, and the tokens of this run."""
     tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
     rate = tokens / training_s if training_s else 0
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    seconds = dict(summary.seconds)
+    whole = seconds.pop("whole run", None)
+    other = 0.0 if whole is None else whole - sum(seconds.values())
+    seconds |= {"other": other} if other > 0.05 else {}
+    seconds |= {} if whole is None else {"whole run": whole}
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seconds.items())
     return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
 
 
