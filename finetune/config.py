@@ -269,6 +269,12 @@ class TrainConfig:
         "mixture-of-experts models: weight of the routers' load-balancing loss over the tokens of a step; 0: off",
         minimum=0.0,
     )
+    stop_on_divergence: bool = steps_flag(
+        False,
+        "end with exit code 66 once the mean loss of five steps is half as much again as that of the first five, and "
+        "more than 0.5 above it",
+        resumable=True,
+    )
     seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
     adapter: str | None = adapter_flag(
         None,
@@ -417,6 +423,12 @@ class TrainConfig:
     )
     overwrite: bool = output_flag(False, "replace an existing run in --output_dir", saved=False, resumable=False)
     eval_every: int = output_flag(0, "evaluate every N steps; 0: only before and after training", minimum=0)
+    eval_samples: int = output_flag(
+        4,
+        "answer the first N validation or scored prompts at each evaluation, and keep the answers in samples.jsonl; 0: "
+        "none",
+        minimum=0,
+    )
     log_to: str = logging_flag(
         "tqdm",
         "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",

@@ -137,6 +137,8 @@ class PretrainConfig:
         return self.checkpoint_every
 
     save_model = True
+    eval_samples = 0
+    stop_on_divergence = False
     profile = False
     llama_pro_path = None
     validation_dataset = None

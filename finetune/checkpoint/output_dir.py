@@ -146,6 +146,7 @@ class OutputDir:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")
+        later += ["samples.jsonl"] if self.plan.settings.eval_samples else []
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)

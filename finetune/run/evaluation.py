@@ -39,7 +39,7 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
     if data.validation is not None:  # preferences have other rows than what is scored
         batches = data.evaluation_batches(plan, engine.pad_id)
         mine = sum(-(-len(part) // plan.data_ranks) for part in batches.values())
-        with Progress("validation loss", mine, "batches", quiet=engine.rank > 0) as progress:
+        with Progress("validation loss", mine, "batches") as progress:
             counted = progress.counting(stopping)
             results = {name: engine.evaluate(part, counted) for name, part in batches.items()}
         found = Evaluation(data.evaluation_values(results))
@@ -123,9 +123,7 @@ def exact_match(
         so_far = f"{progress.done:,}/{progress.total:,} answers, {tokens[0]:,} tokens"
         return f"answering: {so_far}, {duration(time.monotonic() - began)}"
 
-    progress = Progress(
-        "answering", len(engine.shard_list(list(range(len(examples))))), describe=describe, quiet=engine.rank > 0
-    )
+    progress = Progress("answering", len(engine.shard_list(list(range(len(examples))))), describe=describe)
     with progress:
         answers = [tokenizer.decode(ids) for ids in shared(engine, examples, batch_size, answered)]
     right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.store import storage
-from finetune.errors import NonFiniteError, PlanError
+from finetune.errors import DivergedError, NonFiniteError, PlanError
 from finetune.plan.parts import Adapter
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.run import evaluation, report
+from finetune.run import evaluation, report, samples
 from finetune.run.metrics import Metrics
 
 
@@ -78,6 +78,7 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
     state.scores = {"before": summary.before, "after": summary.after}
+    log.diagnose()
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
@@ -109,6 +110,8 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             unsaved = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
+            if plan.settings.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
+                raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
             if plan.save_due(state, stop.requested()):
@@ -130,6 +133,10 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         if found is None:
             return
         log.evaluation(found.values, found.right)
+        if s.eval_samples:
+            prompts = samples.prompts_of(data, s.eval_samples)
+            most = s.score_max_new_tokens
+            log.sampled(samples.answered(engine, data, prompts, most, state.step, stop.requested))
         summary.scored_answer = found.first_answer
         if state.step and data.validation is not None and (state.best_loss is None or found.loss < state.best_loss):
             state.best_loss, state.best_step = found.loss, state.step

@@ -16,10 +16,12 @@ from typing import IO
 from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
+from finetune.data.facts import facts_of
 from finetune.errors import EXPECTED, RankLostError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.plan.run_plan import TrainState
+from finetune.run import diagnostics, samples
 from finetune.system.files import open_file
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import say
@@ -35,8 +37,9 @@ class Summary:
 
     `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
     first scored example; `scored_answer`: its answer in the last scoring. `dense`: scores on the dense base, of an
-    adapter trained on a quantized one, or why there are none. `peak`, `predicted`: {"total": bytes, "items": {name:
-    bytes}}.
+    adapter trained on a quantized one, or why there are none. `best`: the evaluation with the lowest validation loss,
+    of which `best_folder` has the weights. `findings`: what went wrong, see diagnostics. `peak`, `predicted`: {"total":
+    bytes, "items": {name: bytes}}.
     """
 
     seconds: dict = field(default_factory=dict)
@@ -48,6 +51,9 @@ class Summary:
     scored_answer: str | None = None
     peak: dict | None = None
     predicted: dict | None = None
+    findings: list = field(default_factory=list)
+    best: dict | None = None
+    best_folder: str | None = None
     loading_bytes: int = 0
     evaluating_bytes: int = 0
     tokens_before: int = 0
@@ -124,6 +130,7 @@ class Metrics:
         self.summary, self.began = Summary(), time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
         self.left = TimeLeft(plan)
+        self.watch = diagnostics.DivergenceWatch()
         self.last: list[str] = []  # what the live line shows of the last step, most important first
         self.tracker = None
         self.handle: IO[str] | None = None
@@ -167,6 +174,8 @@ class Metrics:
         with storage(self.file):
             if offset is not None:
                 self._repair(state, offset, run_id)
+            else:
+                samples.keep_steps(self.file.parent, set(), run_id)
             mode = "w" if offset is None else "a"
             self.handle = open_file(self.file, mode, encoding="utf-8")
 
@@ -176,12 +185,17 @@ class Metrics:
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
             data = file.read(offset)
         lines, steps = [], set()
+        evaluated: set[int] = set()
         for line in data.splitlines(keepends=True):
             event = _event_of(line)
             if event is not None:
                 lines.append(line)
                 steps |= {event.get("step")} if event["event"] == "step" else set()
+                evaluated |= {event["step"]} if event["event"] == "eval" and "step" in event else set()
+                if event["event"] == "step" and isinstance(event.get("loss"), float):
+                    self.watch.add(event["loss"])
         replace_bytes(self.file, b"".join(lines), run_id)
+        samples.keep_steps(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:
             shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
@@ -235,6 +249,7 @@ class Metrics:
     def start(self, data, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
         self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
+        facts = {} if self.quiet else facts_of(data)
         self.event(
             "start",
             plan=self.plan.digest(),
@@ -243,7 +258,10 @@ class Metrics:
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
             data=data.train.counts | {"sha256": data.train.digest()},
+            facts=facts,
         )
+        for finding in diagnostics.data_findings(facts):
+            self.say(f"  note: {finding.text}")
 
     def step(self, result, lr: float, seconds: float, memory) -> None:
         """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
@@ -251,6 +269,7 @@ class Metrics:
         peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
         self.left.took("step", seconds)
+        self.watch.add(result.loss)
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
@@ -305,6 +324,25 @@ class Metrics:
         if state.step == 0:
             state.before = values
         summary.before, summary.after = state.before or values, values
+
+    def sampled(self, lines: list[dict]) -> None:
+        """Keeps the answers of an evaluation."""
+        if not self.quiet:
+            samples.append(self.file.parent, lines)
+
+    def diagnose(self) -> None:
+        """What went wrong so far, and the best evaluation, for the closing report."""
+        if self.quiet:
+            return
+        root, state = self.file.parent, self.progress
+        events = read_events(root)
+        evaluations = [e for e in events if e["event"] == "eval" and e["step"] == state.best_step]
+        self.summary.best = {**evaluations[-1]} if evaluations else None
+        if evaluations and (root / "best").is_dir():
+            self.summary.best_folder = str(root / "best")
+        settled = self.plan.to_json()["settled"]
+        found = diagnostics.findings(events, samples.read(root), settled, self.summary.best_folder)
+        self.summary.findings = found
 
     def saved(self, path: Path) -> None:
         self.event("save", step=self.progress.step, path=str(path))
