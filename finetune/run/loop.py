@@ -11,7 +11,7 @@ from finetune.checkpoint.store import storage
 from finetune.errors import DivergedError, NonFiniteError, PlanError
 from finetune.plan.parts import Adapter
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.run import evaluation, report, samples
+from finetune.run import conclusion, evaluation, report, samples
 from finetune.run.metrics import Metrics
 
 
@@ -33,6 +33,8 @@ def begin(
     if resumed_from:
         log.saved(resumed_from)
     log.start(data, predicted)
+    if plan.settings.report_page:
+        log.at_end = lambda: conclusion.write_page(log, writer)
     return state
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -17,11 +18,12 @@ from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.data.facts import facts_of
-from finetune.errors import EXPECTED, RankLostError
+from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.plan.run_plan import TrainState
 from finetune.run import diagnostics, samples
+from finetune.run.machine_load import MachineLoad
 from finetune.system.files import open_file
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import say
@@ -130,6 +132,8 @@ class Metrics:
         self.summary, self.began = Summary(), time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
         self.left = TimeLeft(plan)
+        self.load = MachineLoad()
+        self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
         self.last: list[str] = []  # what the live line shows of the last step, most important first
         self.tracker = None
@@ -151,6 +155,8 @@ class Metrics:
                 self._end(self.state.status, self.state.exit_code)
             else:
                 self._end("failed", self._exit_code(error))
+            with contextlib.suppress(*((StorageError, PlanError, OSError) if error else ())):  # which is the one to say
+                self.at_end()
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, EXPECTED):
@@ -287,6 +293,9 @@ class Metrics:
             **({"skipped": True} if result.skipped else {}),
         )
         aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
+        load = None if self.quiet else self.load.read()
+        if load:
+            self.event("system", step=state.step, **load)
         loss, rate = f"loss {state.loss:.4f}{aux}", f"{tokens_per_s:,.0f} tok/s"
         others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
         beside = [
@@ -409,6 +418,12 @@ def _event_of(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     return event if line.endswith(b"\n") and isinstance(event, dict) and "event" in event else None
+
+
+def events_in(output_dir) -> list[dict]:
+    """Events of a log that may still be written, or be damaged: only complete lines."""
+    data = (Path(output_dir) / "metrics.jsonl").read_bytes()
+    return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]
 
 
 def read_events(output_dir, kind: str | None = None) -> list[dict]:

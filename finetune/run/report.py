@@ -234,7 +234,12 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}"]
+    pages = [f"report: {s.output_dir}/report.html"] if s.report_page else []
+    return lines + [
+        f"saved: {s.output_dir}",
+        *pages,
+        f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}",
+    ]
 
 
 # ---- of pretrain.py
