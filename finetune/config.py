@@ -432,14 +432,16 @@ class TrainConfig:
     report_page: bool = logging_flag(True, "write report.html, one page about the run, when it ends")
     log_to: str = logging_flag(
         "tqdm",
-        "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",
-        choices=("tqdm", "stdout", "wandb"),
+        "several, comma-separated. tqdm: live progress line; stdout: plain lines; tensorboard, wandb, mlflow, trackio: "
+        "also to this tracker, whose package must be installed; csv: also metrics.csv in the output folder",
+        metavar="NAME,...",
+        nonempty=True,
     )
     log_every_n_steps: int = logging_flag(1, "print every N steps", minimum=1)
     verbose: bool = logging_flag(False, "print the detected hardware, and memory item by item")
-    project_name: str | None = logging_flag(None, "Weights & Biases project")
-    name: str | None = logging_flag(None, "Weights & Biases run name")
-    group: str | None = logging_flag(None, "Weights & Biases run group")
+    project_name: str | None = logging_flag(None, "project, or MLflow experiment, of the trackers")
+    name: str | None = logging_flag(None, "run name of the trackers; default: the output folder's")
+    group: str | None = logging_flag(None, "run group of W&B and Trackio")
     entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
     profile: bool = profile_flag(False, "run the torch profiler")
     profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")

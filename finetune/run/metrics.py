@@ -1,4 +1,4 @@
-"""All output of a run: console lines, progress, metrics.jsonl, Weights & Biases.
+"""All output of a run: console lines, progress, metrics.jsonl, trackers.
 The only module that prints during training; silent on every rank but 0.
 """
 
@@ -21,9 +21,11 @@ from finetune.data.facts import facts_of
 from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.plan.log_to import names_of
 from finetune.plan.run_plan import TrainState
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
+from finetune.run.trackers import Trackers
 from finetune.system.files import open_file
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import say
@@ -128,7 +130,7 @@ class Metrics:
     def __init__(self, plan, quiet: bool = False, watchdog=None):
         s = plan.settings
         self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
-        Progress.lines_only = s.log_to == "stdout"
+        Progress.lines_only = "stdout" in names_of(s.log_to)
         self.summary, self.began = Summary(), time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
         self.left = TimeLeft(plan)
@@ -136,7 +138,7 @@ class Metrics:
         self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
         self.last: list[str] = []  # what the live line shows of the last step, most important first
-        self.tracker = None
+        self.trackers: Trackers | None = None
         self.handle: IO[str] | None = None
         self.state: TrainState | None = None
 
@@ -176,7 +178,6 @@ class Metrics:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
     def _open_file(self, state, offset: int | None, run_id: str) -> None:
-        self.tracker = wandb_run(self.plan)
         with storage(self.file):
             if offset is not None:
                 self._repair(state, offset, run_id)
@@ -184,6 +185,8 @@ class Metrics:
                 samples.keep_steps(self.file.parent, set(), run_id)
             mode = "w" if offset is None else "a"
             self.handle = open_file(self.file, mode, encoding="utf-8")
+        past = [] if offset is None else events_in(self.file.parent)
+        self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
     def _repair(self, state, offset: int, run_id: str) -> None:
         """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
@@ -216,12 +219,11 @@ class Metrics:
         with storage(self.file):
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             assert self.handle is not None, kind
-            line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=False)
-            self.handle.write(line + "\n")
+            event = {"event": kind, "time": time.time(), **values}
+            self.handle.write(json.dumps(event, allow_nan=False) + "\n")
             self.handle.flush()
-        if self.tracker and kind in ("step", "eval"):
-            numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-            self.tracker.log(numbers | (tracked or {}), step=values["step"])
+        if self.trackers:
+            self.trackers.log(event, tracked)
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""
@@ -375,24 +377,8 @@ class Metrics:
         )
         if self.handle:
             self.handle.close()
-        if self.tracker:
-            self.tracker.finish()
-
-
-def wandb_run(plan):
-    """A Weights & Biases run for --log_to wandb, else None."""
-    s = plan.settings
-    if s.log_to != "wandb":
-        return None
-    import wandb
-
-    return wandb.init(
-        project=s.project_name or "finetune",
-        name=s.name,
-        group=s.group,
-        entity=s.entity,
-        config=plan.to_json()["settled"],
-    )
+        if self.trackers:
+            self.trackers.finish(status)
 
 
 def _older_keys(loss: float | None, lr: float, training_s: float, peak: dict, memory: dict) -> dict:
