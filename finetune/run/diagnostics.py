@@ -89,7 +89,7 @@ def _validation_rose(evaluations: list[dict], best: str | None) -> Finding | Non
     if step == 0:
         return Finding("validation rose", f"{head}: the model is worse than before. Lower --lr, or look at the rows.")
     kept = f" The weights of step {step} are in {best}." if best else ""
-    return Finding("validation rose", f"{head}: over-fitting.{kept} Use fewer epochs, a lower --lr, or more rows.")
+    return Finding("validation rose", f"{head}: over-fitting.{kept} Use --early_stopping with --load_best true, or more rows.")
 
 
 def _loss_rose(steps: list[dict], evaluations: list[dict]) -> Finding | None:
@@ -140,7 +140,8 @@ def _skipped(steps: list[dict]) -> Finding | None:
 
 def _repeats(samples: list[dict]) -> Finding | None:
     """Of the answers after the last evaluation: loops within them, or the same one to every prompt."""
-    last = [s for s in samples if s["step"] == samples[-1]["step"]] if samples and samples[-1]["step"] else []
+    at_end = [s for s in samples if s["step"] == samples[-1]["step"]] if samples and samples[-1]["step"] else []
+    last = list({(s["source"], s["prompt"]): s for s in at_end}.values())  # with --load_best there are two of each
     loops = [s for s in last if repeats_itself(s["answer"]) and not repeats_itself(s["expected"])]
     if last and len(loops) * 2 >= len(last):
         head = f"{len(loops)} of {len(last)} sampled answers repeat themselves"
