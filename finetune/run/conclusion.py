@@ -41,6 +41,8 @@ def write_page(log: Metrics, writer: CheckpointWriter) -> None:
     except PlanError as error:  # of a log that was edited: the run itself is fine
         log.say(f"note: no report is written: {error}")
         return
+    if log.curve:
+        log.curve.show_page(content)
     if not writer.files.write_card(page.PAGE, content):
         log.say(f"note: {writer.root / page.PAGE} is not as a run wrote it and stays: no report is written")
 

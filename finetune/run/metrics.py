@@ -25,6 +25,7 @@ from finetune.plan.log_to import names_of
 from finetune.plan.run_plan import TrainState
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
+from finetune.run.notebook import NotebookCurve, in_notebook
 from finetune.run.trackers import Trackers
 from finetune.system.files import open_file
 from finetune.system.progress import Progress, duration
@@ -133,7 +134,9 @@ class Metrics:
         Progress.lines_only = "stdout" in names_of(s.log_to)
         self.summary, self.began = Summary(), time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
+        self.whole = Progress("working", quiet=quiet)  # speaks where nothing within it does
         self.left = TimeLeft(plan)
+        self.curve = NotebookCurve() if not quiet and not Progress.lines_only and in_notebook() else None
         self.load = MachineLoad()
         self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
@@ -149,9 +152,11 @@ class Metrics:
         return self.state
 
     def __enter__(self):
+        self.whole.__enter__()
         return self
 
     def __exit__(self, kind, error, traceback):
+        self.whole.__exit__(kind, error, traceback)
         if self.state is not None:
             if error is None:
                 self._end(self.state.status, self.state.exit_code)
@@ -251,7 +256,9 @@ class Metrics:
         self.steps.total, self.steps.done = self.progress.total_steps, self.progress.step
         with self.steps:
             yield
-        if self.steps.live and self.last:
+        if self.curve:
+            self.curve.draw()
+        if (self.steps.live or self.curve) and self.last:
             self.say(self.step_line())
 
     def start(self, data, predicted: dict) -> None:
@@ -307,7 +314,9 @@ class Metrics:
         beside += ["skipped: fp16 gradient overflowed"] if result.skipped else []
         self.last = [rate, loss, *others, *beside]
         self.steps.done = state.step
-        if self.steps.live:
+        if self.curve:
+            self.curve.step(state.step, state.loss, self.live_text())
+        elif self.steps.live:
             self.steps.drawn()
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
             self.say(self.step_line())
@@ -335,6 +344,8 @@ class Metrics:
         if state.step == 0:
             state.before = values
         summary.before, summary.after = state.before or values, values
+        if self.curve:
+            self.curve.evaluated(state.step, values.get("loss"))
 
     def sampled(self, lines: list[dict]) -> None:
         """Keeps the answers of an evaluation."""

@@ -65,8 +65,8 @@ class Progress:
         self.began = time.monotonic()
         if self.quiet:
             return self
-        if not Progress._open:
-            Progress.spoke()
+        if not Progress._open:  # what came before it may have been long and silent
+            Progress._spoke = max(Progress._spoke, time.monotonic() - SILENCE_S / 2)
         Progress._open.append(self)
         self.live = not Progress.lines_only and is_terminal(sys.stdout)
         if self.pinned:
@@ -81,8 +81,7 @@ class Progress:
         self.over.set()
         self.thread.join()
         Progress._open.remove(self)
-        if self.bar is not None:
-            self.bar.close()
+        self._hide()
 
     @staticmethod
     def spoke() -> None:
@@ -121,10 +120,17 @@ class Progress:
             innermost = Progress._open[-1:] == [self]
             if self.live and (self.pinned or innermost):
                 self.drawn()
+            elif self.bar is not None:
+                self._hide()
             elif not self.live and innermost and self._due() <= 0:
                 Progress.spoke()
                 with contextlib.suppress(OutputClosedError):  # the run itself hears of it with its next line
                     say(self._text())
+
+    def _hide(self) -> None:
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            bar.close()
 
     @staticmethod
     def _due() -> float:

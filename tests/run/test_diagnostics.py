@@ -153,7 +153,14 @@ def test_what_counts_as_repeating_itself(text, loops):
 
 
 def sample(step: int, answer: str, expected: str) -> dict:
-    return {"step": step, "source": "x:1", "prompt": "?", "expected": expected, "answer": answer, "right": False}
+    return {
+        "step": step,
+        "source": f"x:{expected}",
+        "prompt": "?",
+        "expected": expected,
+        "answer": answer,
+        "right": False,
+    }
 
 
 def test_answers_that_repeat_themselves_are_said_of_the_last_evaluation_alone():
