@@ -14,6 +14,7 @@ from finetune.engine import MemoryStats, StepResult
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model_of
 from finetune.older.other_names import OTHER_NAMES
+from finetune.plan import log_to
 from finetune.plan.backend import selection
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
