@@ -286,7 +286,7 @@ def test_every_flag_a_page_names_is_one_of_ours(page):
 # ---- tables
 
 
-@pytest.mark.parametrize("name", ["flags", "conflicts"])
+@pytest.mark.parametrize("name", ["flags", "conflicts", "migration"])
 def test_the_generated_page_is_up_to_date(name):
     spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / f"docs/make_{name}.py")
     module = importlib.util.module_from_spec(spec)
