@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune import __version__
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import PlanError
+from finetune.help import HelpAction
 from finetune.older import translate
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
@@ -64,14 +66,24 @@ class FlagParser(Parser):
     """
 
     def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+        super().__init__(add_help=False, usage="%(prog)s [--FLAG VALUE ...]", **kwargs)
         self.lines: list[str] = []
+        self.add_argument(
+            "-h", "--help", action=HelpAction, metavar="all|FLAG", help="print every flag, or more about one, and exit"
+        )
+        self.add_argument("--version", action="version", version=f"finetune {__version__}", help="print it and exit")
 
     def parse_args(self, args=None, namespace=None):
         self.lines.clear()
-        return super().parse_args(
-            self._ours([_underscored(a) for a in (sys.argv[1:] if args is None else args)]), namespace
-        )
+        args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
+        helps = [at for at, word in enumerate(args) if word.partition("=")[0] in ("-h", "--help")]
+        if helps:
+            asked = "=".join(args[helps[0] :][:2]).partition("=")[2]
+            return super().parse_args([f"--help={asked}"], namespace)
+        return super().parse_args(self._ours(args), namespace)
+
+    def nearest(self, flag: str) -> str:
+        return nearest(flag, self._option_string_actions)
 
     def _ours(self, args: list[str]) -> list[str]:
         """The words of a command line with our names and values only."""
@@ -85,11 +97,11 @@ class FlagParser(Parser):
             if flag[2:] in NAMES and flag.startswith("--"):
                 words += self._own(flag, values)
                 continue
-            name, value = self._foreign(flag, values)
+            name, theirs = self._foreign(flag, values)
             if name is None:
                 words += [flag + equals + value] if equals else [flag, *values]
             else:
-                foreign[name] = value
+                foreign[name] = theirs
         return [*self._translated(foreign, words), *words]
 
     def _own(self, flag: str, values: list[str]) -> list[str]:

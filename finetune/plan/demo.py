@@ -1,8 +1,8 @@
 """What a run without --dataset trains on: the demo's rows and settings."""
 
-from pathlib import Path
+from finetune.shipped import shipped
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = shipped("examples")
 DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "orders_test.jsonl")
 # What suits the demo's few short rows: reached the score soonest among the settings tried (dev/LOG.md).
 DEMO_SETTINGS = {"lr": 2e-3, "batch_size": 8, "warmup_ratio": 0.1, "score_max_new_tokens": 40}

@@ -296,7 +296,7 @@ def test_the_generated_page_is_up_to_date(name):
 
 def test_flags_are_fields_are_rows_of_the_page():
     on_page = set(re.findall(r"`--(\w+)`", (ROOT / "docs/flags.md").read_text()))
-    on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help"}
+    on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help", "version"}
     assert on_page == on_parser == set(NAMES)
     assert set(FIELDS) == set(TrainConfig.__dataclass_fields__) == set(NAMES.values())
 
