@@ -77,9 +77,7 @@ def test_a_closed_pipe_is_no_traceback():
 
 def finetune(*argv: str) -> subprocess.CompletedProcess:
     """`python -m finetune`, which is what the console script runs."""
-    return subprocess.run(
-        [sys.executable, "-m", "finetune", *argv], cwd=ROOT, capture_output=True, text=True, **options
-    )
+    return subprocess.run([sys.executable, "-m", "finetune", *argv], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_command_lists_its_words_and_runs_them():

@@ -21,6 +21,7 @@ from backend_manager import CAPABILITIES, Backend
 from dataset import build_chat_dataset, build_puzzle_dataset
 from finetune import errors
 from finetune.cli import read_config
+from finetune.commands import COMMANDS, SHELLS
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import detect_format
 from finetune.data.reading.mixture import sources_of
@@ -96,6 +97,11 @@ def test_every_command_parses_and_its_plan_settles(where, words):
                 generate.check(PARSERS[script].parse_args(rest))
         case ["python", "pretrain.py", *rest]:
             recipe_of(rest)
+        case ["finetune", "completion", shell, *_]:
+            assert shell in SHELLS
+        case ["finetune", word, *rest]:
+            module = importlib.import_module(COMMANDS[word].module)
+            module.build_parser().parse_args([*COMMANDS[word].flags, *rest])
         case ["python", "-m", module, *rest] if module.startswith("dataset."):
             importlib.import_module(module).build_parser().parse_args(rest)
         case ["torchrun", *options] if "pretrain.py" in options:
