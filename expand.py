@@ -35,6 +35,7 @@ from finetune.model_files.llama_pro import (
 )
 from finetune.system import process
 from finetune.system.files import check_new, new_folder
+from finetune.system.program import started_as
 from finetune.system.terminal import say
 
 
@@ -131,7 +132,7 @@ def main(argv=None) -> int:
         checked = check_logits(e, first_of_kinds, folder)
     new = ", ".join(map(str, e.new))
     say(f"{e.num_layers} layers -> {len(e.order)}; new: {new}; zeros in each: {', '.join(zero_patterns)}")
-    say(f"{checked}\nsaved: {target}\ntrain it: python train.py --llama_pro_path {target} --dataset FILE")
+    say(f"{checked}\nsaved: {target}\ntrain it: {started_as('train.py')} --llama_pro_path {target} --dataset FILE")
     return 0
 
 

@@ -22,6 +22,7 @@ from finetune.errors import PlanError
 from finetune.model_files.hub_upload import check_upload, upload
 from finetune.system import process
 from finetune.system.files import check_new, new_folder
+from finetune.system.program import started_as
 from finetune.system.terminal import say
 
 MERGED = ("hf", "mlx", "gguf", "ollama")
@@ -187,7 +188,7 @@ def from_older(args) -> int:
         load_tokenizer(base.folder).save_pretrained(folder)
     for notice in state.notices:
         say(f"note: {notice}")
-    say(f"{what}: {target}\ntry it: python generate.py --checkpoint {target} --prompt ...")
+    say(f"{what}: {target}\ntry it: {started_as('generate.py')} --checkpoint {target} --prompt ...")
     return 0
 
 
@@ -275,7 +276,7 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
     run = settings_of_run(checkpoint)
     was = Parts(run).quantization if run else None
     differs = f"trained on a base in {was}, merged into the dense one" if was else ""
-    later = f"To have its score: python score.py --checkpoint {target} --dataset FILE"
+    later = f"To have its score: {started_as('score.py')} --checkpoint {target} --dataset FILE"
     if args.to not in ("hf", "mlx"):  # which score.py does not read
         later = "To have it: export with --to hf too, whose weights are the same, and score that"
     dataset = args.score_dataset or (run.score_dataset if run else None)

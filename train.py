@@ -11,13 +11,13 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune.cli import Parser, add_flags, parse_overrides, parse_value, with_config
+from finetune.cli import FlagParser, add_flags, parse_named, parse_overrides, with_config
 from finetune.system import process
 
 
-def build_parser() -> Parser:
+def build_parser() -> FlagParser:
     """The command line: every field of TrainConfig, grouped."""
-    parser = Parser(prog="train.py", description=__doc__)
+    parser = FlagParser(prog="train.py", description=__doc__)
     add_flags(parser)
     return parser
 
@@ -34,7 +34,7 @@ from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
 from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
-from finetune.config import DEFAULTS, NAMES
+from finetune.config import DEFAULTS
 from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template, on_day
 from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
@@ -44,7 +44,6 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.remedies import report_lines
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
-from finetune.older.other_names import answer
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.make import make_plan
@@ -146,12 +145,16 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
 
 def fine_tune(**flags) -> TrainState:
     """Trains with the command line's flags as keyword arguments; the final TrainState. Raises what the CLI prints."""
+    lines: list[str] = []
+    given = parse_named(
+        flags, lambda n: f"fine_tune({n}=...)", lambda n: f"fine_tune({n}=...): no such flag.", lines.append
+    )
+    return follow(with_config(given, lines.append), lines)
+
+
+def follow(overrides: dict, lines: list[str]) -> TrainState:
+    """What `overrides` {flag: value} ask for, done. `lines`: what to say of how they were read, beside the plan."""
     process.prepare_environment()
-    unknown = sorted(set(flags) - set(NAMES))
-    if unknown:
-        instead = answer(unknown[0]) or ""
-        raise PlanError(f"fine_tune({unknown[0]}=...): no such flag.{instead} See python train.py --help.")
-    overrides = with_config({NAMES[k]: parse_value(NAMES[k], v) for k, v in flags.items() if v is not None})
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
     env = rank_env(os.environ, *address)
     if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
@@ -161,22 +164,24 @@ def fine_tune(**flags) -> TrainState:
     if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
         from finetune.mlx_engine.launched import run_launched
 
-        return run_launched(run, lambda: announced_plan(overrides, env), env)
+        return run_launched(run, lambda: announced_plan(overrides, env, lines), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
         rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
-        return run_launched(run, lambda: announced_plan(overrides, env), env, rank_timeout)
+        return run_launched(run, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
-    plan, done = announced_plan(overrides, env)
+    plan, done = announced_plan(overrides, env, lines)
     if done or plan.dims.world_size == 1:
         return done or run(plan)
     return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 
 
-def announced_plan(overrides: dict, env: RankEnv | None) -> tuple[RunPlan, TrainState | None]:
-    """(the plan, printed; the run's end if there is nothing to train)."""
+def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tuple[RunPlan, TrainState | None]:
+    """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
+    for line in lines:
+        say(line)
     plan = with_own_folder(make_plan(overrides, env))
     say("\n".join(report.plan_lines(plan)))
     if not overrides.get("dry_run"):
@@ -221,7 +226,8 @@ def main(argv=None) -> int:
         from finetune.torch_engine.parallel.rank_process import run_spawned
 
         return run_spawned(run, env)
-    return fine_tune(**parse_overrides(argv, build_parser())).exit_code
+    lines: list[str] = []
+    return follow(parse_overrides(argv, build_parser(), lines.append), lines).exit_code
 
 
 if __name__ == "__main__":

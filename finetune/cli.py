@@ -6,11 +6,14 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from finetune import __version__
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import PlanError
-from finetune.older.other_names import answer
+from finetune.help import HelpAction
+from finetune.older import translate
 
 MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
@@ -57,6 +60,96 @@ class Parser(argparse.ArgumentParser):
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")
 
 
+class FlagParser(Parser):
+    """The parser of the flags of TrainConfig: names and values of other programs are translated, a list of values is
+    one value of a flag that takes several, and of a flag given twice the last one counts. `lines`: what to say of it.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(add_help=False, usage="%(prog)s [--FLAG VALUE ...]", **kwargs)
+        self.lines: list[str] = []
+        self.add_argument(
+            "-h", "--help", action=HelpAction, metavar="all|FLAG", help="print every flag, or more about one, and exit"
+        )
+        self.add_argument("--version", action="version", version=f"finetune {__version__}", help="print it and exit")
+
+    def parse_args(self, args=None, namespace=None):
+        self.lines.clear()
+        args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
+        helps = [at for at, word in enumerate(args) if word.partition("=")[0] in ("-h", "--help")]
+        if helps:
+            asked = "=".join(args[helps[0] :][:2]).partition("=")[2]
+            return super().parse_args([f"--help={asked}"], namespace)
+        return super().parse_args(self._ours(args), namespace)
+
+    def nearest(self, flag: str) -> str:
+        return nearest(flag, self._option_string_actions)
+
+    def _ours(self, args: list[str]) -> list[str]:
+        """The words of a command line with our names and values only."""
+        words, foreign, at = [], {}, 0
+        while at < len(args):
+            flag, equals, value = args[at].partition("=")
+            end = at + 1
+            while not equals and flag.startswith("--") and end < len(args) and not args[end].startswith("--"):
+                end += 1
+            values, at = [value] if equals else args[at + 1 : end], end
+            if flag[2:] in NAMES and flag.startswith("--"):
+                words += self._own(flag, values)
+                continue
+            name, theirs = self._foreign(flag, values)
+            if name is None:
+                words += [flag + equals + value] if equals else [flag, *values]
+            else:
+                foreign[name] = theirs
+        return [*self._translated(foreign, words), *words]
+
+    def _own(self, flag: str, values: list[str]) -> list[str]:
+        """One of our flags with its values, as one word or more."""
+        name = NAMES[flag[2:]]
+        if len(values) == 1:
+            found = translate.own_value(name, values[0], f"{flag} {shown(values[0])}")
+            if found is not None:
+                self.lines += [found.line] if found.line else []
+                return [f"--{n}={v}" for part in (found.given, found.otherwise) for n, v in part.items()]
+        meta = FIELDS[name].metadata
+        if len(values) > 1 and meta["comma_separated"]:
+            values = [",".join(values)]
+        if len(values) > 1 and meta["repeatable"]:
+            return [f"{flag}={value}" for value in values]
+        return [f"{flag}={values[0]}", *values[1:]] if values else [flag]
+
+    def _foreign(self, flag: str, values: list[str]) -> tuple[str | None, object]:
+        """(the name of another program, its value), or (None, "") if nobody has it. --no_x is x false."""
+        name = flag[2:] if flag.startswith("--") else ""
+        if flag in self._option_string_actions or not name:
+            return None, ""
+        if translate.known(name) is None:
+            negated = name.removeprefix("no_")
+            return (negated, "false") if negated != name and not values and translate.known(negated) else (None, "")
+        return name, (values if len(values) > 1 else values[0]) if values else "true"
+
+    def _translated(self, foreign: dict, words: list[str]) -> list[str]:
+        """Our words for names of other programs, to stand before those of the command line."""
+        settled, found = translate.joined(foreign)
+        for name, value in foreign.items():
+            if name not in settled:
+                where = f"--{name}" + (f" {translate.words_of(value)}" if value != "true" else "")
+                entry = translate.known(name)
+                found.append(translate.translated(entry, value, where))
+                for flag, raw in found[-1].given.items():
+                    parse_value(NAMES[flag], raw, f"--{name}")
+        self.lines += [t.line for t in found if t.line]
+        given = {NAMES[word[2:].partition("=")[0]] for word in words if word[2:].partition("=")[0] in NAMES}
+        said = {name: value for name, value in translate.merged(found).items()}
+        weak = {NAMES[n] for t in found for n in t.otherwise} - {NAMES[n] for t in found for n in t.given}
+        return [f"--{n}={_word(v)}" for n, v in said.items() if not (n in weak and n in given)]
+
+
+def _word(value) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def check_ranges(args, ranges: dict[str, tuple]) -> None:
     """Raises PlanError for a number outside of its range: {name: (smallest, largest)}."""
     for name, (low, high) in ranges.items():
@@ -72,20 +165,19 @@ def _underscored(arg: str) -> str:
 
 
 def nearest(word, known) -> str:
-    """What to write instead of an unknown name: its equivalent if other programs have it, else the nearest one."""
-    elsewhere = answer(str(word))
-    if elsewhere and FIELDS.keys() <= {str(k).lstrip("-") for k in known}:
-        return elsewhere
+    """The nearest known name to an unknown one, as a sentence; empty if none shares a word with it."""
     near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Nearest: {near[0]}." if near and _shares_a_word(shown(word), near[0]) else ""
 
 
 def _shares_a_word(one: str, other: str) -> bool:
-    """True if a word of one name is one of the other, but for a letter or two; similar letters alone mean nothing."""
+    """True if the names have a word in common, or each word of the first is one of the other but for a letter or two;
+    similar letters alone mean nothing.
+    """
     theirs = re.split(r"[_.]", other.lower().lstrip("-"))
     words = [word for word in re.split(r"[_.]", one.lower().lstrip("-")) if word]
-    close = (difflib.SequenceMatcher(None, word, their).ratio() for word in words for their in theirs)
-    return max(close, default=0.0) >= 0.75 or "".join(words) == "".join(theirs)
+    close = [max(difflib.SequenceMatcher(None, word, their).ratio() for their in theirs) for word in words]
+    return 1.0 in close or min(close, default=0.0) >= 0.75 or "".join(words) == "".join(theirs)
 
 
 def parse_value(name: str, value, where: str | None = None):
@@ -101,6 +193,10 @@ def parse_value(name: str, value, where: str | None = None):
         if not entries:
             raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
         return entries if len(entries) > 1 or isinstance(entries[0], dict) else entries[0]
+    if meta["comma_separated"] and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        value = ",".join(value)
+    if meta["comma_separated"] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+        value = ",".join(f"{k}={v}" for k, v in value.items())
     if accepts_booleans(field):
         word = str(value).lower()
         value = "true" if word in TRUE else "false" if word in FALSE else word
@@ -208,7 +304,7 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-def add_flags(parser: Parser) -> None:
+def add_flags(parser: FlagParser) -> None:
     """Adds every field of TrainConfig to `parser`, grouped. Unset flags are absent from the parsed namespace."""
     for key, title in GROUPS.items():
         group = parser.add_argument_group(title)
@@ -229,7 +325,7 @@ def add_flags(parser: Parser) -> None:
 
 
 class _OneValue(argparse.Action):
-    """Converts the value; rejects a flag given twice with different values (aliases included), unless repeatable."""
+    """Converts the value; of a flag given twice (aliases included) the last one counts, unless it is repeatable."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         new, old = parse_value(self.dest, value, option_string), getattr(namespace, self.dest, None)
@@ -237,7 +333,9 @@ class _OneValue(argparse.Action):
             setattr(namespace, self.dest, [*(old if isinstance(old, list) else [old]), new])
             return
         if old is not None and old != new:
-            raise PlanError(f"{option_string} {value}: --{self.dest} was already set to {old}. Give it once.")
+            parser.lines.append(
+                f"{option_string} {shown(value)}: the last one counts; --{self.dest} was {shown(old)} before"
+            )
         setattr(namespace, self.dest, new)
 
 
@@ -256,9 +354,9 @@ def help_text(field) -> str:
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
-def read_config(path: str) -> dict:
-    """{flag: value} from a YAML file of flags, or as requested in a run_plan.json.
-    Raises PlanError naming file and key.
+def read_config(path: str, say: Callable[[str], object] = lambda line: None) -> dict:
+    """{flag: value} from a YAML file of flags or of another program, or as requested in a run_plan.json.
+    Raises PlanError naming file and key. `say`: what to do with each line of a translation.
     """
     file = Path(path)
     if not file.is_file():
@@ -287,23 +385,60 @@ def read_config(path: str) -> dict:
         content = read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
-    return parse_config(content, path)
+    program = translate.recognised(content) if file.suffix != ".json" else None
+    if program:
+        content, lines = translate.of_file(content, program, path)
+        for line in lines:
+            say(line)
+    return parse_config(content, path, say)
 
 
-def parse_config(content: dict, path: str) -> dict:
+def parse_config(content: dict, path: str, say: Callable[[str], object] = lambda line: None) -> dict:
     """{flag: value} from parsed file content, each value converted to its flag's type.
     Raises PlanError naming file and key.
     """
-    overrides = {}
+    if "config" in content:
+        raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
+    return parse_named(content, lambda key: f"{path}: {key}", lambda key: f"{path}: unknown key '{shown(key)}'.", say)
+
+
+def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable[[str], object]) -> dict:
+    """{flag: value} of a mapping by our names or other programs', converted. Raises PlanError, which `where(name)`
+    begins, or `unknown(name)` for a name that nobody has.
+    """
+    overrides, foreign, found = {}, {}, []
     for key, value in content.items():
-        name = NAMES.get(str(key).replace("-", "_"))
+        word = str(key).replace("-", "_")
+        name = NAMES.get(word)
+        if name is None and translate.known(word) is None:
+            raise PlanError(unknown(key) + nearest(key, NAMES))
         if name is None:
-            raise PlanError(f"{path}: unknown key '{shown(key)}'.{nearest(key, NAMES)}")
-        if name == "config":
-            raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
-        new = parse_value(name, value, f"{path}: {key}")
+            foreign[word] = value
+            continue
+        theirs = translate.own_value(name, value, f"{where(key)} {shown(value)}")
+        if theirs is not None:
+            found.append(theirs)
+            continue
+        new = parse_value(name, value, where(key))
         if name in overrides and overrides[name] != new:
-            raise PlanError(f"{path}: '{key}' gives --{name} a second value. Give it once.")
+            raise PlanError(f"{where(key)}: gives --{name} a second value. Give it once.")
+        overrides[name] = new
+    settled, together = translate.joined(foreign, where=where)
+    found += together
+    for name, value in foreign.items():
+        if name not in settled:
+            found.append(
+                translate.translated(translate.known(name), value, f"{where(name)} {translate.words_of(value)}")
+            )
+    for line in filter(None, (t.line for t in found)):
+        say(line)
+    for name, value in translate.merged(found).items():
+        weak = not any(name == NAMES[n] for t in found for n in t.given)
+        new = parse_value(name, value, where(name))
+        if overrides.get(name) is not None and overrides[name] != new:
+            if weak:
+                continue
+            raise PlanError(f"{where(name)}: has a second value, {shown(value)}. Give it once.")
         overrides[name] = new
     return {name: value for name, value in overrides.items() if value is not None}
 
@@ -353,11 +488,17 @@ def _fact(error) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 
-def parse_overrides(argv, parser: Parser) -> dict:
-    """{flag: value} of what the user set: the config file, overridden by the command line."""
-    return with_config(vars(parser.parse_args(argv)))
+def parse_overrides(argv, parser: FlagParser, say: Callable[[str], object] = lambda line: None) -> dict:
+    """{flag: value} of what the user set: the config file, overridden by the command line.
+
+    `say`: what to do with each line about names of other programs, and about flags given twice.
+    """
+    given = vars(parser.parse_args(argv))
+    for line in parser.lines:
+        say(line)
+    return with_config(given, say)
 
 
-def with_config(given: dict) -> dict:
+def with_config(given: dict, say: Callable[[str], object] = lambda line: None) -> dict:
     """`given` merged over the values in its --config file, if any."""
-    return {**read_config(given["config"]), **given} if given.get("config") else given
+    return {**read_config(given["config"], say), **given} if given.get("config") else given

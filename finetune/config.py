@@ -66,6 +66,7 @@ FACTS: dict[str, object] = {
     "words": (),  # and these
     "nonempty": False,  # rejects an empty string
     "repeatable": False,  # may be given several times, or as a list: then its value is a list
+    "comma_separated": False,  # takes several words, comma-separated, or as a list
     "metavar": None,  # how --help shows its value
     "unset": None,  # what it is if it is not given, where that is not the default of the field
     "adapter_only": False,  # has no meaning without an adapter
@@ -123,10 +124,15 @@ class TrainConfig:
         None,
         "which of your columns to use for each field of a format, such as prompt=query,completion=reply",
         metavar="FIELD=COLUMN,...",
+        comma_separated=True,
         nonempty=True,
     )
     ignore_columns: str | None = data_flag(
-        None, "columns and message fields to leave out, comma-separated", metavar="NAME,...", nonempty=True
+        None,
+        "columns and message fields to leave out, comma-separated",
+        metavar="NAME,...",
+        nonempty=True,
+        comma_separated=True,
     )
     text_unit: str = data_flag(
         "auto",
@@ -223,6 +229,7 @@ class TrainConfig:
         "numeric (the last numbers are equal), json, regex (--score_pattern finds the same in both), choice (the "
         "likeliest of the answers that the rows have), perplexity",
         metavar="NAME,...",
+        comma_separated=True,
         nonempty=True,
         resumable=True,
     )
@@ -346,6 +353,7 @@ class TrainConfig:
         "all",
         "all (every linear layer and expert except the head), default (q_proj and v_proj, or "
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
+        comma_separated=True,
     )
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
@@ -528,6 +536,7 @@ class TrainConfig:
         None,
         "take the same steps on two backends, such as torch,mlx, and compare losses, gradients and weights",
         metavar="NAME,NAME",
+        comma_separated=True,
     )
     recommend: bool = ask_flag(False, "print recommended settings for this machine")
     assume_memory: str | None = ask_flag(None, "plan for a device with this much memory, such as 24GiB")

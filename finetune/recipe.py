@@ -10,8 +10,9 @@ from typing import get_args, get_type_hints
 from finetune.cli import FALSE, MAX_YAML_BYTES, TRUE, nearest, read_yaml, shown
 from finetune.errors import PlanError
 from finetune.pretrain_config import CHOICES, RANGES, ArchConfig, PretrainConfig
+from finetune.shipped import shipped
 
-CONFIGS = Path(__file__).resolve().parent.parent / "config"
+CONFIGS = shipped("config", "recipes")
 IGNORED = ("name", "loss.name")  # of an arch file: the classes of the fork
 ALIASES = {"loss.loss_type": "loss_type"}
 RUN_TYPES, ARCH_TYPES = get_type_hints(PretrainConfig), get_type_hints(ArchConfig)

@@ -10,7 +10,7 @@ import pytest
 from finetune.cli import Parser, nearest, parse_overrides, parse_value, read_config
 from finetune.config import FIELDS, TrainConfig, value_type
 from finetune.errors import PlanError
-from tests.support.commands import ROOT, command, finish, refused
+from tests.support.commands import ROOT, refused
 from train import build_parser, fine_tune
 
 
@@ -19,16 +19,6 @@ def test_a_flag_that_is_none_is_an_error_in_python_too():
         fine_tune(lora_rnk=3)
     with pytest.raises(PlanError, match="not an integer"):
         fine_tune(lora_rank="four")
-
-
-def test_help_shows_every_flag_with_its_default():
-    text = finish(command("--help")).stdout
-    for name, field in FIELDS.items():
-        assert f"--{name}" in text
-        if field.default not in (None, False, True):
-            value = field.metadata["unset"] or field.default
-            shown = f"(default: {value})" in text.replace("\n", " ").replace("  ", " ")
-            assert shown or str(value) in text
 
 
 def parse(*argv):
@@ -69,7 +59,7 @@ def test_every_field_parses_its_default_and_all_its_choices():
     ("argv", "text"),
     [
         (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
-        (["--data"], "--data: unknown flag"),
+        (["--datas"], "--datas: unknown flag"),
         (["--train_type", "qlra"], "--train_type qlra: not one of auto, full, lora, qlora"),
         (["--lr", "fast"], "--lr fast: not a number"),
         (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
@@ -77,7 +67,6 @@ def test_every_field_parses_its_default_and_all_its_choices():
         (["--lr", "nan"], "--lr nan: must be > 0"),
         (["--lr", "-1"], "--lr -1: must be > 0"),
         (["--use_dora", "maybe"], "--use_dora maybe: not a boolean"),
-        (["--group_size", "32", "--hqq_group_size", "64"], "--hqq_group_size 64: --group_size was already set to 32"),
         (["extra"], "extra: not a flag"),
         (["--lr"], "Argument --lr"),
     ],

@@ -12,7 +12,7 @@ from tests.support.commands import ROOT
 FOLDERS = ("finetune", "dataset", "docs", "benchmarks", "tests")
 FILES = sorted([*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))])
 # Comments of one word that are headings of the lines below them.
-HEADINGS = {"finetune/config.py": None, "finetune/older/other_names.py": {"Axolotl", "mlx-lm"}}
+HEADINGS = {"finetune/config.py": None}
 
 
 def name_of(file) -> str:

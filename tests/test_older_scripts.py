@@ -7,13 +7,12 @@ import shutil
 import pytest
 
 from backend_manager import Backend, BackendManager
-from finetune.cli import parse_overrides, read_config
+from finetune.cli import parse_overrides
 from finetune.config import FIELDS
 from finetune.distributed.env import rank_env
 from finetune.engine import MemoryStats, StepResult
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model_of
-from finetune.older.other_names import OTHER_NAMES
 from finetune.plan import log_to
 from finetune.plan.backend import selection
 from finetune.plan.draft import Facts
@@ -238,12 +237,9 @@ def test_a_whole_command_line_of_the_older_pages_settles(line, effect):
 
 # What the older documentation printed and is refused here -> the line that says what to write.
 ANSWERED = [
-    ("--use_ddp true", "--use_ddp: unknown flag. Here it is --sharding_strategy ddp."),
-    ("--q_bits 4", "--q_bits: unknown flag. Here it is --n_bits."),
-    ("--cosine_cycles 3", "--cosine_cycles: unknown flag. The schedule cosine_with_restarts has two cycles"),
-    ("--warmup_epochs 2", "--warmup_epochs: unknown flag. Here it is --warmup_ratio W"),
-    ("--wrapping_policy size", "--wrapping_policy: unknown flag. Every decoder layer is a unit of its own"),
-    ("--profiling_outputs dir", "--profiling_outputs: unknown flag. Here it is --profiling_output."),
+    ("--cosine_cycles 3", "--cosine_cycles 3: The schedule cosine_with_restarts has two cycles"),
+    ("--warmup_epochs 2", "--warmup_epochs 2: --warmup_ratio W"),
+    ("--wrapping_policy size", "--wrapping_policy size: Every decoder layer is a unit of its own"),
     ("--sharding_strategy hybrid_full_shard --world_size 2", "replicates across nodes, and there is only one. Give"),
     ("--backend cuda", "--backend cuda: Backend 'cuda' is not available"),
     ("--backend mps", "--backend mps: Backend 'mps' is not available"),
@@ -253,7 +249,6 @@ ANSWERED = [
     ("--train_type full --lora_rank 64", "--lora_rank 64: full fine-tuning has no adapter. Use --train_type lora"),
     ("--reentrant_checkpointing true --use_gradient_checkpointing false", "contradicts --use_gradient_checkpointing"),
     ("--warmup_steps 5 --warmup_ratio 0.1", "--warmup_steps 5: contradicts --warmup_ratio 0.1. Omit one of them."),
-    ("--group_size 64 --hqq_group_size 32", "--group_size was already set to 64. Give it once."),
     ("--llama_pro_path /nowhere/blk_exp-32-35", "--llama_pro_path /nowhere/blk_exp-32-35: no such folder"),
     ("--n_bits 3 --train_type custom_qlora", "--n_bits 3: bnb supports 4/8 bits"),
     ("--sharding_strategy ddp --use_cpu_offload true --world_size 2", "--use_cpu_offload true: keeps sharded weights"),
@@ -279,24 +274,6 @@ def test_wandb_without_the_package_is_answered():
         pytest.skip("wandb is installed")
     with pytest.raises(PlanError, match="--log_to wandb: wandb is not installed. pip install wandb, or use --log_to"):
         make_plan(parsed("--dry_run", "--log_to", "wandb"))
-
-
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_a_name_of_another_program_is_answered_with_flags_that_exist(name, tmp_path):
-    assert name not in FIELDS
-    with pytest.raises(PlanError, match=f"--{name}: unknown flag. ") as error:
-        parsed(f"--{name}", "1")
-    answer = str(error.value).partition("unknown flag. ")[2].removesuffix(" See --help.")
-    known = {f"--{n}" for n in FIELDS}
-    assert {word.strip(".,;") for word in answer.split() if word.startswith("--")} <= known
-    assert "Nearest" not in answer
-    (tmp_path / "flags.yaml").write_text(f"{name}: 1\n")
-    with pytest.raises(PlanError) as error:
-        read_config(str(tmp_path / "flags.yaml"))
-    assert answer in str(error.value)
-    with pytest.raises(PlanError, match="no such flag") as error:
-        fine_tune(**{name: 1})
-    assert answer in str(error.value)
 
 
 # ---- what was picked, and why

@@ -1,8 +1,8 @@
 """What a run without --dataset trains on: the demo's rows."""
 
-from pathlib import Path
+from finetune.shipped import shipped
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = shipped("examples")
 DEMO_DATASET, DEMO_TEST = str(EXAMPLES / "orders_train.jsonl"), str(EXAMPLES / "orders_test.jsonl")
 # A demo is to be short: one pass in steps of 8 rows reaches its score. Rate and rows per step are the plan's.
 MAX_STEPS = 18

@@ -4,6 +4,7 @@ from backend_manager import GIB, BackendManager
 from finetune.backend.machine import memory_info
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
+from finetune.system.program import started_as
 
 OOM_ADVICE = {
     "cuda": "--use_gradient_checkpointing, a smaller --microbatch_tokens, --train_type qlora",
@@ -52,5 +53,6 @@ def recommend(manager: BackendManager) -> list[str]:
             "small model"
         )
     text.append(f"if memory runs out on {backend}: {OOM_ADVICE[backend]}")
-    text.append(f"python train.py --backend {backend} --train_type {train_type} --precision {precision} --dry_run")
+    start = started_as("train.py")
+    text.append(f"{start} --backend {backend} --train_type {train_type} --precision {precision} --dry_run")
     return text

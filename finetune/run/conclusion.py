@@ -10,6 +10,7 @@ from finetune.model_files.hub_upload import upload
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import evaluation, model_card, page
 from finetune.run.metrics import Metrics
+from finetune.system.program import started_as
 
 ENGINE_BYTES = 1.2  # of the dense weights: what answering takes beside them
 
@@ -49,7 +50,8 @@ def write_page(log: Metrics, writer: CheckpointWriter) -> None:
 
 def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
     """Scores of the published adapter on its dense base, beside the loaded model; why there are none, if so."""
-    later = f"python score.py --checkpoint {plan.output.output_dir} --n_bits 16 --dataset {plan.data.score_dataset}"
+    score = f"{started_as('score.py')} --checkpoint {plan.output.output_dir}"
+    later = f"{score} --n_bits 16 --dataset {plan.data.score_dataset}"
     reason = _obstacle(plan, log)
     if reason:
         return f"{reason}. To have it: {later}"

@@ -17,6 +17,7 @@ from finetune.model_files.hub import looks_like_hub_id
 from finetune.run.evaluation import EXACT, SCORE_NAMES
 from finetune.run.metrics import read_events
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.program import started_as
 
 README = "README.md"
 BASE_FILES = ("base_model.json", CONFIG, "trained_blocks.json")
@@ -208,7 +209,7 @@ def _command(facts: Facts) -> str:
     """The command with which it was trained, as far as run_plan.json says."""
     if not facts.settled:
         return ""
-    words = ["python", "train.py"]
+    words = started_as("train.py").split()
     for name in FIELDS:
         value = facts.requested.get(name)
         if value is None or FIELDS[name].metadata["group"] in ("machine", "logging", "profile", "ask"):

@@ -25,6 +25,7 @@ from finetune.run.metrics import events_in
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import kind_of
+from finetune.system.program import started_as
 from finetune.system.progress import duration
 from finetune.system.terminal import clean
 from finetune.system.untrusted import untrusted
@@ -468,8 +469,8 @@ def command(run: Run) -> str:
     if not asked:
         return ""
     if "arch.hidden_size" in run.settled:
-        return shlex.join(["python", "pretrain.py", *(f"{name}={_written(v)}" for name, v in asked.items())])
-    words = ["python", "train.py"]
+        return shlex.join([*started_as("pretrain.py").split(), *(f"{name}={_written(v)}" for name, v in asked.items())])
+    words = started_as("train.py").split()
     for name, value in asked.items():
         if name in FIELDS and value is not None:
             for one in value if isinstance(value, list) else [value]:

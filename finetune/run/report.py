@@ -10,6 +10,7 @@ from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table
+from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
 
@@ -81,7 +82,7 @@ def ended_early(state) -> str:
 
 def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
     """The generate.py command that asks the trained model a row's question."""
-    command = ["python", "generate.py", "--checkpoint", output_dir]
+    command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
     if row is None:
         command += ["--prompt", "..."]
@@ -292,6 +293,6 @@ def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
     lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
     question = data.example
     if question:
-        command = ["python", "generate.py", "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
+        command = [*started_as("generate.py").split(), "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
         lines.append(f"try it: {shlex.join([*command, '--prompt', question[0]])}")
     return lines

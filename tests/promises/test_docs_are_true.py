@@ -22,6 +22,7 @@ from backend_manager import CAPABILITIES, Backend
 from dataset import build_chat_dataset, build_puzzle_dataset
 from finetune import errors
 from finetune.cli import read_config
+from finetune.commands import COMMANDS, SHELLS
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import detect_format
 from finetune.data.reading.mixture import sources_of
@@ -42,7 +43,7 @@ PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
 FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
-FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--logdir"}
+FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--logdir", "--from"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -98,6 +99,11 @@ def test_every_command_parses_and_its_plan_settles(where, words):
                 generate.check(PARSERS[script].parse_args(rest))
         case ["python", "pretrain.py", *rest]:
             recipe_of(rest)
+        case ["finetune", "completion", shell, *_]:
+            assert shell in SHELLS
+        case ["finetune", word, *rest]:
+            module = importlib.import_module(COMMANDS[word].module)
+            module.build_parser().parse_args([*COMMANDS[word].flags, *rest])
         case ["python", "-m", module, *rest] if module.startswith("dataset."):
             importlib.import_module(module).build_parser().parse_args(rest)
         case ["torchrun", *options] if "pretrain.py" in options:
@@ -288,7 +294,7 @@ def test_every_flag_a_page_names_is_one_of_ours(page):
 # ---- tables
 
 
-@pytest.mark.parametrize("name", ["flags", "conflicts"])
+@pytest.mark.parametrize("name", ["flags", "conflicts", "migration"])
 def test_the_generated_page_is_up_to_date(name):
     spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / f"docs/make_{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -298,7 +304,7 @@ def test_the_generated_page_is_up_to_date(name):
 
 def test_flags_are_fields_are_rows_of_the_page():
     on_page = set(re.findall(r"`--(\w+)`", (ROOT / "docs/flags.md").read_text()))
-    on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help"}
+    on_parser = {o[2:] for o in PARSERS["train.py"]._option_string_actions if o.startswith("--")} - {"help", "version"}
     assert on_page == on_parser == set(NAMES)
     assert set(FIELDS) == set(TrainConfig.__dataclass_fields__) == set(NAMES.values())
 

@@ -1,0 +1,229 @@
+"""Names of transformers' TrainingArguments, 5.23, and of older versions that are still typed."""
+
+from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
+
+IN_THE_FILE = LeftOut("metrics.jsonl in --output_dir has them in any case.")
+ADAMW = ("adamw", "adamw_torch", "adamw_hf", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused")
+PAGED = ("paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit")
+OPTIMIZERS = ByValue(
+    {
+        **dict.fromkeys((*ADAMW, "adamw_torch_xla", *PAGED), "--optimizer adamw"),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "--optimizer adamw_8bit"),
+        **{name: f"--optimizer {name}" for name in ("adam", "sgd", "adadelta")},
+        "*": Instead("There are adamw, adam, sgd, adadelta and adamw_8bit."),
+    },
+    dict.fromkeys(PAGED, "nothing is paged out of its memory"),
+)
+SCHEDULES = ByValue(
+    {
+        **{name: f"--lr_scheduler {name}" for name in ("linear", "constant")},
+        "cosine": "--lr_scheduler cosine | --cosine_min_lr_ratio 0",
+        "constant_with_warmup": "--lr_scheduler constant",
+        "cosine_with_restarts": "--lr_scheduler cosine_with_restarts | --cosine_min_lr_ratio 0",
+        "polynomial": Instead("Here polynomial falls with the square to 0: --lr_scheduler polynomial, or linear."),
+        "cosine_with_min_lr": "--lr_scheduler cosine",
+        "*": Instead("There are constant, linear, cosine, cosine_with_restarts, polynomial and exponential."),
+    },
+    {
+        "cosine": "there it falls to 0",
+        "cosine_with_restarts": "it has two cycles here",
+        "cosine_with_min_lr": "--cosine_min_lr_ratio says how far it falls",
+        "constant_with_warmup": "with --warmup_steps",
+    },
+)
+TRACKERS = ByValue(
+    {
+        **dict.fromkeys(("none", "[]", ""), IN_THE_FILE),
+        **dict.fromkeys(("wandb", "all"), "--log_to wandb"),
+        "*": Instead("There is --log_to wandb; metrics.jsonl in --output_dir has every number as JSON."),
+    }
+)
+PRECISION_OF_BF16 = ByValue(
+    {"true": "--precision bf16", "false": "", "auto": "--precision auto", "full": "--precision bf16"}
+)
+PRECISION_OF_FP16 = ByValue({"true": "--precision fp16", "false": ""})
+WHEN_EVALUATED = ByValue(
+    {
+        "no": LeftOut("Validation rows are evaluated before and after training, if there are any."),
+        "steps": LeftOut("--eval_every N says after how many steps."),
+        "epoch": LeftOut("Validation rows are evaluated before and after training, and every --eval_every N steps."),
+        "*": Instead("--eval_every N evaluates every N steps."),
+    }
+)
+WHEN_SAVED = ByValue(
+    {
+        "no": "--save_every 0",
+        "steps": LeftOut("--save_every N says after how many steps."),
+        "epoch": LeftOut("The last step is saved, and every --save_every N steps."),
+        "best": LeftOut("best/ in --output_dir has the weights of the lowest validation loss."),
+        "*": Instead("--save_every N saves every N steps."),
+    }
+)
+RESUME = ByValue({"true": "--resume auto", "false": "", "*": "--resume {}"})
+
+
+def warmup(value) -> str | Instead:
+    """transformers reads a number below 1 as a fraction of the steps."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return "--warmup_steps {}"
+    return "--warmup_ratio {}" if 0 < number < 1 else f"--warmup_steps {number:g}"
+
+
+def share_of_rows(value) -> str | Instead:
+    """A fraction held out for validation; other programs read a number from 1 on as a number of rows."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return "--validation_split {}"
+    if number < 1:
+        return "--validation_split {}"
+    return Instead("Here it is a fraction: --validation_split F, with F below 1, or --validation_dataset FILE.")
+
+
+def reentrant(value) -> str | Instead:
+    """The one setting of gradient checkpointing's keyword arguments that changes anything."""
+    text = str(value).lower().replace('"', "").replace("'", "").replace(" ", "")
+    found = {"{use_reentrant:true}": "--reentrant_checkpointing true", "{use_reentrant:false}": ""}
+    return found.get(text, Instead("There is --reentrant_checkpointing."))
+
+
+WARMUP = Computed(warmup, "`--warmup_steps`; a number below 1 is `--warmup_ratio`")
+HELD_OUT = Computed(share_of_rows, "`--validation_split`; a number of rows is refused")
+REENTRANT = Computed(reentrant, "`--reentrant_checkpointing`")
+
+HF: Names = {
+    **same("output_dir", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps"),
+    **same("seed", "warmup_ratio"),
+    "warmup_steps": WARMUP,
+    "per_device_train_batch_size": "batch_size",
+    "per_gpu_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": SCHEDULES,
+    "optim": OPTIMIZERS,
+    "bf16": PRECISION_OF_BF16,
+    "fp16": PRECISION_OF_FP16,
+    "gradient_checkpointing": "use_gradient_checkpointing",
+    "activation_checkpointing": "use_gradient_checkpointing",
+    "gradient_checkpointing_kwargs": REENTRANT,
+    "activation_checkpointing_kwargs": REENTRANT,
+    "torch_compile": "compile",
+    "auto_find_batch_size": ByValue(
+        {"true": "--batch_size auto", "false": ""},
+        {"true": "by the number of rows; memory limits the tokens of a forward"},
+    ),
+    "logging_steps": "log_every_n_steps",
+    "disable_tqdm": ByValue({"true": "--log_to stdout", "false": ""}),
+    "report_to": TRACKERS,
+    "run_name": "name",
+    "project": "project_name",
+    "eval_strategy": WHEN_EVALUATED,
+    "evaluation_strategy": WHEN_EVALUATED,
+    "eval_steps": "eval_every",
+    "save_strategy": WHEN_SAVED,
+    "save_steps": "save_every",
+    "save_total_limit": "keep_last",
+    "hub_model_id": "push_to_hub",
+    "resume_from_checkpoint": RESUME,
+    "overwrite_output_dir": "overwrite",
+    "use_cpu": ByValue({"true": "--backend cpu", "false": ""}),
+    "no_cuda": ByValue({"true": "--backend cpu", "false": ""}),
+    "use_mps_device": ByValue({"true": "--backend mps", "false": ""}),
+    "ddp_timeout": ByValue({"*": "--rank_timeout {}"}, {"*": "here: seconds without a heartbeat of a rank"}),
+    "fsdp": ByValue(
+        {
+            **dict.fromkeys(("full_shard", "full_shard auto_wrap", "true"), "--sharding_strategy full_shard"),
+            **dict.fromkeys(("shard_grad_op", "shard_grad_op auto_wrap"), "--sharding_strategy shard_grad_op"),
+            **dict.fromkeys(("hybrid_shard", "hybrid_shard auto_wrap"), "--sharding_strategy hybrid_full_shard"),
+            **dict.fromkeys(("full_shard offload", "full_shard auto_wrap offload"), "--use_cpu_offload true"),
+            **dict.fromkeys(("false", "", "none"), ""),
+            "*": Instead("Ranks shard the model by default (FSDP2). See --dp_shards and --use_cpu_offload."),
+        }
+    ),
+    "push_to_hub": ByValue({"true": LeftOut("hub_model_id names the repository to push to."), "false": ""}),
+    "hub_private_repo": ByValue(
+        {"true": LeftOut("--push_to_hub makes a private repository."), "*": Instead("Make it public on the Hub.")}
+    ),
+    # What is asked for by these is not here.
+    **instead("Label smoothing is not here. Omit it.", "label_smoothing_factor"),
+    **instead("Noise on embeddings (NEFTune) is not here. Omit it.", "neftune_noise_alpha"),
+    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta1", unless=("0.9",)),
+    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta2", unless=("0.999",)),
+    **instead("The optimizer has an epsilon of 1e-8. Omit it.", "adam_epsilon", unless=("1e-8", "1e-08")),
+    **instead("The optimizer has no other settings than --lr and --wd. Omit it.", "optim_args"),
+    **instead("GaLore and APOLLO are not here; --train_type lora trains few weights. Omit it.", "optim_target_modules"),
+    **instead(
+        "A schedule has --warmup_steps, --warmup_ratio and --cosine_min_lr_ratio. Omit it.", "lr_scheduler_kwargs"
+    ),
+    **instead("One seed, --seed, shuffles rows and draws dropout and adapters. Omit it.", "data_seed"),
+    **instead(
+        "Rows are shuffled. Omit it, and see --batch_layout.",
+        "group_by_length",
+        "train_sampling_strategy",
+        unless=("random",),
+    ),
+    **instead("An epoch's last step has the rows that remain. Omit it.", "dataloader_drop_last"),
+    **instead("A resumed run goes on at its next row. Omit it.", "ignore_data_skip"),
+    **instead("The first evaluation is before training. Omit it.", "eval_delay"),
+    **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hub_token", "push_to_hub_token"),
+    **instead("--push_to_hub uploads to the main branch. Omit it.", "hub_revision", unless=("main",)),
+    **instead(
+        "Sharding, offload and DDP are built in: --dp_shards, --use_cpu_offload, --dp_degree. For DeepSpeed write an "
+        "accelerate config and use --parallel_backend accelerate.",
+        *("deepspeed", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
+        *("accelerator_config", "parallelism_config"),
+    ),
+    **instead("The compiler is inductor. Omit it.", "torch_compile_backend", unless=("inductor",)),
+    **instead("Layers are compiled in the default mode. Omit it.", "torch_compile_mode", unless=("default",)),
+    **instead("Labels are the tokens of the answers, see --train_on_prompt. Omit it.", "label_names"),
+    **instead(
+        "Weights and Biases is the one tracker: --log_to wandb.",
+        *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    ),
+    # These change nothing, or are the case here.
+    **left_out("The loss is divided once by the targets of all ranks.", "average_tokens_across_devices"),
+    **left_out("Evaluation computes in the precision of training.", "bf16_full_eval", "fp16_full_eval"),
+    **left_out("fp32 is as torch is set to compute it; --precision bf16 is the fast way.", "tf32"),
+    **left_out("Logits are computed at target positions, in chunks.", "use_liger_kernel", "liger_kernel_config"),
+    **left_out("Training keeps no cache of keys and values.", "use_cache"),
+    **left_out("--low_memory returns freed memory immediately.", "torch_empty_cache_steps"),
+    **left_out("A line per --log_every_n_steps steps, from the first.", "logging_strategy", "logging_first_step"),
+    **left_out("Rank 0 alone logs.", "log_on_each_node", "log_level", "log_level_replica", "logging_nan_inf_filter"),
+    **left_out("metrics.jsonl in --output_dir has them.", "logging_dir", "include_num_input_tokens_seen"),
+    **left_out("metrics.jsonl in --output_dir has them.", "include_tokens_per_second", "skip_memory_metrics"),
+    **left_out(
+        "Evaluation is cut into forwards as training is, see --microbatch_tokens.",
+        *("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_accumulation_steps", "prediction_loss_only"),
+        *("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"),
+    ),
+    **left_out(
+        "The model is evaluated before and after training.", "eval_on_start", "do_train", "do_eval", "do_predict"
+    ),
+    **left_out("A checkpoint has everything that resuming needs.", "save_only_model", "save_safetensors"),
+    **left_out("Rank 0 writes, on one host.", "save_on_each_node"),
+    **left_out("SIGTERM saves at the next step and ends the run.", "enable_jit_checkpoint"),
+    **left_out("The upload is after training.", "hub_strategy", "hub_always_push"),
+    **left_out(
+        "best/ in --output_dir has the weights of the lowest validation loss.",
+        *("metric_for_best_model", "greater_is_better"),
+    ),
+    "load_best_model_at_end": "load_best",
+    **left_out("A resumed run is the uninterrupted one.", "restore_callback_states_from_checkpoint"),
+    **left_out("The order of rows and every draw follow --seed.", "full_determinism"),
+    **left_out(
+        "Rows are prepared while the device computes.",
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    ),
+    **left_out("Columns that no format uses are counted and left out.", "remove_unused_columns"),
+    **left_out("Lengths are those of the tokens.", "length_column_name"),
+    **left_out(
+        "Data parallelism has no such setting here.",
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "ddp_backend",
+    ),
+    **left_out("The launcher says which rank this is.", "local_rank"),
+    **left_out("--profile runs the profiler.", "debug"),
+    **left_out("Mixed precision is torch's own.", "half_precision_backend", "fp16_backend", "fp16_opt_level"),
+}

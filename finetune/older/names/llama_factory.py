@@ -1,0 +1,230 @@
+"""Keys of LLaMA-Factory's YAML and command line, 0.9.5. It has HF's too."""
+
+import json
+from pathlib import Path
+
+from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
+from finetune.older.names.hf import HELD_OUT, HF
+from finetune.older.names.trl import DTYPES, PACKED, TRL
+
+MAX_INFO_BYTES = 2**20
+COLUMNS = {  # of dataset_info.json -> of ours, by its formatting
+    "alpaca": {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "system": "system",
+        "history": "history",
+    },
+    "sharegpt": {"messages": "messages", "system": "system", "tools": "tools"},
+}
+STANDARD_TAGS = {
+    "role_tag": ("role", "from"),
+    "content_tag": ("content", "value"),
+    "user_tag": ("user", "human"),
+    "assistant_tag": ("assistant", "gpt"),
+    "system_tag": ("system",),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "function"),
+}
+
+
+def datasets(names, folder) -> list[dict] | Instead:
+    """Entries of our --dataset for names in `folder`/dataset_info.json; names that are files stay what they are."""
+    listed = [n.strip() for n in (names.split(",") if isinstance(names, str) else names)]
+    file = Path(str(folder or "data")) / "dataset_info.json"
+    try:
+        with open(file, "rb") as opened:
+            known = json.loads(opened.read(MAX_INFO_BYTES))
+    except (OSError, ValueError, RecursionError):
+        known = None
+    found = []
+    for name in listed:
+        entry = known.get(name) if isinstance(known, dict) else None
+        if entry is None and Path(name).exists():
+            found.append({"name": name})
+        elif not isinstance(entry, dict):
+            return Instead(
+                f"{name} is a name of {file}, which has no such entry here. Give dataset: FILE or a Hub name."
+            )
+        else:
+            ours = of_info(entry, file.parent)
+            if isinstance(ours, Instead):
+                return Instead(f"{file}: {name}: {ours.what}")
+            found.append(ours)
+    return found
+
+
+def of_info(entry: dict, folder: Path) -> dict | Instead:
+    """Our entry for one of dataset_info.json."""
+    source = str(folder / entry["file_name"]) if entry.get("file_name") else entry.get("hf_hub_url")
+    if not isinstance(source, str):
+        return Instead("it has neither file_name nor hf_hub_url. Give dataset: FILE or a Hub name.")
+    tags = {**(entry.get("tags") or {})}
+    for tag, value in tags.items():
+        if value not in STANDARD_TAGS.get(tag, ()):
+            return Instead(
+                f"its tag {tag} is {value!r}. Rename it in the rows to "
+                f"{' or '.join(STANDARD_TAGS.get(tag, ('role',)))}."
+            )
+    columns = {}
+    for theirs, column in (entry.get("columns") or {}).items():
+        ours = (
+            theirs
+            if theirs in ("chosen", "rejected")
+            else COLUMNS.get(entry.get("formatting", "alpaca"), {}).get(theirs)
+        )
+        if ours is None:
+            return Instead(f"its column {theirs} has no counterpart. Name the columns with --columns.")
+        if column and column != ours:
+            columns[ours] = column
+    found = {"name": source + (f":{entry['subset']}" if entry.get("subset") else ""), "split": entry.get("split")}
+    return {k: v for k, v in {**found, "columns": columns or None}.items() if v is not None}
+
+
+def quantized(value) -> str | Instead:
+    return {"4": "--train_type qlora --n_bits 4", "8": "--train_type qlora --n_bits 8"}.get(
+        str(value), "--train_type qlora --n_bits {}"
+    )
+
+
+LLAMA_FACTORY: Names = {
+    **{name: entry for name, entry in HF.items()},
+    **same("lora_rank", "lora_alpha", "lora_dropout", "loraplus_lr_ratio", "use_rslora", "use_dora", "streaming"),
+    **same("train_on_prompt", "simpo_gamma", "master_addr", "master_port", "profiler_warmup_steps"),
+    "model_name_or_path": "model_name",
+    "model_revision": "revision",
+    "adapter_name_or_path": "adapter",
+    "stage": ByValue(
+        {
+            **dict.fromkeys(("sft", "pt"), LeftOut("What is learned follows from the rows.")),
+            **{name: f"| --preference {name}" for name in ("dpo", "kto")},
+            "*": Instead("There are next-token training and --preference; for rm and ppo use a tool such as TRL."),
+        }
+    ),
+    "finetuning_type": ByValue(
+        {
+            "lora": "| --train_type lora",
+            "full": "--train_type full",
+            "freeze": Instead("There are lora, qlora and full; expand.py and --llama_pro_path train added layers."),
+            "*": Instead("There are lora, qlora and full."),
+        }
+    ),
+    "quantization_bit": Computed(quantized, "`--train_type qlora --n_bits N`"),
+    "quantization_method": ByValue(
+        {
+            **dict.fromkeys(("bnb", "hqq"), "--quantization_backend {}"),
+            **dict.fromkeys(("bitsandbytes",), "--quantization_backend bnb"),
+            "*": Instead("There are nf4, bnb, hqq, quanto and mlx."),
+        }
+    ),
+    "quantization_type": "quant_type",
+    "double_quantization": "double_quant",
+    "lora_target": "lora_target_modules",
+    "dataset": Computed(lambda value: datasets(value, None), "`dataset`, looked up in dataset_info.json"),
+    "eval_dataset": "validation_dataset",
+    "val_size": HELD_OUT,
+    "cutoff_len": "context_length",
+    "template": ByValue({"*": LeftOut("The tokenizer's own template is used, which --dry_run shows on three rows.")}),
+    "max_samples": "dataset_samples",
+    "buffer_size": "shuffle_buffer",
+    "neat_packing": ByValue({"true": LeftOut(PACKED), "false": ""}),
+    "packing": ByValue({"true": LeftOut(PACKED), "false": ""}),
+    "pissa_init": ByValue({"true": "--init_lora_weights pissa", "false": ""}, {"true": "computed exactly"}),
+    "pref_beta": "preference_beta",
+    "pref_loss": ByValue(
+        {
+            "sigmoid": "--preference dpo",
+            "kto_pair": Instead("--preference kto reads pairs too."),
+            **{name: f"--preference {name}" for name in ("orpo", "simpo")},
+            "*": Instead("There are dpo, orpo, simpo and kto, each with the loss of its paper."),
+        }
+    ),
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
+    "flash_attn": ByValue(
+        {
+            "auto": "--attention auto",
+            "sdpa": "--attention sdpa",
+            **dict.fromkeys(("fa2", "fa3"), "--attention flash"),
+            "*": LeftOut("--attention chooses by a trial on the device."),
+        }
+    ),
+    "disable_gradient_checkpointing": ByValue({"true": "--use_gradient_checkpointing false", "false": ""}),
+    "use_reentrant_gc": "reentrant_checkpointing",
+    "pure_bf16": ByValue({"true": "--precision bf16", "false": ""}, {"true": "what is trained stays in fp32"}),
+    "compute_dtype": DTYPES,
+    "infer_dtype": LeftOut("generate.py has --precision."),
+    "export_dir": Instead("export.py --checkpoint RUN --output_dir DIR merges and exports."),
+    "enable_torch_profiler": "profile",
+    "profiler_output_dir": "profiling_output",
+    "profiler_wait_steps": "wait_steps",
+    "profiler_active_steps": "active_steps",
+    "profiler_repeat": "repeat",
+    "profiler_record_shapes": "with_shapes",
+    "profiler_profile_memory": "profile_memory",
+    "profiler_with_stack": "with_stack",
+    "enable_liger_kernel": TRL["use_liger_kernel"],
+    "trust_remote_code": TRL["trust_remote_code"],
+    "early_stopping_steps": "early_stopping",
+    "use_llama_pro": Instead("expand.py adds layers, and --llama_pro_path trains them."),
+    "mix_strategy": ByValue(
+        {
+            "concat": LeftOut("Every row of each dataset is read once per epoch."),
+            "*": Instead("Weights mix datasets: --dataset NAME:WEIGHT, several times."),
+        }
+    ),
+    "interleave_probs": Instead("Weights mix datasets: --dataset NAME:WEIGHT, several times."),
+    "additional_target": Instead("Name embeddings and head in --lora_target_modules, which trains adapters on them."),
+    "dataset_dir": Instead("Give the file itself: --dataset DIR/FILE."),
+    "create_new_adapter": ByValue({"true": "--adapter_merge true", "false": ""}),
+    "default_system": Instead("Write it as the system message of the rows."),
+    "plot_loss": ByValue({"true": LeftOut("metrics.jsonl in --output_dir has every number."), "false": ""}),
+    "enable_thinking": LeftOut("The template decides, by the row's chat_template_kwargs."),
+    **instead("Unsloth is not used here. Omit it.", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths"),
+    **instead("Vocabularies are not changed. Omit it.", "resize_vocab", "add_tokens", "add_special_tokens"),
+    **instead(
+        "There are adamw, adam, sgd, adadelta and adamw_8bit.",
+        *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
+    ),
+    **instead("There are LoRA, DoRA, rsLoRA and LoRA+. Omit it.", "module_dropout", "oft_rank", "oft_target"),
+    **instead(
+        "The loss is DPO's own, with the model before training as its reference. Omit it.",
+        *("pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "ld_alpha", "ref_model", "ref_model_adapters"),
+    ),
+    **instead(
+        "The loss is the next token's, over all targets. Omit it.", "use_dft_loss", "use_asft_loss", "use_eaft_loss"
+    ),
+    **instead(
+        "For rewards and PPO use a tool such as TRL.", "reward_model", "ppo_epochs", "ppo_target", "ppo_buffer_size"
+    ),
+    **instead("Training computes in fp32, bf16 or fp16. Omit it.", "fp8", "upcast_layernorm", "upcast_lmhead_output"),
+    **instead("Weights are trained from those of the folder. Omit it.", "train_from_scratch", "rope_scaling"),
+    **instead("All answers of a chat are learned. Omit it.", "mask_history"),
+    **instead("Rows are shuffled. Omit it.", "disable_shuffling"),
+    **instead("Trackers here: --log_to wandb.", "use_swanlab", "swanlab_project", "swanlab_run_name"),
+    **instead("Layers are chosen by --lora_target_modules. Omit it.", "freeze_trainable_layers", unless=("2",)),
+    **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token"),
+    **left_out(
+        "Rows are read and tokenized once and kept, on all cores.",
+        *("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "tokenized_path"),
+        *("data_shared_file_system", "media_dir", "tool_format"),
+    ),
+    **left_out(
+        "generate.py and score.py have their own flags.",
+        *("temperature", "top_p", "top_k", "num_beams", "max_new_tokens", "do_sample", "repetition_penalty"),
+        *("infer_backend", "predict_with_generate", "compute_accuracy", "use_kv_cache"),
+    ),
+    **left_out(
+        "The kind of model and tokenizer is read from its folder.",
+        *("use_fast_tokenizer", "split_special_tokens", "cache_dir", "low_cpu_mem_usage", "device_map"),
+        *("model_max_length", "adapter_folder", "offload_folder", "quantization_device_map"),
+    ),
+    **left_out("metrics.jsonl in --output_dir has them.", "include_effective_tokens_per_second", "print_param_status"),
+    **left_out("Padding is never a target.", "ignore_pad_token_for_loss", "eval_on_each_dataset", "block_diag_attn"),
+    **left_out("pissa is saved as LoRA of twice the rank.", "pissa_convert", "pissa_iter"),
+    **left_out("This trains text.", "freeze_vision_tower", "freeze_multi_modal_projector", "image_max_pixels"),
+    **left_out("The launcher starts the ranks.", "ray_run_name", "ray_num_workers", "ray_init_kwargs"),
+    "freeze_language_model": Instead("--lora_target_modules says what is trained."),
+}

@@ -1,0 +1,66 @@
+"""Names of mlx_lm.lora, 0.32: its flags and the keys of its YAML. Nested keys are joined by dots."""
+
+from finetune.older.names.entries import ByValue, Instead, LeftOut, Names, instead, left_out, same
+from finetune.older.names.hf import OPTIMIZERS, TRACKERS
+
+MLX_LM: Names = {
+    **same("batch_size", "learning_rate", "seed", "save_every", "project_name"),
+    "model": "model_name",
+    "data": "dataset",
+    "fine_tune_type": ByValue(
+        {
+            "lora": "| --train_type lora",
+            "dora": "--use_dora true | --train_type lora",
+            "full": "--train_type full",
+            "*": Instead("There are lora, dora (--use_dora) and full."),
+        }
+    ),
+    "optimizer": OPTIMIZERS,
+    "mask_prompt": ByValue(
+        {"true": LeftOut("Only answers are learned by default."), "false": "--train_on_prompt true"}
+    ),
+    "num_layers": ByValue(
+        {
+            "-1": LeftOut("All layers have adapters."),
+            "*": Instead(
+                "All layers have adapters; --lora_target_modules takes a regex, such as '.*layers\\.2[0-9]\\..*'."
+            ),
+        }
+    ),
+    "lora_layers": ByValue({"-1": LeftOut("All layers have adapters."), "*": Instead("All layers have adapters.")}),
+    "iters": ByValue({"*": "--max_steps {}"}, {"*": "here they are optimizer steps"}),
+    "steps_per_report": "log_every_n_steps",
+    "steps_per_eval": "eval_every",
+    "grad_checkpoint": "use_gradient_checkpointing",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "max_seq_length": "context_length",
+    "adapter_path": "output_dir",
+    "resume_adapter_file": "adapter",
+    "report_to": TRACKERS,
+    "wandb": ByValue({"": "", "*": "--log_to wandb --project_name {}"}),
+    "lora_parameters.rank": "lora_rank",
+    "lora_parameters.dropout": "lora_dropout",
+    "lora_parameters.scale": ByValue(
+        {"*": Instead("Here it is --lora_alpha A, which is scale x rank.")},
+        {"*": "Both together in a file are translated."},
+    ),
+    "lora_parameters.alpha": "lora_alpha",
+    "lora_parameters.keys": ByValue({"*": Instead("Names of layers are --lora_target_modules q_proj,v_proj.")}),
+    "lr_schedule.name": ByValue(
+        {
+            "cosine_decay": "--lr_scheduler cosine | --cosine_min_lr_ratio 0",
+            "linear_schedule": "--lr_scheduler linear",
+            "exponential_decay": "--lr_scheduler exponential",
+            "*": Instead("There are constant, linear, cosine, cosine_with_restarts, polynomial and exponential."),
+        }
+    ),
+    "lr_schedule.warmup": "warmup_steps",
+    **instead("The optimizer has no other settings than --lr and --wd. Omit it.", "optimizer_config.adam.betas"),
+    **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
+    **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.arguments"),
+    **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.warmup_init"),
+    **left_out("This is what train.py does.", "train"),
+    **left_out("All validation rows are evaluated, see --validation_dataset.", "val_batches"),
+    **left_out("--score_dataset scores rows before and after training.", "test", "test_batches"),
+    **left_out("--low_memory returns freed memory immediately.", "clear_cache_threshold"),
+}

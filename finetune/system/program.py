@@ -1,0 +1,11 @@
+"""How this program was started: as files of the repository, or as the installed command `finetune`."""
+
+import os
+
+COMMAND = "FINETUNE_COMMAND"  # set by the installed command, for itself and the ranks it starts
+
+
+def started_as(script: str) -> str:
+    """What to type for a script such as train.py: `python train.py`, or `finetune train` where it was started so."""
+    command = os.environ.get(COMMAND)
+    return f"{command} {script.removesuffix('.py')}" if command else f"python {script}"
