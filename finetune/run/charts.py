@@ -179,6 +179,6 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1e6 or size < 1e-3:
+    if size >= 1e6 or size < 1e-4:
         return f"{value:.2e}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"

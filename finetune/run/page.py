@@ -19,7 +19,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import GIB
 from finetune.plan.plan_base import format_value
 from finetune.run import samples
-from finetune.run.charts import Chart, Line, can_draw, figure, number, rows_table, thinned
+from finetune.run.charts import POINTS, Chart, Line, can_draw, figure, number, rows_table, thinned
 from finetune.run.diagnostics import Finding, findings
 from finetune.run.metrics import events_in
 from finetune.system.files import replace
@@ -280,7 +280,8 @@ def charts_section(charts: list[Chart]) -> str:
     if not drawn:
         return ""
     missing = "" if can_draw() else "<p>Charts need pygal (<code>pip install pygal</code>); here are their numbers.</p>"
-    note = '<p class="quiet">Lines of more than 240 steps are means of neighbouring steps.</p>' if can_draw() else ""
+    long = any(len(line.points) > POINTS for chart in charts for line in chart.lines)
+    note = f'<p class="quiet">Lines of more than {POINTS} steps are means of neighbouring steps.</p>' if long else ""
     return f'{missing}{note}<div class="charts">{"".join(drawn)}</div>'
 
 
@@ -387,11 +388,7 @@ def data_of(run: Run) -> str:
         said = ", ".join(f"{name} {lengths[name]:,}" for name in ("p50", "p95", "p99", "max") if name in lengths)
         bars = [(f"≤ {edge}", float(n)) for edge, n in lengths["bins"]]
         parts.append(f"<p>Tokens per row: {said}.</p>")
-        parts.append(
-            charts_section([Chart("Rows by length", bars=bars, unit="tokens")]).replace(
-                '<p class="quiet">Lines of more than 240 steps are means of neighbouring steps.</p>', ""
-            )
-        )
+        parts.append(charts_section([Chart("Rows by length", bars=bars, unit="tokens")]))
     checks = facts.get("checks") or []
     items = "".join(
         "<li>" + html.escape("{what} ({count:,}), first {first}: {remedy}".format(**check)) + "</li>"
