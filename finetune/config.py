@@ -494,7 +494,7 @@ class TrainConfig:
         "none",
         minimum=0,
     )
-    report_page: bool = logging_flag(True, "write report.html, one page about the run, when it ends")
+    run_page: bool = logging_flag(True, "write report.html, one page about the run, when it ends")
     log_to: str = logging_flag(
         "tqdm",
         "several, comma-separated. tqdm: live progress line; stdout: plain lines; tensorboard, wandb, mlflow, trackio: "

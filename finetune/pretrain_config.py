@@ -138,7 +138,7 @@ class PretrainConfig:
 
     save_model = True
     eval_samples = 0
-    report_page = True
+    run_page = True
     stop_on_divergence = False
     profile = False
     llama_pro_path = None

@@ -34,7 +34,7 @@ def begin(
     if resumed_from:
         log.saved(resumed_from)
     log.start(data, predicted)
-    if plan.settings.report_page:
+    if plan.settings.run_page:
         log.at_end = lambda: conclusion.write_page(log, writer)
     return state
 

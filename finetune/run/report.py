@@ -243,7 +243,7 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    pages = [f"report: {s.output_dir}/report.html"] if s.report_page else []
+    pages = [f"report: {s.output_dir}/report.html"] if s.run_page else []
     return lines + [
         f"saved: {s.output_dir}",
         *pages,

@@ -146,7 +146,7 @@ def test_a_page_that_was_edited_stays_and_no_other_file_is_replaced(plain_run, t
     assert "is not as a run wrote it and stays" in capsys.readouterr().out and file.read_text().endswith("mine")
     with pytest.raises(PlanError, match="--output .*exists, and is no report as it was written"):
         report.main([str(tmp_path / "out")])
-    plain_run(max_steps=1, report_page=False, output_dir=str(tmp_path / "without"))
+    plain_run(max_steps=1, run_page=False, output_dir=str(tmp_path / "without"))
     assert not (tmp_path / "without" / "report.html").exists()
 
 
