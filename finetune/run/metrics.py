@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -77,6 +78,7 @@ class Metrics:
         self.summary, self.live_text, self.began = Summary(), "", time.perf_counter()
         self.step_times: deque[float] = deque(maxlen=STEPS_AVERAGED)
         self.tracker = None
+        self.listener: Callable[[dict], object] | None = None
         self.handle: IO[str] | None = None
         self.state: TrainState | None = None
 
@@ -146,12 +148,14 @@ class Metrics:
         with storage(self.file):
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             assert self.handle is not None, kind
-            line = json.dumps({"event": kind, "time": time.time(), **values}, allow_nan=False)
-            self.handle.write(line + "\n")
+            event = {"event": kind, "time": time.time(), **values}
+            self.handle.write(json.dumps(event, allow_nan=False) + "\n")
             self.handle.flush()
         if self.tracker and kind in ("step", "eval"):
             numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
             self.tracker.log(numbers | (tracked or {}), step=values["step"])
+        if self.listener:
+            self.listener(event)
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""

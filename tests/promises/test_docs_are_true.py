@@ -40,8 +40,16 @@ BUILDERS = [build_chat_dataset.build_parser(), build_puzzle_dataset.build_parser
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
-FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
-FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank"}
+FOREIGN_FLAGS = {
+    "--ntasks-per-node",
+    "--index-url",
+    "--cpu",
+    "--num_processes",
+    "--config-name",
+    "--processor",
+    "--from",
+}
+FOREIGN_FLAGS |= {"--from", "--adapter-path", "--lora", "--max-lora-rank"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -223,7 +231,7 @@ def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text,
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), f"{page}: {ast.unparse(node)}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
-            assert {k.arg for k in node.keywords} <= set(NAMES), page
+            assert {k.arg for k in node.keywords} <= {*NAMES, "on_step", "on_eval", "on_save", "datset"}, page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
             assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:
