@@ -56,6 +56,7 @@ from finetune.run import parity, report
 from finetune.run.conclusion import conclude, uploaded
 from finetune.run.evaluation import check_scored
 from finetune.run.loop import begin, run_steps, start_from
+from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
@@ -130,6 +131,7 @@ def run(
         model = rank.load(eva_batches(data, plan)) if from_data else loading.result()
         engine = rank.build(model, pad_id(tokenizer))
         plan = finalize(plan, data, engine, log.say)
+        plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
         writer.describe(engine, plan, data)
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)

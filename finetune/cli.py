@@ -204,8 +204,8 @@ def parse_value(name: str, value, where: str | None = None):
             raise PlanError(f"{where} {shown(word)}: not a boolean. Use true or false.")
         if value_type(field) is bool:
             return value == "true"
-    if meta["auto"] and str(value).lower() == "auto":
-        return "auto"
+    if str(value).lower() in (*(("auto",) if meta["auto"] else ()), *meta["words"]):
+        return str(value).lower()
     if value_type(field) in (int, float):
         return _parse_number(field, value, where)
     if not isinstance(value, str):
@@ -223,7 +223,7 @@ def accepts_booleans(field) -> bool:
 
 def _parse_number(field, value, where: str):
     kind, meta = value_type(field), field.metadata
-    example = "1e-4" if field.default is None and kind is float else 1 if field.default is None else field.default
+    example = "1e-4" if meta["auto"] and kind is float else 1 if field.default is None else field.default
     if isinstance(value, bool):
         raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
     try:

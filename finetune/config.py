@@ -63,6 +63,7 @@ FACTS: dict[str, object] = {
     "above": None,  # >
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
+    "words": (),  # and these
     "nonempty": False,  # rejects an empty string
     "repeatable": False,  # may be given several times, or as a list: then its value is a list
     "comma_separated": False,  # takes several words, comma-separated, or as a list
@@ -101,9 +102,11 @@ class TrainConfig:
     )
     revision: str | None = model_flag(None, "branch, tag or commit of a Hub model")
     train_type: str = model_flag(
-        "qlora",
-        "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base",
-        choices=TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
+        "qlora",  # where nothing is planned
+        "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base; auto: lora where the "
+        "base fits with room, else qlora",
+        choices=("auto",) + TRAIN_TYPES + tuple(DEPRECATED_TRAIN_TYPES),
+        unset="auto",
     )
     llama_pro_path: str | None = model_flag(
         None, "folder written by expand.py; trains only its added layers", metavar="DIR"
@@ -204,7 +207,13 @@ class TrainConfig:
         metavar="FILE|NAME",
         resumable=True,
     )
-    validation_split: float = data_flag(0.0, "fraction of the training rows held out for validation", minimum=0.0)
+    validation_split: float | str = data_flag(
+        0.0,
+        "fraction of the training rows held out for validation; auto: a tenth, of 160 rows and more",
+        minimum=0.0,
+        auto=True,
+        metavar="F|auto",
+    )
     score_dataset: str | None = data_flag(
         None,
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
@@ -232,10 +241,12 @@ class TrainConfig:
     )
     batch_size: int | str = steps_flag(
         8,
-        "rows per data rank and accumulation step; auto: the largest that fits, at most 64",
+        "rows per data rank and accumulation step; auto: few enough that the rows give about 100 steps in three "
+        "passes, at most 8, or 16 of many thousand rows",
         minimum=1,
         auto=True,
         metavar="N|auto",
+        unset="auto",
     )
     gradient_accumulation_steps: int = steps_flag(1, "batches accumulated per optimizer step", minimum=1)
     microbatch_tokens: int | None = steps_flag(
@@ -247,18 +258,50 @@ class TrainConfig:
         choices=BATCH_LAYOUTS,
         value_aliases={"flat": "padding_free"},
     )
-    num_epochs: int = steps_flag(1, "epochs: passes over the training data", minimum=1, resumable=True)
+    num_epochs: int | str = steps_flag(
+        1,
+        "epochs: passes over the training data; auto: as many as give about 100 steps, at most 3, or 5 with validation",
+        minimum=1,
+        auto=True,
+        metavar="N|auto",
+        resumable=True,
+        unset="auto",
+    )
     max_steps: int = steps_flag(
         -1, "total optimizer steps, overriding --num_epochs; -1: use --num_epochs", minimum=-1, resumable=True
+    )
+    early_stopping: int | str = steps_flag(
+        0,
+        "end the run after N evaluations in a row without a better validation loss; 0: never; auto: 2, where there is "
+        "validation and --num_epochs is auto",
+        minimum=0,
+        auto=True,
+        metavar="N|auto",
+        resumable=True,
+        unset="auto",
+    )
+    load_best: str = steps_flag(
+        "auto",
+        "publish the weights with the least validation loss instead of the last; auto: with --early_stopping",
+        choices=AUTO_BOOL,
+        resumable=True,
     )
     optimizer: str = steps_flag(
         "adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
     )
-    lr: float | None = steps_flag(
-        None,
-        "peak learning rate; default: 2e-4, 2e-5 for full; with --preference 1e-5, 1e-6 for full",
+    lr: float | str = steps_flag(
+        2e-4,
+        "peak learning rate; auto: by what trains, the model's width, alpha and the number of steps; search: the best "
+        "of several, by short trials that are undone before the run",
         above=0.0,
+        auto=True,
+        words=("search",),
+        metavar="X|auto|search",
+        unset="auto",
         aliases=("learning_rate",),
+    )
+    search_budget: float = steps_flag(
+        0.25, "with --lr search: what the trials may cost, as a fraction of the run", above=0.0, maximum=1.0
     )
     wd: float = steps_flag(0.0, "weight decay", minimum=0.0, aliases=("weight_decay",))
     lr_scheduler: str = steps_flag("cosine", "learning rate schedule after warmup", choices=SCHEDULES)
@@ -289,7 +332,15 @@ class TrainConfig:
         "merge --adapter into its base first, which is written to merged_base in --output_dir, and train a new adapter "
         "on the result",
     )
-    lora_rank: int = adapter_flag(16, "LoRA rank", minimum=1, aliases=("lora_r",))
+    lora_rank: int | str = adapter_flag(
+        16,
+        "LoRA rank; auto: 16, or up to 64 where the tokens would fill it",
+        minimum=1,
+        auto=True,
+        metavar="N|auto",
+        aliases=("lora_r",),
+        unset="auto",
+    )
     lora_alpha: float = adapter_flag(32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
     lora_dropout: float = adapter_flag(0.0, "dropout probability on adapter inputs", minimum=0.0)
     lora_target_modules: str = adapter_flag(
@@ -424,7 +475,13 @@ class TrainConfig:
         resumable=False,
     )
     overwrite: bool = output_flag(False, "replace an existing run in --output_dir", saved=False, resumable=False)
-    eval_every: int = output_flag(0, "evaluate every N steps; 0: only before and after training", minimum=0)
+    eval_every: int | str = output_flag(
+        0,
+        "evaluate every N steps; 0: only before and after training; auto: once a pass over the rows",
+        minimum=0,
+        auto=True,
+        metavar="N|auto",
+    )
     log_to: str = logging_flag(
         "tqdm",
         "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",

@@ -123,6 +123,9 @@ class Engine(Protocol):
         Raises OutOfMemoryError.
         """
 
+    def undone(self):
+        """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
+
     def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         """(true or false, why), as two timed microbatches say, in a run of so many steps; nothing is learned from them.
         Asked only where the plan left it open.

@@ -22,7 +22,8 @@ class ObjectiveFacts:
 
     `defaults`: {flag: its value where the user gave none}, if that is not the flag's own. `pairs`: a row is a chosen
     and a rejected answer. `labels`: a row is an answer with a label. `needs_reference`: it compares with the model
-    before training. `mismatches`: prompts with other rows' answers are read before a step.
+    before training. `mismatches`: prompts with other rows' answers are read before a step. `rate`: its learning rate
+    divided by that of the next token, see plan.learning_rate.
     """
 
     module: str
@@ -34,6 +35,7 @@ class ObjectiveFacts:
     labels: bool = False
     needs_reference: bool = False
     mismatches: bool = False
+    rate: float = 1.0
 
     @property
     def is_preference(self) -> bool:
@@ -50,6 +52,7 @@ OBJECTIVES = {
         BETA,
         pairs=True,
         needs_reference=True,
+        rate=0.05,
     ),
     "orpo": ObjectiveFacts(
         "finetune.torch_engine.preference",
@@ -57,6 +60,7 @@ OBJECTIVES = {
         "pairs: the chosen answer is learned, and its odds rise",
         BETA,
         pairs=True,
+        rate=0.1,
     ),
     "simpo": ObjectiveFacts(
         "finetune.torch_engine.preference",
@@ -65,6 +69,7 @@ OBJECTIVES = {
         BETA | {"gamma": "simpo_gamma"},
         {"preference_beta": 2.0},
         pairs=True,
+        rate=0.1,
     ),
     "kto": ObjectiveFacts(
         "finetune.torch_engine.preference",
@@ -74,6 +79,7 @@ OBJECTIVES = {
         labels=True,
         needs_reference=True,
         mismatches=True,
+        rate=0.05,
     ),
 }
 

@@ -60,7 +60,7 @@ def test_every_field_parses_its_default_and_all_its_choices():
     [
         (["--lora_rnk", "4"], "--lora_rnk: unknown flag. Nearest: --lora_rank"),
         (["--datas"], "--datas: unknown flag"),
-        (["--train_type", "qlra"], "--train_type qlra: not one of full, lora, qlora"),
+        (["--train_type", "qlra"], "--train_type qlra: not one of auto, full, lora, qlora"),
         (["--lr", "fast"], "--lr fast: not a number"),
         (["--batch_size", "0"], "--batch_size 0: must be >= 1"),
         (["--batch_size", "2.5"], "--batch_size 2.5: not an integer"),

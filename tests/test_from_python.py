@@ -40,7 +40,9 @@ def test_the_signature_has_every_flag_with_type_and_default():
     for name, f in FIELDS.items():
         assert parameters[name].default == (f.metadata["unset"] or f.default)
         assert name in OF_ROWS or parameters[name].annotation == f.type
-    assert fine_tune.__annotations__["lora_rank"] is int and "lora_rank: int = 16" in str(inspect.signature(fine_tune))
+    assert fine_tune.__annotations__["group_size"] is int and "group_size: int = 64" in str(
+        inspect.signature(fine_tune)
+    )
 
 
 def test_the_keywords_are_those_that_fastcore_s_delegates_would_give():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune import safetensors_io
 from finetune.checkpoint.lock import Lock
-from finetune.checkpoint.published import manifest_of, remove_manifest
+from finetune.checkpoint.published import manifest_of, remove_manifest, verified
 from finetune.checkpoint.saved_run import (
     CHECKPOINT_STATE_SCHEMA,
     NO_CHECKPOINT,
@@ -52,12 +52,14 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import GENERATION, ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.plan.parts import Adapter, AddedLayers
+from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
 ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
+BEST = "best"  # the folder of the weights with the least validation loss
 
 
 def weights_file(plan: RunPlan) -> str:
@@ -260,12 +262,14 @@ class CheckpointWriter:
         total_steps = data.total_steps(plan)
         state, offset, folder = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir), None, None
         saved = self._checkpoint_of_all_ranks(engine, plan.resume_from, say) if plan.resume_from else None
-        if saved:
+        if saved and plan.resume_from:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
+            if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
+                total_steps = state.step  # it has ended, and only its result was not written yet
             if state.total_steps != total_steps:
                 say(f"  total steps: {state.total_steps} -> {total_steps}; the schedule is that of the new total")
             if state.step > total_steps:
@@ -441,6 +445,14 @@ class CheckpointWriter:
                     replace_text(beside / name, json.dumps(content, indent=2) + "\n")
                 remove_manifest(folder)
             self.files.write_text(str(subfolder / MANIFEST), manifest_of(folder, step, self.run_id))
+
+    def best_weights(self) -> dict:
+        """The adapter in best/, as `publish` wrote it. Raises CheckpointDamagedError."""
+        best = self.root / BEST
+        with verified(best, [best / self.weights_file]):
+            return {
+                name: tensor[...] for name, tensor in safetensors_io.CheckpointTensors(best, self.weights_file).items()
+            }
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""

@@ -28,7 +28,7 @@ PLAN, STATE = "run_plan.json", "train_state.json"
 REQUIRED = (PLAN, STATE, "rng.safetensors")
 PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
 # Fields of TrainState that earlier versions did not save.
-LATER = ("output_dir", "before", "scores", "exit_code", "eval_pending", "dataset_tokens", "stream")
+LATER = ("output_dir", "before", "scores", "exit_code", "eval_pending", "worse_evals", "dataset_tokens", "stream")
 STATE_SCHEMA = {
     name + "?" * (name in LATER): get_args(kind) or (kind,) for name, kind in get_type_hints(TrainState).items()
 }

@@ -1,5 +1,6 @@
-"""How long a dataset's rows are, from some of them: what `--context_length auto` is decided by."""
+"""How many rows a dataset has and how long they are, from some of them: what settings left open are decided by."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,25 @@ from finetune.plan.parts import DataPlan
 READ_ROWS, SAMPLE_ROWS = 20_000, 1000  # of each dataset, and evenly spaced ones of these: about a second
 
 
-def sampled_lengths(plan: DataPlan, model_folder: Path, fetch: bool) -> tuple[int, ...] | None:
-    """Tokens of the documents of SAMPLE_ROWS rows of each dataset, uncut. None if it is not on this disk.
+@dataclass(frozen=True)
+class DataSample:
+    """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
+
+    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
+    """
+
+    lengths: tuple[int, ...]
+    num_rows: int
+    is_all: bool = True
+
+    def windows(self, context_length: int) -> float:
+        """Mean number of rows that a document is split into at this length."""
+        pieces = [-(-n // context_length) for n in self.lengths]
+        return sum(pieces) / len(pieces) if pieces else 1.0
+
+
+def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample | None:
+    """SAMPLE_ROWS rows of each dataset, of the first READ_ROWS. None if it is not on this disk.
 
     `fetch`: datasets may be downloaded. Raises PlanError for files that cannot be read; a bad row counts for nothing
     here, as it is reported where all rows are read.
@@ -27,23 +45,31 @@ def sampled_lengths(plan: DataPlan, model_folder: Path, fetch: bool) -> tuple[in
     if not fetch and not all(is_local(s.name) for s in sources):
         return None
     tokenizer = PlainTokenizer.from_folder(model_folder)
-    if tokenizer is None:
-        return None
-    ensure_chat_template(tokenizer)
-    found = []
+    if tokenizer is not None:
+        ensure_chat_template(tokenizer)
+    found, num_rows, is_all = [], 0, True
     for source in sources:
         most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
-        rows = most if plan.dataset_samples < 0 else min(most, plan.dataset_samples)
+        limited = 0 <= plan.dataset_samples <= most
+        rows = plan.dataset_samples if limited else most
         raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", plan.text_unit)
+        num_rows, is_all = num_rows + len(raw.rows), is_all and (limited or len(raw.rows) < most)
+        if tokenizer is None:
+            continue
         reader = RowReader(options_of(source, plan), raw.columns, f"--dataset {source}")
         with RowEncoder(tokenizer, reader) as encoder:
             every = slice(None, None, max(1, len(raw.rows) // SAMPLE_ROWS))
             for documents in encoder.encode(raw.rows[every], raw.sources[every]):
                 if not isinstance(documents, PlanError):
                     found += [int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any()]
-    return tuple(found)
+    return DataSample(tuple(found), num_rows, is_all)
 
 
 def is_local(name: str) -> bool:
     """True for a dataset that is read without a network."""
-    return name == "dummy" or name not in DATASET_ALIASES and Path(name).expanduser().exists()
+    if name in DATASET_ALIASES:
+        return False
+    try:
+        return name == "dummy" or Path(name).expanduser().exists()
+    except RuntimeError:  # a home that does not exist, which reading says
+        return True

@@ -125,6 +125,18 @@ class MLXEngine:
     def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:
         return "false", "--mlx_config says whether mx.compile is used"
 
+    @contextlib.contextmanager
+    def undone(self):
+        """See Engine: weights, moments, loss scale and random state are as before."""
+        params, key, scale = self.params, self.key, self.scaler.values()
+        try:
+            yield
+        finally:
+            self.params, self.key = params, key
+            self._put(params)
+            self.optimizer.load({}, {})
+            self.scaler.load(scale)
+
     def try_step(self, batch: Batch, several: bool) -> None:
         """Forward and backward of one batch, without an update; random state is as before."""
         key = self.key

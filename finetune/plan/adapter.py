@@ -10,7 +10,7 @@ def saved_adapter(draft: Draft) -> None:
     """Settles what --adapter decides. A resumed run inherits it (see resume.OF_ADAPTER) and reads no folder."""
     conflicts.check(draft, conflicts.SAVED_ADAPTER)
     saved, values = draft.facts.adapter, draft.values
-    if saved is None or values["adapter_merge"]:
+    if saved is None or not draft.continues_adapter:
         return
     why = f"as {values['adapter']} was trained"
     for name, own in (("use_dora", saved.dora), ("use_rslora", saved.rslora)):

@@ -101,11 +101,11 @@ def is_none_of(*words, if_given: bool = False) -> Values:
 
 
 def over(limit: float) -> Values:
-    return Values(f"over {limit:g}", lambda value, default: value > limit)
+    return Values(f"over {limit:g}", lambda value, default: value != "auto" and value > limit)
 
 
 def at_least(limit: float) -> Values:
-    return Values(f"{limit:g} or more", lambda value, default: value >= limit)
+    return Values(f"{limit:g} or more", lambda value, default: value != "auto" and value >= limit)
 
 
 # ---- conditions
@@ -341,6 +341,52 @@ TRAIN_TYPE = (
         UNQUANTIZED,
         "starts from what quantization loses, and --train_type {train_type} quantizes nothing",
         "Use --train_type qlora, or pissa",
+    ),
+)
+
+NO_VALIDATION = Condition(
+    "without --validation_dataset and --validation_split",
+    lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
+)
+VALIDATION = (
+    *(
+        Conflict(
+            name, when, NO_VALIDATION, "needs validation rows", "Add --validation_dataset or --validation_split auto"
+        )
+        for name, when in (("early_stopping", over(0)), ("load_best", is_one_of("true")))
+    ),
+    Conflict(
+        "load_best",
+        is_one_of("true"),
+        beside("save_model", is_one_of(False)),
+        "reads best/ again, and --save_model false writes nothing",
+        "Omit one of them",
+    ),
+    *(
+        Conflict(
+            "load_best",
+            is_one_of("true"),
+            other,
+            "only adapters are put back; best/ is a model folder of its own",
+            "Omit it, and use best/",
+        )
+        for other in (FULL, beside("llama_pro_path", SET))
+    ),
+)
+
+SEARCH = is_one_of("search")
+LR_SEARCH = (
+    Conflict("lr", SEARCH, NO_VALIDATION, "compares rates by validation rows", "Add --validation_dataset, or use auto"),
+    Conflict("lr", SEARCH, FULL, "undoes trials of adapters only", "Use auto, or --train_type lora"),
+    *(
+        Conflict("lr", SEARCH, other, "tries rates before a single process's first step", "Use auto")
+        for other in (
+            Condition("with several ranks", lambda draft: draft.dims.world_size > 1),
+            *(beside(name, SET) for name in ("llama_pro_path", "adapter")),
+            STREAMING,
+            beside("preference", is_none_of("none")),
+            beside("init_lora_weights", is_none_of("default", "gaussian")),
+        )
     ),
 )
 

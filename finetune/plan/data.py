@@ -34,8 +34,8 @@ def data_flags(draft: Draft) -> None:
 def context_length(draft: Draft) -> None:
     """auto: the least of what the rows need, the model can and the memory allows. A number: within the model's."""
     values, limit = draft.values, draft.shape.context_limit if draft.shape else None
-    is_open = not draft.given("context_length") and "context_length" not in (draft.facts.inherited or {})
-    if is_open and draft.facts.lengths:
+    is_open = draft.is_open("context_length")
+    if is_open and draft.facts.sample:
         values["context_length"] = "auto"
     if values["context_length"] == "auto" or (is_open and limit and limit < values["context_length"]):
         _auto_length(draft, limit)
@@ -51,7 +51,8 @@ def context_length(draft: Draft) -> None:
 
 
 def _auto_length(draft: Draft, limit: int | None) -> None:
-    lengths = draft.facts.lengths and draft.facts.lengths(Parts(TrainConfig(**draft.values)).data)
+    sample = draft.data_sample()
+    lengths = sample and sample.lengths
     if lengths:
         needed, share = int(np.percentile(lengths, 99, method="higher")), "99 %"
         if max(lengths) <= max(SHORT, needed * 1.25):  # a few tokens more keep all of them

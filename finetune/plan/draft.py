@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from backend_manager import Backend, BackendCapabilities
 from finetune.adapters.continued import SavedAdapter
-from finetune.config import DEFAULTS
+from finetune.config import DEFAULTS, TrainConfig
+from finetune.data.lengths import DataSample
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.demo import demo_defaults
-from finetune.plan.parts import DataPlan
+from finetune.plan.parts import DataPlan, Parts
 from finetune.plan.plan_base import Adjustment
 
 
@@ -25,8 +26,8 @@ class Facts:
     `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see
     model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
     if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
-    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `lengths`:
-    tokens of the first rows of the data, None if they cannot be read now. `adapter`: that a new run continues from.
+    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
+    the data, None if they cannot be read now. `adapter`: that a new run continues from.
     """
 
     backend: Backend
@@ -38,7 +39,7 @@ class Facts:
     env: RankEnv | None = None
     num_devices: int = 1
     environment: dict = field(default_factory=dict)
-    lengths: Callable[[DataPlan], tuple[int, ...] | None] | None = None
+    sample: Callable[[DataPlan], DataSample | None] | None = None
     adapter: SavedAdapter | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
@@ -60,11 +61,24 @@ class Draft:
         self.demo, inherited = demo_defaults(self.requested), dict(facts.inherited or {})
         self.inherited_rows_per_step = inherited.pop("rows_per_step", None)
         # An explicit "auto" inherits like a setting left open.
-        explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) == "auto"}
+        explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) in ("auto", "search")}
         self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto}
         self.adjustments: list[Adjustment] = []
         self.notices: list[str] = []
+        self._sampled: tuple = ()
         self.dims, self.local_world_size, self.distribution = ParallelDims(), 1, "ptd"
+
+    def is_open(self, setting: str) -> bool:
+        """True if neither the user, the demo nor the run that is resumed settled it."""
+        return self.values[setting] == "auto" or not (
+            self.given(setting) or setting in self.demo or setting in (self.facts.inherited or {})
+        )
+
+    def data_sample(self) -> DataSample | None:
+        """Some rows of the data, read once; None if they cannot be read now."""
+        if not self._sampled and self.facts.sample:
+            self._sampled = (self.facts.sample(Parts(TrainConfig(**self.values)).data),)
+        return self._sampled[0] if self._sampled else None
 
     def given(self, setting: str) -> bool:
         """True if the user set it."""
@@ -75,6 +89,16 @@ class Draft:
         if self.values[setting] != value:
             self.adjustments.append(Adjustment(setting, self.values[setting], value, reason))
             self.values[setting] = value
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if a saved run continues, which has settled what was open."""
+        return self.facts.inherited is not None
+
+    @property
+    def continues_adapter(self) -> bool:
+        """True if --adapter's own weights train on, whose rank it has."""
+        return self.facts.adapter is not None and not self.values["adapter_merge"]
 
     @property
     def on_cpu(self) -> bool:

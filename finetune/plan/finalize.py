@@ -5,7 +5,6 @@ import math
 from finetune.data.reading.mixture import dataset_words
 from finetune.data.sampler import num_rows_of
 from finetune.errors import OutOfMemoryError, PlanError
-from finetune.plan.memory import rows_for_data
 from finetune.plan.run_plan import RunPlan
 
 
@@ -39,9 +38,6 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     s = plan.settings
     changes: dict[str, tuple] = {}
     batches = s.gradient_accumulation_steps * plan.data_ranks
-    if plan.requested.get("batch_size") == "auto" and not plan.resume_from:
-        rows, why = rows_for_data(plan.steps.batch_size, len(lengths) // batches)
-        changes |= smaller_batch(plan, rows, why) if why else {}
     changes |= pipeline_microbatches(plan.changed(changes), lengths)
     rows_per_step = plan.changed(changes).rows_per_step
     if len(lengths) < rows_per_step:

@@ -7,7 +7,7 @@ from functools import partial
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.chat_template import day_of
-from finetune.data.lengths import sampled_lengths
+from finetune.data.lengths import data_sample
 from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
@@ -52,7 +52,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         env=env,
         num_devices=manager.num_devices,
         environment=dict(os.environ),
-        lengths=partial(sampled_lengths, model_folder=files.folder, fetch=prepare) if files else None,
+        sample=partial(data_sample, model_folder=files.folder, fetch=prepare) if files else None,
         adapter=adapter,
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})

@@ -1,9 +1,7 @@
 """The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, offload."""
 
-import math
-
 from backend_manager import Backend
-from finetune.config import DEFAULTS, TrainConfig
+from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
@@ -11,8 +9,6 @@ from finetune.estimate.model_shape import KnownShape
 from finetune.plan.draft import Draft
 from finetune.plan.parts import Parts
 
-MOST_AUTO_ROWS = 64  # more rows per step rarely learn better, and always mean fewer steps per epoch
-STEPS_AN_EPOCH = 8  # minimum steps per epoch with --batch_size auto
 CACHE_FRACTION_OF_MEMORY = 0.04  # auto keeps dense copies of a quantized base if they take no more than this
 
 
@@ -99,7 +95,7 @@ def resolve_compile(draft: Draft) -> None:
 
 
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:
-    """Checkpointing and batch_size if they are auto, microbatch_tokens if it is unset: whatever fits."""
+    """Checkpointing if it is auto, microbatch_tokens if it is unset: whatever fits."""
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     shape = model.known if model else None
     default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
@@ -111,8 +107,6 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, shape, memory_budget)
-    elif values["batch_size"] == "auto":
-        draft.adjust("batch_size", DEFAULTS["batch_size"], "the model's sizes are not known yet")
     if model and model.outside:
         draft.notices.append(
             f"memory is not predicted: the formulas do not describe this model's layers ({model.outside} in its "
@@ -132,9 +126,7 @@ def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBud
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
     values = draft.values
     without_recomputation = dict(
-        use_gradient_checkpointing="false",
-        batch_size=DEFAULTS["batch_size"] if values["batch_size"] == "auto" else values["batch_size"],
-        microbatch_tokens=values["microbatch_tokens"] or default_tokens,
+        use_gradient_checkpointing="false", microbatch_tokens=values["microbatch_tokens"] or default_tokens
     )
     needed = budget.predicted_bytes(Parts(TrainConfig(**values | without_recomputation)), shape, memory_budget)
     if needed > memory_budget.usable:
@@ -158,23 +150,16 @@ def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudge
 
 
 def settle_memory(plan: Parts, shape: KnownShape, memory_budget: MemoryBudget, given: set) -> dict:
-    """{setting: (value, reason)} for use_gradient_checkpointing auto, batch_size auto and unset microbatch_tokens.
+    """{setting: (value, reason)} for use_gradient_checkpointing auto and unset microbatch_tokens.
 
     Smaller microbatches cost less speed than activation checkpointing, so they are tried first, down to one row.
     """
     settings, chosen = plan.settings, {}
-    auto_rows = settings.batch_size == "auto"
     words = [settings.use_gradient_checkpointing]
     if words == ["auto"]:
         words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
     default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
-    plain = plan.with_settings(
-        use_gradient_checkpointing=words[0],
-        microbatch_tokens=default,
-        batch_size=DEFAULTS["batch_size"] if auto_rows else settings.batch_size,
-    )
-    if auto_rows:
-        return _settle_rows(plain, shape, memory_budget, words, given)
+    plain = plan.with_settings(use_gradient_checkpointing=words[0], microbatch_tokens=default)
     tokens, usable = [default], memory_budget.usable
     while "microbatch_tokens" not in given and tokens[-1] // 2 >= max(plan.data.row_length, 256):
         tokens.append(tokens[-1] // 2)
@@ -193,50 +178,12 @@ def settle_memory(plan: Parts, shape: KnownShape, memory_budget: MemoryBudget, g
     return chosen
 
 
-def _checkpointing(used, without, shape, memory_budget, microbatch=None) -> tuple[str, str]:
+def _checkpointing(used, without, shape, memory_budget) -> tuple[str, str]:
     word = used.settings.use_gradient_checkpointing
-    plain = budget.predicted_bytes(without, shape, memory_budget, microbatch)
+    plain = budget.predicted_bytes(without, shape, memory_budget)
     with_it = used.with_settings(use_gradient_checkpointing="true")
-    recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget, microbatch), memory_budget.usable
+    recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget), memory_budget.usable
     if word == "false":
         return word, f"{gib(plain)} predicted without it fits in {gib(usable)}; {gib(recomputed)} with it"
     fact = f"{gib(recomputed)} with it {'fits' if recomputed <= usable else 'does not fit either'}"
     return word, f"{gib(plain)} predicted without it does not fit in {gib(usable)}; {fact}"
-
-
-def _settle_rows(plain, shape, memory_budget, words, given) -> dict:
-    """Resolves batch_size auto: the largest power of two of rows that fits in one forward, at most MOST_AUTO_ROWS."""
-    bounded, usable, chosen = "microbatch_tokens" in given, memory_budget.usable, {}
-    for word in words:
-        used = plain.with_settings(use_gradient_checkpointing=word)
-        rows = (
-            MOST_AUTO_ROWS
-            if bounded and budget.fits(used, shape, memory_budget)
-            else budget.largest_rows(used, shape, memory_budget, MOST_AUTO_ROWS)
-        )
-        if rows:
-            break
-    rows = 2 ** int(math.log2(rows)) if rows else 1
-    tokens = plain.steps.microbatch_tokens if bounded else rows * plain.data.row_length
-    used = used.with_settings(batch_size=rows, microbatch_tokens=tokens)
-    microbatch = budget.full_microbatch(used)
-    took = f"{gib(budget.predicted_bytes(used, shape, memory_budget, microbatch))} predicted of {gib(usable)}"
-    why = f"the most rows of {used.data.context_length} tokens that fit in one forward: {took}"
-    if bounded:
-        why = f"--microbatch_tokens {tokens} limits the tokens per forward, not the rows: {took}"
-    if rows == MOST_AUTO_ROWS:
-        why += f"; more than {MOST_AUTO_ROWS} rows only if requested"
-    chosen["batch_size"] = (rows, why)
-    chosen["microbatch_tokens"] = (tokens, "one forward takes the full batch")
-    if len(words) > 1:
-        without = used.with_settings(use_gradient_checkpointing="false")
-        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, memory_budget, microbatch)
-    return chosen
-
-
-def rows_for_data(rows: int, num_rows: int) -> tuple[int, str | None]:
-    """(batch_size auto for num_rows of data, the reason if it is less than memory allows)."""
-    most = max(1, num_rows // STEPS_AN_EPOCH)
-    if rows <= most:
-        return rows, None
-    return 2 ** int(math.log2(most)), f"{num_rows} rows of data give at least {STEPS_AN_EPOCH} steps per epoch"

@@ -9,7 +9,6 @@ from finetune.distributed.parallel_dims import dims_of
 from finetune.errors import PlanError
 from finetune.plan import conflicts
 from finetune.plan.conflicts import check
-from finetune.plan.demo import DEMO_SETTINGS
 from finetune.plan.draft import Draft
 
 
@@ -61,7 +60,7 @@ def resolve_parallelism(draft: Draft) -> None:
 
 
 def rows_per_rank(draft: Draft) -> None:
-    """batch_size, so that rows per step are the saved run's or the demo's on any number of data ranks."""
+    """batch_size, so that rows per step are the saved run's on any number of data ranks."""
     values, data_ranks = draft.values, draft.dims.data_ranks
     batches, saved_rows = values["gradient_accumulation_steps"] * data_ranks, draft.inherited_rows_per_step
     if saved_rows and saved_rows % batches == 0:
@@ -69,9 +68,6 @@ def rows_per_rank(draft: Draft) -> None:
         if values["batch_size"] == "auto":
             reason = "as the saved run settled it"
         draft.adjust("batch_size", saved_rows // batches, reason)
-    rows = DEMO_SETTINGS["batch_size"]
-    if "batch_size" in draft.demo and not draft.given("batch_size") and rows % data_ranks == 0:
-        draft.adjust("batch_size", rows // data_ranks, f"the demo's {rows} rows per batch over {data_ranks} ranks")
 
 
 def single_process(draft: Draft) -> None:
@@ -115,7 +111,7 @@ def sharded_weights(draft: Draft) -> None:
 
 def ranks_on_apple_gpus(draft: Draft) -> None:
     """Several processes on Macs: what one memory for host and device means, and what sharding needs there."""
-    values, local = draft.values, draft.local_world_size
+    local = draft.local_world_size
     if draft.facts.environment.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
         raise PlanError(
             "PYTORCH_ENABLE_MPS_FALLBACK=1: operators that fall back to the CPU have given wrong results with several "
@@ -132,8 +128,13 @@ def ranks_on_apple_gpus(draft: Draft) -> None:
             f"{local} processes share this Mac's memory and GPU: {share}sharding saves nothing on one machine. It pays "
             "over several Macs, one process each (docs/mps_fsdp.md)"
         )
-    unquantized = values["train_type"] != "qlora"
-    if draft.dims.shards > 1 and unquantized and values["use_gradient_checkpointing"] == "auto":
+
+
+def recompute_on_apple_gpus(draft: Draft) -> None:
+    """What sharded weights that are not quantized need on MPS."""
+    values = draft.values
+    sharded = draft.backend is Backend.MPS and draft.dims.shards > 1
+    if sharded and values["train_type"] != "qlora" and values["use_gradient_checkpointing"] == "auto":
         reason = (
             "MPS cannot resize storages: gathered weights that autograd has saved leave memory only where layers are "
             "recomputed"

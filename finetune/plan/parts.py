@@ -161,7 +161,8 @@ class Adapter:
     @classmethod
     def of(cls, settings: TrainConfig) -> "Adapter":
         s = settings
-        how = s.lora_rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
+        rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
+        how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
         return cls(*how, s.loraplus_lr_ratio, AdapterInit(s.init_lora_weights, s.seed))
 
 
@@ -386,7 +387,9 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Where a run writes, and when."""
+    """Where a run writes, and when. `early_stopping`: evaluations in a row without a better loss that end it; 0: none
+    does. `load_best`: the best weights are published instead of the last.
+    """
 
     output_dir: str | None
     save_model: bool
@@ -395,6 +398,8 @@ class OutputPlan:
     eval_every: int
     overwrite: bool
     push_to_hub: str | None = None
+    early_stopping: int = 0
+    load_best: bool = False
 
     @property
     def folder(self) -> Path:
@@ -451,7 +456,7 @@ class Parts:
             ("parallel", ParallelPlan.of(s, self.distribution)),
             ("memory", MemoryPlan.of(s)),
             ("attention", AttentionPlan.of(s)),
-            ("output", _part(OutputPlan, s)),
+            ("output", _part(OutputPlan, s, load_best=s.load_best == "true")),
             ("profile", _part(ProfilePlan, s)),
         ):
             object.__setattr__(self, name, part)

@@ -60,6 +60,15 @@ class PlanBase:
     LOCAL: ClassVar[tuple[str, ...]] = ()  # fields that stay in this process, None in others
 
     @property
+    def load_best(self) -> bool:
+        """True if the weights with the least validation loss are published; here the last are."""
+        return False
+
+    def ends_early(self, state) -> bool:
+        """True if validation has not improved for as long as the plan allows; here it allows all."""
+        return False
+
+    @property
     def data_ranks(self) -> int:
         return self.dims.data_ranks
 

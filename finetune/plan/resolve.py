@@ -17,18 +17,21 @@ from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
 from finetune.plan import conflicts
 from finetune.plan.adapter import saved_adapter
+from finetune.plan.amount import amount, amount_said, training_rows
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
+from finetune.plan.learning_rate import auto_rate, steps_of
 from finetune.plan.memory import resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
-from finetune.plan.parallelism import accelerate_limits, resolve_parallelism
+from finetune.plan.parallelism import accelerate_limits, recompute_on_apple_gpus, resolve_parallelism
 from finetune.plan.parts import Parts
 from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan
+from finetune.plan.train_type import train_type, train_type_asked
 
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:
@@ -303,20 +306,28 @@ def passing_quantizers(draft: Draft) -> str:
 
 
 def steps(draft: Draft) -> None:
-    """The default learning rate, warmup given in steps, and no warmup that was not asked for before a constant rate."""
+    """Warmup given in steps, no warmup that was not asked for before a constant rate, an objective's own defaults."""
     values = draft.values
     if values["lr_scheduler"] == "constant" and not (
         draft.given("warmup_ratio") or "warmup_ratio" in (draft.facts.inherited or {})
     ):
         draft.adjust("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
-    if values["lr"] is None:
-        full, preferring = values["train_type"] == "full", OBJECTIVES[values["preference"]].is_preference
-        values["lr"] = (1e-6 if full else 1e-5) if preferring else (2e-5 if full else 2e-4)
     for flag, value in OBJECTIVES[values["preference"]].defaults.items():
         if not draft.given(flag):
             draft.adjust(flag, value, f"the default of --preference {values['preference']}")
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
+
+
+def learning_rate(draft: Draft) -> None:
+    """--lr auto and the middle of a search, once rows per step and the number of steps are known."""
+    searches = draft.values["lr"] == "search"
+    if searches:
+        check(draft, conflicts.LR_SEARCH)
+    if searches or draft.is_open("lr"):
+        draft.values["lr"] = draft.requested.get("lr", "auto")
+        known = draft.values["max_steps"] > 0 or training_rows(draft)
+        draft.adjust("lr", *auto_rate(draft, steps_of(draft, training_rows(draft) or 1) if known else None))
 
 
 def model_limits(draft: Draft) -> None:
@@ -394,6 +405,7 @@ def default_output_dir(draft: Draft, now: datetime) -> None:
 RULES = (
     deprecated_aliases,
     prequantized_base,
+    train_type_asked,
     contradictions,
     saved_adapter,
     data_flags,
@@ -406,11 +418,16 @@ RULES = (
     cpu_matmul,
     accelerate_limits,
     preference_parallelism,
+    train_type,
     quantization,
+    recompute_on_apple_gpus,
     steps,
     model_limits,
     context_length,
+    amount,  # rows per step, epochs, rank
     resolve_memory,  # dense copies, offload, flash attention, checkpointing, batch size
+    learning_rate,
+    amount_said,
     quantized_on_cpu,
     saving,
     profiling,

@@ -19,11 +19,17 @@ INHERITED = (
     "microbatch_tokens",
 )
 # Settled values that it inherits on any backend.
-KEPT = ("warmup_ratio", "context_length", "precompute_ref_log_probs")
+KEPT = (
+    *("train_type", "num_epochs", "lr", "lora_rank", "validation_split", "early_stopping", "load_best", "eval_every"),
+    *("warmup_ratio", "context_length", "precompute_ref_log_probs"),
+)
 # What --adapter settled, which a resumed run does not read again.
 OF_ADAPTER = ("lora_rank", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora")
 # What a run did that was saved before it had the setting.
-BEFORE_IT_WAS_A_SETTING = {"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"}
+BEFORE_IT_WAS_A_SETTING = {
+    **{"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"},
+    **{"early_stopping": 0, "load_best": "false"},
+}
 DERIVED = ("backend_type", "engine", "output_dir")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 

@@ -44,6 +44,11 @@ class RunPlan(Parts, PlanBase):
         return f"--lr {self.steps.lr}"
 
     @property
+    def searches_rate(self) -> bool:
+        """True if --lr search is still to be done."""
+        return self.requested.get("lr") == "search" and self.resume_from is None
+
+    @property
     def rows_per_step(self) -> int:
         return self.steps.batch_size * self.steps.accumulation * self.data_ranks
 
@@ -64,6 +69,14 @@ class RunPlan(Parts, PlanBase):
     def eval_due(self, state: "TrainState") -> bool:
         every = self.output.eval_every
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
+
+    @property
+    def load_best(self) -> bool:
+        return self.output.load_best
+
+    def ends_early(self, state: "TrainState") -> bool:
+        """True if validation has not improved for as long as --early_stopping allows."""
+        return 0 < self.output.early_stopping <= state.worse_evals
 
     def save_due(self, state: "TrainState", stopping: bool) -> bool:
         every = self.output.save_every
@@ -106,6 +119,7 @@ class TrainState:
     before: dict | None = None  # the evaluation at step 0
     scores: dict | None = None
     exit_code: int = 0
+    worse_evals: int = 0  # in a row, since the best
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
     dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
     stream: dict | None = None  # of --streaming: what was read of each file, and which rows were bad

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from finetune.adapters.continued import continued, read_saved, scaling_of
+from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
 from finetune.errors import NonFiniteError, PlanError
 from finetune.plan.parts import Adapter
@@ -71,6 +72,10 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     if not stop.requested():
         if plan.settings.save_model:
             writer.publish(engine, state.step)
+        if not (plan.load_best and plan.ends_early(state)):  # its end was evaluated
+            evaluate(engine, data, plan, state, log, writer, stop)
+    if not stop.requested() and load_best(engine, plan, state, log, writer):
+        writer.publish(engine, state.best_step)
         evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
@@ -109,12 +114,24 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
+                if plan.ends_early(state) and not stop.requested():
+                    log.say(report.ended_early(state))
+                    state.total_steps = state.step
             if plan.save_due(state, stop.requested()):
                 log.saved(writer.save_step(engine, state, log.offset()))
                 unsaved = False
     log.end_live()
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
+
+
+def load_best(engine, plan: RunPlan, state: TrainState, log: Metrics, writer) -> bool:
+    """Puts the weights with the least validation loss into the engine, if they are asked for and not the last: True."""
+    if not plan.load_best or state.best_step in (None, state.step):
+        return False
+    engine.load_trainable(writer.best_weights())
+    log.say(f"the weights of step {state.best_step} are published: the least validation loss, {state.best_loss:.4f}")
+    return True
 
 
 def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
@@ -129,8 +146,12 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             return
         log.evaluation(found.values, found.right)
         summary.scored_answer = found.first_answer
-        if state.step and data.validation is not None and (state.best_loss is None or found.loss < state.best_loss):
-            state.best_loss, state.best_step = found.loss, state.step
+        if not state.step or data.validation is None:
+            pass
+        elif state.best_loss is not None and not found.loss < state.best_loss:
+            state.worse_evals += 1
+        else:
+            state.best_loss, state.best_step, state.worse_evals = found.loss, state.step, 0
             if s.save_model and (s.validation_dataset or s.validation_split):
-                writer.publish(engine, state.step, writer.root / "best")
+                writer.publish(engine, state.step, writer.root / BEST)
     summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())

@@ -63,6 +63,14 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
+def ended_early(state) -> str:
+    """The line of a run that --early_stopping ended."""
+    return (
+        f"ends at step {state.step} of {state.total_steps}: {state.worse_evals} evaluations in a row without a better "
+        f"validation loss than {state.best_loss:.4f}, of step {state.best_step}"
+    )
+
+
 def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]

@@ -114,6 +114,23 @@ class TorchEngine(EngineBase):
             self.state.set_rng_state(before)
             memory_stats.trim_heap()
 
+    @contextlib.contextmanager
+    def undone(self):
+        """See Engine: weights, moments, loss scale and random state are as before."""
+        assert not self.optimizer.state and self.groups.single_process, "only before a single process's first step"
+        weights = {name: p.detach().clone() for name, p in self.parallel.local_params.items()}
+        scale, rng = self.scaler.values(), {name: s.numpy() for name, s in self.state.local_rng_state().items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in self.parallel.local_params.items():
+                    p.copy_(weights[name])
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.state.clear()
+            self.scaler.load(scale)
+            self.state.set_rng_state(rng)
+
     def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         """See Engine. Compiled from now on, if it pays."""
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}

@@ -10,15 +10,7 @@ from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
 from finetune.plan import conflicts
 from finetune.plan.draft import Draft, Facts
-from finetune.plan.memory import rows_for_data
 from tests.support.planned import GIB, SMALL, dry_run, plan_of_kind, shape_of
-
-
-def test_rows_chosen_by_the_plan_leave_an_epoch_enough_steps():
-    assert rows_for_data(64, 10_000) == (64, None)
-    rows, reason = rows_for_data(64, 100)
-    assert rows == 8 and "100 rows of data" in reason
-    assert rows_for_data(64, 3)[0] == 1
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not():

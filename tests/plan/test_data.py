@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from backend_manager import Backend
+from finetune.data.lengths import DataSample
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -38,7 +39,8 @@ def test_data_flags_that_contradict_themselves_are_refused(flags, line):
 
 def planned(lengths, gib=64, shape=SMALL, inherited=None, **flags):
     caps = capabilities(memory_bytes=int(gib * GIB))
-    facts = Facts(Backend.CPU, caps, shape, inherited, lengths=None if lengths is None else lambda settings: lengths)
+    sample = None if lengths is None else DataSample(lengths, len(lengths))
+    facts = Facts(Backend.CPU, caps, shape, inherited, sample=lambda data: sample)
     return resolve_plan({"train_type": "lora", "output_dir": "o", **flags}, facts, NOW)
 
 
@@ -81,7 +83,7 @@ def test_a_resumed_run_keeps_its_length_whatever_the_rows_are():
         raise AssertionError("read")
 
     caps = capabilities(memory_bytes=64 * GIB)
-    facts = Facts(Backend.CPU, caps, SMALL, {"context_length": 512}, lengths=unread)
+    facts = Facts(Backend.CPU, caps, SMALL, {"context_length": 512}, sample=unread)
     assert resolve_plan({"output_dir": "o"}, facts, NOW).settings.context_length == 512
     assert resolve_plan({"output_dir": "o", "context_length": "auto"}, facts, NOW).settings.context_length == 512
 

@@ -152,7 +152,7 @@ REFUSED = [
     ),
     (dict(train_type="lora", n_bits=4), "--n_bits 4: nothing is quantized with --train_type lora"),
     (dict(train_type="full", quantization_backend="nf4"), "--quantization_backend nf4: --train_type full keeps"),
-    (dict(quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
+    (dict(train_type="qlora", quantization_backend="none"), "--quantization_backend none: qlora quantizes its base"),
     (dict(train_type="full", use_dora=True), "--use_dora true: full fine-tuning has no adapter"),
     (dict(warmup_steps=5, warmup_ratio=0.1), "--warmup_steps 5: contradicts --warmup_ratio 0.1"),
     (dict(resume="auto", overwrite=True), "--resume auto: contradicts --overwrite true"),

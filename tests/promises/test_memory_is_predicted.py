@@ -55,8 +55,7 @@ def test_a_run_prints_predicted_beside_measured_and_writes_the_same_items(tiny_m
     beside = {"loading", "evaluating"}
     assert sum(n for k, n in measured["items"].items() if k not in beside) == measured["total"]
     saved = json.loads((tmp_path / "out" / "run_plan.json").read_text())
-    # 24 rows, 8 steps per epoch.
-    assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == 2
+    assert saved["requested"]["batch_size"] == "auto" and saved["settled"]["batch_size"] == 8
     out = capsys.readouterr().out
     assert "predicted" in out and "measured" in out and "error" in out
     resumed = fine_tune(resume=str(tmp_path / "out"), max_steps=4)

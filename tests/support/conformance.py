@@ -45,6 +45,7 @@ def check_engine(build, dataset, tmp_path) -> None:
     batches = _batches(engine, dataset, range(8))
 
     _check_try_step_changes_nothing(engine, batches)
+    _check_undone_steps_leave_nothing(engine, batches)
     first = engine.evaluate(batches)
     results = [engine.train_step(batches, LR) for _ in range(4)]
     assert [r.num_targets for r in results] == [first.num_targets] * 4 and all(r.grad_norm > 0 for r in results)
@@ -84,6 +85,15 @@ def _check_try_step_changes_nothing(engine, batches) -> None:
     engine.try_step(batches[0], several=True)
     after, _ = _copy(_state(engine))
     assert all(map(_equal, before, after))
+
+
+def _check_undone_steps_leave_nothing(engine, batches) -> None:
+    before, values = _copy(_state(engine))
+    with engine.undone():
+        engine.train_step(batches, 0.1)
+        assert not _equal(before[0], _copy(_state(engine))[0][0])
+    after, same = _copy(_state(engine))
+    assert all(map(_equal, before, after)) and values == same
 
 
 def _check_accumulation(build, dataset) -> None:

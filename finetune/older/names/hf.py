@@ -46,7 +46,7 @@ WHEN_EVALUATED = ByValue(
     {
         "no": LeftOut("Validation rows are evaluated before and after training, if there are any."),
         "steps": LeftOut("--eval_every N says after how many steps."),
-        "epoch": LeftOut("Validation rows are evaluated before and after training, and every --eval_every N steps."),
+        "epoch": "--eval_every auto",
         "*": Instead("--eval_every N evaluates every N steps."),
     }
 )
@@ -109,7 +109,15 @@ HF: Names = {
     "gradient_checkpointing_kwargs": REENTRANT,
     "activation_checkpointing_kwargs": REENTRANT,
     "torch_compile": "compile",
-    "auto_find_batch_size": ByValue({"true": "--batch_size auto", "false": ""}, {"true": "the largest that fits"}),
+    "auto_find_batch_size": LeftOut("A step is cut into forwards that fit, whatever its --batch_size."),
+    "load_best_model_at_end": "load_best",
+    "early_stopping_patience": "early_stopping",
+    "metric_for_best_model": ByValue(
+        {
+            **dict.fromkeys(("loss", "eval_loss"), LeftOut("The best weights are those of the least validation loss.")),
+            "*": Instead("The best weights are those of the least validation loss. Omit it."),
+        }
+    ),
     "logging_steps": "log_every_n_steps",
     "disable_tqdm": ByValue({"true": "--log_to stdout", "false": ""}),
     "report_to": TRACKERS,
@@ -202,8 +210,7 @@ HF: Names = {
     **left_out("SIGTERM saves at the next step and ends the run.", "enable_jit_checkpoint"),
     **left_out("The upload is after training.", "hub_strategy", "hub_always_push"),
     **left_out(
-        "best/ in --output_dir has the weights of the lowest validation loss.",
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        "The best weights are those of the least validation loss.", *("greater_is_better", "early_stopping_threshold")
     ),
     **left_out("A resumed run is the uninterrupted one.", "restore_callback_states_from_checkpoint"),
     **left_out("The order of rows and every draw follow --seed.", "full_determinism"),

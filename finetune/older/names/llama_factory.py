@@ -167,7 +167,7 @@ LLAMA_FACTORY: Names = {
     "profiler_with_stack": "with_stack",
     "enable_liger_kernel": TRL["use_liger_kernel"],
     "trust_remote_code": TRL["trust_remote_code"],
-    "early_stopping_steps": Instead("Early stopping is not here. best/ has the weights of the lowest loss."),
+    "early_stopping_steps": "early_stopping",
     "use_llama_pro": Instead("expand.py adds layers, and --llama_pro_path trains them."),
     "mix_strategy": ByValue(
         {

@@ -109,9 +109,9 @@ TABLE = (
     Mutation(
         "AT_09",
         "an adapter of sharded ranks is zero",
-        "finetune/torch_engine/lora/adapters.py",
-        "local_shards.give(name, parameter, full)\n",
-        "local_shards.give(name, parameter, torch.zeros_like(full))\n",
+        "finetune/torch_engine/lora/init.py",
+        "local_shards.give(name, parameter, value)\n",
+        "local_shards.give(name, parameter, torch.zeros_like(value))\n",
     ),
     Mutation(
         "AT_09",

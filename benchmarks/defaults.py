@@ -1,0 +1,169 @@
+"""What the defaults reach on eight small tasks, beside the best of a sweep, a search, older defaults, and TRL's.
+
+    python benchmarks/defaults.py --tasks dates,units --seeds 0,1,2 --out defaults.jsonl
+    python benchmarks/defaults.py --table defaults.jsonl
+
+Each cell is one run of train.py in a process of its own, on rows of benchmarks/tasks.py; what is in --out already is
+not run again. A cell's loss is of 64 rows that no other split has, its exact match of 50 others. The sweep varies rate
+and passes; its runs at the defaults' number of steps are what the defaults are compared with. `trl` needs trl.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+RATES = (5e-4, 1.25e-3, 3e-3, 6e-3)
+EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8}  # the defaults of 2026-11
+KINDS = {
+    "defaults": [{}],
+    "sweep": [{"lr": rate, "num_epochs": epochs} for epochs in (3, 1, 2) for rate in RATES],
+    "search": [{"lr": "search"}],
+    "earlier": [EARLIER],
+}
+PREFERENCES = ("dpo", "orpo", "simpo", "kto")
+
+
+def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
+    """The last evaluation of a run of train.py with these flags; its seconds."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, ROOT / "train.py", "--dataset", folder / "train.jsonl", "--output_dir", f"{out}/run"]
+        command += ["--validation_dataset", folder / "validation.jsonl", "--log_to", "stdout", "--load_best", "false"]
+        command += ["--score_dataset", folder / "test.jsonl", "--score_max_new_tokens", "40"] if scored else []
+        flags = {"early_stopping": 0, "eval_every": 0} | flags
+        command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        began = time.perf_counter()
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        seconds = time.perf_counter() - began
+        if done.returncode:
+            return {"error": done.stderr.strip()[-300:], "seconds": seconds}
+        events = [json.loads(line) for line in (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()]
+        settled = json.loads((Path(out) / "run" / "run_plan.json").read_text())["settled"]
+    chosen = {name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank")}
+    last = [event for event in events if event["event"] == "eval"][-1]
+    kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
+    return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "settled": chosen}
+
+
+TRL = """
+import json, sys
+from pathlib import Path
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+model, folder, out, epochs = sys.argv[1:]
+read = lambda name: Dataset.from_list([json.loads(line) for line in (Path(folder) / name).read_text().splitlines()])
+config = SFTConfig(output_dir=out, num_train_epochs=float(epochs), report_to=[], bf16=False, save_strategy="no",
+                   assistant_only_loss=False, completion_only_loss=True, gradient_checkpointing=False)
+as_pairs = lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+data = {name: read(f"{name}.jsonl").map(as_pairs, remove_columns="messages") for name in ("train", "validation")}
+trainer = SFTTrainer(model=AutoModelForCausalLM.from_pretrained(model), args=config, train_dataset=data["train"],
+                     eval_dataset=data["validation"], processing_class=AutoTokenizer.from_pretrained(model),
+                     peft_config=LoraConfig(target_modules="all-linear"))
+trainer.train()
+trainer.save_model(out)
+print("TRL", json.dumps(trainer.evaluate()))
+"""
+
+
+def run_trl(folder: Path, epochs: int) -> dict:
+    """TRL's SFTTrainer with its own defaults; scored by score.py on the adapter it saved."""
+    from finetune.model_files.demo_model import demo_model_folder
+
+    model = demo_model_folder(fetch=True)
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-c", TRL, str(model), str(folder), out, str(epochs)]
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        seconds = time.perf_counter() - began
+        if done.returncode:
+            return {"error": done.stderr.strip()[-300:], "seconds": seconds}
+        found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TRL "))[4:])
+        score = [sys.executable, ROOT / "score.py", "--checkpoint", out, "--dataset", folder / "test.jsonl"]
+        scored = subprocess.run([*map(str, score), "--max_new_tokens", "40"], capture_output=True, text=True)
+    return {"loss": found["eval_loss"], "seconds": seconds, "score": scored.stdout.strip()[-300:]}
+
+
+def measure(args) -> None:
+    from tasks import TASKS, write_pairs, write_splits
+
+    done = {json.loads(line)["cell"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
+    for seed in args.seeds:
+        for task in args.tasks or TASKS:
+            for kind in args.kinds:
+                folder = Path(tempfile.gettempdir()) / f"defaults-{task}-{seed}-{args.rows}"
+                write_splits(task, seed, folder, args.rows)
+                for flags in KINDS.get(kind, [{}]):
+                    cell = f"{task} {seed} {args.rows} {kind} {json.dumps(flags)}"
+                    if cell in done:
+                        continue
+                    if kind == "trl":
+                        found = run_trl(folder, epochs=3)
+                    elif kind in PREFERENCES:
+                        write_pairs(task, seed, folder, labels=kind == "kto")
+                        found = run_cell(folder, {"preference": kind}, scored=False)
+                    else:
+                        found = run_cell(folder, {**flags, "seed": 42 + seed}, scored=kind != "sweep" or args.scored)
+                    line = {"cell": cell, "task": task, "seed": seed, "kind": kind, "flags": flags, **found}
+                    print(json.dumps(line), flush=True)
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+
+
+def table(file: Path) -> str:
+    """Medians over seeds: loss and exact match of each kind, and the defaults' loss over the best of the sweep at their
+    number of steps.
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    rows = ["| task | kind | loss | exact match | n | to the best of the sweep |", "|---|---|---|---|---|---|"]
+    for task in tasks:
+        of = [line for line in lines if line["task"] == task]
+        steps = {line["step"] for line in of if line["kind"] == "defaults"}
+        swept: dict[str, list[float]] = {}
+        for line in of:
+            if line["kind"] == "sweep" and line["step"] in steps:
+                swept.setdefault(json.dumps(line["flags"]), []).append(line["loss"])
+        best = min(map(statistics.median, swept.values()), default=None)
+        for kind in dict.fromkeys(line["kind"] for line in of):
+            if kind == "sweep":
+                continue
+            found = [line for line in of if line["kind"] == kind]
+            loss = statistics.median(line["loss"] for line in found)
+            exact = [line["exact_match"] for line in found if "exact_match" in line]
+            shown = f"{statistics.median(exact):.0%}" if exact else ""
+            ratio = f"{loss / best:.2f}" if best else ""
+            rows.append(f"| {task} | {kind} | {loss:.4f} | {shown} | {len(found)} | {ratio} |")
+        for flags, losses in swept.items():
+            rows.append(f"| {task} | {flags} | {statistics.median(losses):.4f} | | {len(losses)} | |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--tasks", type=words)
+    parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0])
+    parser.add_argument("--kinds", type=words, default=["defaults", "sweep", "search", "earlier"])
+    parser.add_argument("--rows", type=int, default=320)
+    parser.add_argument("--scored", action="store_true", help="exact match of the sweep's cells too")
+    parser.add_argument("--out", type=Path, default=Path("defaults.jsonl"))
+    parser.add_argument("--table", type=Path, help="print the table of a file, and run nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+    else:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The plan's rule for --lr auto: a rate from what trains, the model's width, rows per step and number of steps.
+
+Sources: "LoRA Without Regret" (Schulman et al., Thinking Machines 2025): the best rate of LoRA is about ten times that
+of full fine-tuning, about fifteen times in runs of less than a hundred steps, and with a scale of alpha / rank it does
+not depend on the rank; the formula of Tinker's cookbook, 5e-5 x 10 x (2000 / width) ** 0.781, which gives its exponent;
+and sweeps of our own, which docs/defaults.md lists with what they do not show.
+"""
+
+import math
+
+from finetune.config import FIELDS
+from finetune.objectives import OBJECTIVES
+from finetune.plan.draft import Draft
+
+FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
+LORA_FACTOR = 10
+SHORT_RUN, SHORT_FACTOR = 100, 1.5
+ALPHA = FIELDS["lora_alpha"].default
+MOST = 5e-3  # no sweep was stable above it
+UNKNOWN_WIDTH = 2048  # where config.json does not say
+ADDED_LAYERS_RATE = 2e-4
+# What starts from the base's own directions moves farther per step than what starts at zero.
+FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5, "eva": 1.0}
+
+
+def steps_of_pass(draft: Draft, rows: int) -> int:
+    """Optimizer steps of one pass over so many rows."""
+    values = draft.values
+    per_step = values["batch_size"] * values["gradient_accumulation_steps"] * draft.dims.data_ranks
+    return -(-rows // per_step)
+
+
+def steps_of(draft: Draft, rows: int) -> int:
+    """Optimizer steps of the run, with so many rows a pass."""
+    values = draft.values
+    return values["max_steps"] if values["max_steps"] > 0 else values["num_epochs"] * steps_of_pass(draft, rows)
+
+
+def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
+    """(peak learning rate, why)."""
+    values = draft.values
+    width = (draft.shape and draft.shape.hidden_size) or UNKNOWN_WIDTH
+    objective = OBJECTIVES[values["preference"]]
+    factor = objective.rate
+    of = f" by {values['preference']}" if objective.is_preference else ""
+    if values["llama_pro_path"]:
+        return rounded(ADDED_LAYERS_RATE * factor), f"added layers{of}"
+    full = FULL_RATE * (WIDTH / width) ** EXPONENT
+    if values["train_type"] == "full":
+        return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
+    rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
+    what = "LoRA" if not values["use_dora"] else "DoRA"
+    how_many = ""
+    if steps is not None and steps < SHORT_RUN:
+        rate, how_many = SHORT_FACTOR * rate, f", {steps} steps"
+    elif steps is not None:
+        how_many = f", {steps:,} steps"
+    return rounded(min(MOST, rate)), f"{what}{of} on a model of width {width}{how_many}{_beside(values)}"
+
+
+def _of_scale(values: dict) -> float:
+    """What alpha, rsLoRA and LoRA+ divide the rate by: the change of a weight grows with rank x scale x rate of B."""
+    rank, alpha = values["lora_rank"], values["lora_alpha"]
+    gain = alpha / ALPHA * (math.sqrt(rank) if values["use_rslora"] else 1)
+    return 1 / (gain * math.sqrt(values["loraplus_lr_ratio"]))
+
+
+def _beside(values: dict) -> str:
+    """The settings that changed the rate, in words."""
+    said = [f"alpha {values['lora_alpha']:g}"] if values["lora_alpha"] != ALPHA else []
+    said += [f"rsLoRA at rank {values['lora_rank']}"] if values["use_rslora"] else []
+    said += [f"LoRA+ x {values['loraplus_lr_ratio']:g}"] if values["loraplus_lr_ratio"] != 1 else []
+    said += [values["init_lora_weights"]] if FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0) != 1 else []
+    return "".join(f", {word}" for word in said)
+
+
+def rounded(rate: float) -> float:
+    """To two digits."""
+    return float(f"{rate:.1e}")

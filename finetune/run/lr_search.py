@@ -1,0 +1,101 @@
+"""--lr search: short trial runs of the loaded model at several rates, each undone, before the run itself.
+
+Successive halving (Jamieson and Talwalkar 2016) on the validation loss: all rates for a few steps, then the better ones
+for more. A trial has the whole schedule in its few steps. Such short runs do best at higher rates than long ones do, by
+the factor of plan.learning_rate.SHORT_FACTOR, so each rate is tried at as much more. The run that follows is to the bit
+the one that --lr with the chosen rate gives.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from finetune.engine import Batch
+from finetune.errors import NonFiniteError
+from finetune.plan.learning_rate import MOST, SHORT_FACTOR, SHORT_RUN, rounded
+from finetune.plan.run_plan import RunPlan, TrainState
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the rule's rate
+KEPT = 2  # rates that are tried for longer
+LEAST_STEPS = 4  # of a trial; in fewer the highest rate always leads
+FORWARD = 1 / 3  # of a step's time per row: what the evaluation of a row costs
+MOST_ROWS = 64  # of the validation rows, by which trials are compared
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """`steps` of each trial: of all rates, then of the KEPT best; 0: there is no second rung. `rows`: evaluated."""
+
+    rates: tuple[float, ...]
+    steps: tuple[int, int]
+    rows: int
+
+    @property
+    def trials(self) -> int:
+        return len(self.rates) + (KEPT if self.steps[1] else 0)
+
+
+def with_searched_rate(plan: RunPlan, data, engine, say, stop) -> RunPlan:
+    """The plan with the rate of the best trials, if it asks for a search that no earlier start of the run has done."""
+    if not plan.searches_rate:
+        return plan
+    total = data.total_steps(plan)
+    rungs = rungs_of(plan.steps.lr, total, plan.rows_per_step, data.validation.num_rows, plan.settings.search_budget)
+    if rungs is None:
+        fewest = math.ceil(3 * (LEAST_STEPS + 1) / plan.settings.search_budget)
+        why = f"{total} steps are too few for a search by --search_budget; about {fewest} are enough. Not searched"
+        say(f"lr: {plan.steps.lr:g} ({why})")
+        return plan
+    first, more = rungs.steps
+    said = f", then the best {KEPT} for {more}" if more else ""
+    say(f"lr search: {len(rungs.rates)} rates for {first} steps each{said}; {rungs.rows} validation rows compare them")
+    evaluated = validation_part(data, plan, engine.pad_id, rungs.rows)
+    rate, reason = best_rate(plan, data, engine, rungs, evaluated, say, stop)
+    say(f"lr: {rate:g} ({reason})")
+    return plan.changed({"lr": (rate, reason)})
+
+
+def rungs_of(rate: float, total: int, rows_per_step: int, validation_rows: int, budget: float) -> Rungs | None:
+    """The trials that cost at most `budget` of the run's steps; None if they would be too short."""
+    for factors, kept in ((FACTORS, KEPT), (FACTORS[1:-1], 0)):
+        rates = tuple(dict.fromkeys(rounded(min(MOST, rate * factor)) for factor in factors))
+        trials = len(rates) + kept
+        rows = min(validation_rows, MOST_ROWS, max(16, round(total * budget * rows_per_step / 4 / trials / FORWARD)))
+        left = total * budget - trials * rows * FORWARD / rows_per_step
+        first = int(left / len(rates)) if not kept else int(left / 2 / len(rates))
+        if first >= LEAST_STEPS:
+            return Rungs(rates, (first, int(left / 2 / kept) if kept else 0), rows)
+    return None
+
+
+def best_rate(plan: RunPlan, data, engine, rungs: Rungs, evaluated: list[Batch], say, stop) -> tuple[float, str]:
+    rates, losses = list(rungs.rates), {}
+    for steps in rungs.steps:
+        if not steps or stop.requested():
+            break
+        losses = {rate: trial(plan, data, engine, rate, steps, evaluated) for rate in rates}
+        say("  " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items()) + f" after {steps} steps")
+        rates = sorted(losses, key=lambda rate: losses[rate])[:KEPT]
+    best = min(losses, key=lambda rate: losses[rate], default=plan.steps.lr)
+    return best, f"the least validation loss of {rungs.trials} trials"
+
+
+def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[Batch]) -> float:
+    """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged."""
+    factor = SHORT_FACTOR if data.total_steps(plan) >= SHORT_RUN else 1.0
+    state = TrainState(total_steps=steps)
+    schedule = replace(plan.schedule(steps), lr=rate * factor)
+    with engine.undone():
+        try:
+            while state.step < steps:
+                microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+                result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
+                state.advance(result, cursor)
+            loss = engine.evaluate(evaluated).loss
+        except NonFiniteError:
+            loss = math.inf
+    return loss if math.isfinite(loss) else math.inf
+
+
+def validation_part(data, plan: RunPlan, pad_id: int, rows: int) -> list[Batch]:
+    """Microbatches of the first validation rows."""
+    return data.microbatches(data.validation, range(rows), slice(None), plan, pad_id, rows)

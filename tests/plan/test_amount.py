@@ -1,0 +1,154 @@
+"""What is trained where the user left it open: rows per step, passes, rank, rate, early end; and what is said."""
+
+import pytest
+
+from backend_manager import Backend
+from finetune.adapters.continued import scaling_of
+from finetune.data.lengths import DataSample
+from finetune.errors import PlanError
+from finetune.plan.draft import Facts
+from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import inherited_from_checkpoint, merge_saved
+from tests.support.planned import GIB, SMALL
+from tests.support.plans import NOW, adjustment, capabilities
+
+
+def planned(rows, tokens=50, is_all=True, shape=SMALL, env=None, num_devices=1, gib=64, **flags):
+    sample = DataSample((tokens,) * min(rows, 1000), rows, is_all)
+    caps = capabilities(memory_bytes=int(gib * GIB))
+    facts = Facts(Backend.CPU, caps, shape, sample=lambda data: sample, num_devices=num_devices)
+    return resolve_plan({"dataset": "rows.jsonl", "output_dir": "o", **flags}, facts, NOW)
+
+
+# rows: (rows per step, passes)
+AMOUNTS = {3: (1, 3), 12: (1, 3), 34: (1, 3), 100: (2, 2), 144: (4, 3), 300: (8, 3), 900: (8, 1), 20_000: (16, 1)}
+
+
+@pytest.mark.parametrize(("rows", "amount"), AMOUNTS.items())
+def test_small_sets_are_read_several_times_in_small_steps(rows, amount):
+    settings = planned(rows).settings
+    assert (settings.batch_size, settings.num_epochs) == amount
+
+
+def test_what_was_given_stays_and_the_rest_follows_it():
+    asked = planned(144, num_epochs=1).settings
+    assert (asked.num_epochs, asked.batch_size) == (1, 1)  # 144 rows are 100 steps in one pass
+    asked = planned(12, batch_size=8).settings
+    assert (asked.num_epochs, asked.batch_size) == (3, 8)
+    short = planned(300, max_steps=5)
+    assert (short.settings.max_steps, short.settings.num_epochs) == (5, 1)
+    assert short.settings.batch_size == 8 and planned(5, max_steps=5).settings.batch_size == 4
+    assert any(line.startswith("5 steps change a model little") for line in short.notices)
+    assert planned(300, lr=1e-4, lora_rank=4).settings.lr == 1e-4
+
+
+def test_steps_have_as_many_rows_on_any_number_of_ranks():
+    for ranks in (1, 2, 4):
+        assert planned(300, num_devices=ranks).rows_per_step == 8
+    assert planned(300, gradient_accumulation_steps=4).settings.batch_size == 2
+
+
+def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
+    assert "about 114 steps; each of 300 rows is read 3 times" in planned(300).notices
+    assert "about at least 1,250 steps; each of 20,000 rows is read once" in planned(20_000, is_all=False).notices
+    assert any(line.startswith("12 rows are learned by heart") for line in planned(12).notices)
+    assert not any("by heart" in line or "little" in line for line in planned(300).notices)
+
+
+def test_a_stream_has_no_number_of_rows():
+    settings = planned(2000, is_all=False, streaming=True, max_steps=50, batch_size=8).settings
+    assert (settings.num_epochs, settings.early_stopping) == (1, 0)
+
+
+def test_long_documents_are_the_windows_they_are_split_into():
+    assert planned(10, tokens=51_200, overlong="split", context_length=512).settings.batch_size == 8
+
+
+def test_the_rank_grows_where_tokens_would_fill_it():
+    assert planned(300).settings.lora_rank == 16
+    large = planned(20_000, tokens=4000)
+    assert large.settings.lora_rank == 64 and adjustment(large, "lora_rank").reason.startswith(
+        "about 80,000,000 tokens"
+    )
+
+
+def test_validation_ends_a_run_early_and_its_best_weights_are_kept():
+    plan = planned(300, validation_split="auto")
+    assert plan.settings.validation_split == 0.1 and plan.settings.early_stopping == 2
+    assert plan.settings.eval_every == 34 and plan.output.load_best  # 270 rows are 34 steps of 8
+    assert planned(100, validation_split="auto").settings.validation_split == 0.0
+    given = planned(300, validation_split=0.1, num_epochs=4)
+    assert (given.settings.early_stopping, given.settings.eval_every, given.output.load_best) == (0, 0, False)
+    assert planned(300, validation_split=0.1, num_epochs=4, eval_every="auto").settings.eval_every == 34
+    full = planned(300, validation_split=0.1, train_type="full")
+    assert full.settings.early_stopping == 2 and not full.output.load_best
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (dict(early_stopping=2), "--early_stopping 2: needs validation rows."),
+        (dict(load_best="true"), "--load_best true: needs validation rows."),
+        (dict(load_best="true", validation_split=0.1, save_model=False), "--load_best true: reads best/ again"),
+        (dict(load_best="true", validation_split=0.1, train_type="full"), "--load_best true: only adapters"),
+    ],
+)
+def test_what_needs_validation_is_refused_without_it(flags, line):
+    with pytest.raises(PlanError) as error:
+        planned(300, **flags)
+    assert str(error.value).startswith(line)
+
+
+def test_a_resumed_run_keeps_what_was_settled_and_reads_no_rows():
+    def unread(data):
+        raise AssertionError("read")
+
+    saved = planned(300, validation_split="auto").to_json()
+    inherited = inherited_from_checkpoint(saved, "cpu")
+    facts = Facts(Backend.CPU, capabilities(memory_bytes=64 * GIB), SMALL, inherited, sample=unread)
+    again = resolve_plan(merge_saved({}, saved), facts, NOW).to_json()["settled"]
+    assert again == saved["settled"]
+
+
+# ---- the rate
+
+
+def rate(rows=300, **flags):
+    return planned(rows, **flags).settings.lr
+
+
+def test_the_rate_falls_with_the_width_and_rises_in_short_runs():
+    assert SMALL.hidden_size == 2048
+    assert rate() == pytest.approx(5e-4 * (2000 / 2048) ** 0.781, rel=0.05)  # two digits
+    assert rate(max_steps=50) == pytest.approx(1.5 * rate(), rel=0.05)
+    assert rate(train_type="full") == pytest.approx(rate() / 10, rel=0.05)
+
+
+def test_the_rate_is_divided_by_what_multiplies_the_change_of_a_weight():
+    """With a scale of alpha / rank the rank does not matter; rsLoRA's alpha / sqrt(rank) grows with its root."""
+    assert rate(lora_rank=64) == rate() and rate(lora_rank=64, lora_alpha=64) == pytest.approx(rate() / 2, rel=0.05)
+    gain = scaling_of(64, 32, True) / scaling_of(64, 32, False)
+    assert rate(lora_rank=64, use_rslora=True) == pytest.approx(rate() / gain, rel=0.05)
+
+
+def test_the_reason_names_what_the_rate_is_of():
+    plan = planned(300, lora_alpha=64, use_dora=True)
+    assert adjustment(plan, "lr").reason == "DoRA on a model of width 2048, 114 steps, alpha 64"
+    assert adjustment(planned(300, train_type="full"), "lr").reason == "full fine-tuning of a model of width 2048"
+
+
+# ---- lora or qlora
+
+
+def test_lora_where_the_base_fits_with_room_else_qlora():
+    roomy, tight = planned(300, gib=64), planned(300, gib=4)
+    assert roomy.settings.train_type == "lora" and tight.settings.train_type == "qlora"
+    assert "qlora, " in adjustment(roomy, "train_type").reason
+    assert adjustment(tight, "train_type").reason.startswith("lora takes at least")
+
+
+def test_a_flag_of_a_quantized_base_asks_for_qlora():
+    for flag in (dict(n_bits=4), dict(quantization_backend="nf4"), dict(init_lora_weights="loftq")):
+        assert planned(300, **flag).settings.train_type == "qlora"
+    assert planned(300, quantization_backend="none").settings.train_type == "lora"
+    assert planned(300, gib=4, train_type="lora").settings.train_type == "lora"
