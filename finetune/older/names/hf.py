@@ -95,7 +95,7 @@ REENTRANT = Computed(reentrant, "`--reentrant_checkpointing`")
 
 HF: Names = {
     **same("output_dir", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps"),
-    **same("seed", "warmup_ratio"),
+    **same("seed", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"),
     "warmup_steps": WARMUP,
     "per_device_train_batch_size": "batch_size",
     "per_gpu_train_batch_size": "batch_size",
@@ -153,10 +153,7 @@ HF: Names = {
     # What is asked for by these is not here.
     **instead("Label smoothing is not here. Omit it.", "label_smoothing_factor"),
     **instead("Noise on embeddings (NEFTune) is not here. Omit it.", "neftune_noise_alpha"),
-    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta1", unless=("0.9",)),
-    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta2", unless=("0.999",)),
-    **instead("The optimizer has an epsilon of 1e-8. Omit it.", "adam_epsilon", unless=("1e-8", "1e-08")),
-    **instead("The optimizer has no other settings than --lr and --wd. Omit it.", "optim_args"),
+    **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optim_args"),
     **instead("GaLore and APOLLO are not here; --train_type lora trains few weights. Omit it.", "optim_target_modules"),
     **instead(
         "A schedule has --warmup_steps, --warmup_ratio and --cosine_min_lr_ratio. Omit it.", "lr_scheduler_kwargs"
