@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-SCRIPTS = ("train", "generate", "score", "export", "expand", "pretrain")
+SCRIPTS = ("train", "generate", "score", "export", "expand", "report", "pretrain")
 FACES = ("backend_manager", "quantization_wrapper", "mps_fsdp_wrapper")
 # Packages of data: a folder of the repository under its name in the wheel (finetune/shipped.py).
 FOLDERS = {"finetune.examples": "examples", "finetune.recipes": "config", "finetune.recipes.arch": "config/arch"}

@@ -322,6 +322,12 @@ class TrainConfig:
         "mixture-of-experts models: weight of the routers' load-balancing loss over the tokens of a step; 0: off",
         minimum=0.0,
     )
+    stop_on_divergence: bool = steps_flag(
+        False,
+        "end with exit code 66 once the mean loss of five steps is half as much again as that of the first five, and "
+        "more than 0.5 above it",
+        resumable=True,
+    )
     seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
     adapter: str | None = adapter_flag(
         None,
@@ -485,16 +491,26 @@ class TrainConfig:
         auto=True,
         metavar="N|auto",
     )
+    eval_samples: int = output_flag(
+        4,
+        "answer the first N validation or scored prompts at each evaluation, and keep the answers in samples.jsonl; 0: "
+        "none",
+        minimum=0,
+    )
+    report_page: bool = logging_flag(True, "write report.html, one page about the run, when it ends")
     log_to: str = logging_flag(
         "tqdm",
-        "tqdm: live progress line; stdout: plain lines; wandb: also Weights & Biases",
-        choices=("tqdm", "stdout", "wandb"),
+        "several, comma-separated. tqdm: live progress line; stdout: plain lines; tensorboard, wandb, mlflow, trackio: "
+        "also to this tracker, whose package must be installed; csv: also metrics.csv in the output folder",
+        metavar="NAME,...",
+        nonempty=True,
+        comma_separated=True,
     )
     log_every_n_steps: int = logging_flag(1, "print every N steps", minimum=1)
     verbose: bool = logging_flag(False, "print the detected hardware, and memory item by item")
-    project_name: str | None = logging_flag(None, "Weights & Biases project")
-    name: str | None = logging_flag(None, "Weights & Biases run name")
-    group: str | None = logging_flag(None, "Weights & Biases run group")
+    project_name: str | None = logging_flag(None, "project, or MLflow experiment, of the trackers")
+    name: str | None = logging_flag(None, "run name of the trackers; default: the output folder's")
+    group: str | None = logging_flag(None, "run group of W&B and Trackio")
     entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
     profile: bool = profile_flag(False, "run the torch profiler")
     profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")

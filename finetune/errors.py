@@ -26,6 +26,12 @@ class NonFiniteError(ArithmeticError):
     exit_code = 65
 
 
+class DivergedError(ArithmeticError):
+    """With --stop_on_divergence: the loss is finite and far above its start."""
+
+    exit_code = 66
+
+
 class RankLostError(RuntimeError):
     """Another rank or its host died or stopped responding.
     This rank is healthy; the job can resume from its last checkpoint.
@@ -78,6 +84,7 @@ class OutputClosedError(BrokenPipeError):
 EXPECTED = (
     PlanError,
     NonFiniteError,
+    DivergedError,
     RankLostError,
     OutOfMemoryError,
     StorageError,

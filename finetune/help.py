@@ -62,7 +62,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "eval_every": "evaluate every N steps",
         "resume": "auto: continue a run after a crash or Ctrl-C",
         "push_to_hub": "upload the result to this repository",
-        "log_to": "progress line, plain lines, or a tracker",
+        "log_to": "progress line, plain lines, trackers",
     },
     "Ask first": {
         "dry_run": "the plan, its memory and three rows; loads nothing",

@@ -137,11 +137,18 @@ class PretrainConfig:
         return self.checkpoint_every
 
     save_model = True
+    eval_samples = 0
+    report_page = True
+    stop_on_divergence = False
     profile = False
     llama_pro_path = None
     validation_dataset = None
     validation_split = 0.0
-    name = group = entity = None
+    group = entity = None
+
+    @property
+    def name(self) -> str | None:
+        return self.run_name
 
 
 CHOICES = {
@@ -150,7 +157,6 @@ CHOICES = {
     "device": ("auto", "cuda", "mps", "cpu", "xpu"),
     "compile": ("auto", "true", "false"),
     "cpu_matmul": ("auto", "blas", "onednn"),
-    "log_to": ("auto", "stdout", "wandb"),
     "arch.pos_encodings": ("rope", "learned", "none"),
     "arch.forward_dtype": ("float32", "bfloat16"),
     "arch.loss_type": ("softmax_cross_entropy", "stablemax_cross_entropy"),

@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import ROOT
 
 SCRIPTS = (
-    *("train", "pretrain", "generate", "score", "export", "expand"),
+    *("train", "pretrain", "generate", "score", "export", "expand", "report"),
     *("dataset.build_chat_dataset", "dataset.build_puzzle_dataset"),
 )
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
@@ -287,7 +287,7 @@ OF_A_GPU = ("cuda", "nccl")
 
 def test_a_gpus_name_is_in_backends_rooms_only():
     """What runs on a device asks what it can do: a condition on its name would leave out the next one."""
-    files = [ROOT / f"{name}.py" for name in (*SCRIPTS[:6], "mps_fsdp_wrapper", "backend_manager")]
+    files = [ROOT / f"{name}.py" for name in (*SCRIPTS[:7], "mps_fsdp_wrapper", "backend_manager")]
     files += sorted((ROOT / "finetune").rglob("*.py"))
     found = set()
     for file in files:

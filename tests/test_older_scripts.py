@@ -333,20 +333,20 @@ class Recorder:
     def __init__(self):
         self.logged = []
 
-    def log(self, numbers, step):
-        self.logged.append((step, numbers))
+    def log(self, event, numbers):
+        self.logged.append((event["step"], numbers))
 
-    def finish(self):
+    def finish(self, status):
         pass
 
 
 def test_wandb_gets_the_older_keys_beside_ours(tmp_path):
     with Metrics(plan_of(log_to="stdout")) as log:
         log.open(tmp_path, TrainState(step=3, loss=1.5, total_steps=9, status="finished"))
-        log.tracker = Recorder()
+        log.trackers.open["wandb"] = recorder = Recorder()
         memory = MemoryStats(100, {"base": 60, "activations": 20, "workspace": 20})
         log.step(StepResult(3.0, 2, 10, 0.5), 1e-3, 2.0, memory)
-    ((step, numbers),) = log.tracker.logged
+    ((step, numbers),) = recorder.logged
     older = {"loss": 1.5, "lr": 1e-3, "time_taken": 2.0, "memory/allocated": 80, "memory/reserved": 100}
     older["memory/peak"] = 100
     assert step == 3 and numbers.items() >= older.items()

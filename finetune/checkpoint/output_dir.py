@@ -51,6 +51,7 @@ from finetune.estimate.budget import GIB
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import GENERATION, ModelFiles
 from finetune.model_files.llama_pro import TRAINED
+from finetune.plan.log_to import tracking
 from finetune.plan.parts import Adapter, AddedLayers
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
@@ -148,6 +149,10 @@ class OutputDir:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")
+        later += ["samples.jsonl"] if self.plan.settings.eval_samples else []
+        followed = tracking(self.plan.settings.log_to)
+        later += ["trackers.json"] if followed else []
+        later += ["metrics.csv"] if "csv" in followed else []
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
         (self.root / STATE).unlink(missing_ok=True)  # first: from now on the run is not complete
         remove_manifest(self.root)

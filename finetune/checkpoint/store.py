@@ -400,7 +400,8 @@ def holds_a_run(output_dir: Path) -> bool:
 
 # Names that runs give the files they write, in the output_dir and in best/, but for some tokenizers' own.
 NAMES_OF_RUNS = (
-    *("run_plan.json", "train_state.json", "metrics.jsonl", "reference_log_probs.json", "stacks/rank-*.txt"),
+    *("run_plan.json", "train_state.json", "metrics.jsonl", "samples.jsonl", "report.html", "trackers.json"),
+    *("metrics.csv", "reference_log_probs.json", "stacks/rank-*.txt"),
     *(PRETRAINED, MANIFEST, *PUBLISHED),
 )
 

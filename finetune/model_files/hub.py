@@ -1,12 +1,17 @@
 """The Hugging Face Hub: cache, download and the reason when it cannot serve a model."""
 
+import contextlib
 import difflib
 import os
 import re
+import sys
 import threading
+import time
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
+from finetune.system.progress import Progress, duration
+from finetune.system.terminal import is_terminal
 
 HUB_PROBE_S = 3.0
 HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
@@ -88,17 +93,25 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     from huggingface_hub import snapshot_download
 
     answer_in_time()
+    blobs, began_with = hub_cache() / f"models--{repo_id.replace('/', '--')}" / "blobs", time.monotonic()
+
+    def describe() -> str:
+        seconds = time.monotonic() - began_with
+        return f"downloading {repo_id}: {bytes_in(blobs) / 2**20:,.0f} MiB here, {duration(seconds)}"
+
+    drawn = is_terminal(sys.stderr)  # by huggingface_hub itself
     try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                cache_dir=hub_cache(),
-                endpoint=endpoint(),
-                allow_patterns=HUB_PATTERNS,
-                local_files_only=cached_only or offline(),
+        with Progress("downloading", describe=describe, quiet=cached_only or drawn):
+            return Path(
+                snapshot_download(
+                    repo_id,
+                    revision=revision,
+                    cache_dir=hub_cache(),
+                    endpoint=endpoint(),
+                    allow_patterns=HUB_PATTERNS,
+                    local_files_only=cached_only or offline(),
+                )
             )
-        )
     except hub.RevisionNotFoundError:
         raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
     except hub.GatedRepoError:
@@ -122,6 +135,15 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     raise PlanError(
         f"{said}: no such folder, and no Hub model of that name could be reached ({reason}). {nearest(Path(repo_id))}"
     )
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of the files in a folder, also of those that are being written."""
+    found = 0
+    for file in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a download that has just got its name
+            found += file.stat().st_size
+    return found
 
 
 def token_state() -> str:

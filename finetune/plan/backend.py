@@ -2,8 +2,10 @@
 
 import os
 
-from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error, package_version
+from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error
+from finetune.config import DEFAULTS
 from finetune.errors import PlanError
+from finetune.plan.log_to import names_of
 from finetune.plan.plan_base import Adjustment
 
 ENGINES = ("torch", "mlx")
@@ -43,8 +45,7 @@ def check_environment(overrides: dict) -> None:
     problem = environment_error()
     if problem:
         raise PlanError(problem)
-    if overrides.get("log_to") == "wandb" and package_version("wandb") is None:
-        raise PlanError("--log_to wandb: wandb is not installed. pip install wandb, or use --log_to stdout.")
+    names_of(overrides.get("log_to", DEFAULTS["log_to"]))
 
 
 def choose_cpu_matmul(word: str, capabilities) -> tuple[str, str]:

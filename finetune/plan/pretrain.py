@@ -12,6 +12,7 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.plan.backend import choose_cpu_matmul
+from finetune.plan.log_to import names_of
 from finetune.plan.parts import AllWeights
 from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.plan.run_plan import TrainState
@@ -137,6 +138,7 @@ def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv
 
 def check(s: PretrainConfig, size: int) -> None:
     """Raises PlanError for keys that exclude each other."""
+    names_of(s.log_to, "log_to=")
     arch = s.arch
     if arch.causal and arch.mlp_t:
         raise PlanError(

@@ -5,9 +5,10 @@ from dataclasses import asdict
 
 from finetune import open_checkpoint
 from finetune.checkpoint.output_dir import CheckpointWriter
+from finetune.errors import PlanError
 from finetune.model_files.hub_upload import upload
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.run import evaluation, model_card
+from finetune.run import evaluation, model_card, page
 from finetune.run.metrics import Metrics
 from finetune.system.program import started_as
 
@@ -30,6 +31,19 @@ def conclude(plan: RunPlan, data, state: TrainState, log: Metrics, writer: Check
                 f"note: {writer.root / model_card.README} is not as a run wrote it and stays: no model card is written"
             )
     writer.finish(state)
+
+
+def write_page(log: Metrics, writer: CheckpointWriter) -> None:
+    """Writes report.html of a run that has ended in whatever way, on rank 0."""
+    if writer.files is None:
+        return
+    try:
+        content = page.page_of([writer.root])
+    except PlanError as error:  # of a log that was edited: the run itself is fine
+        log.say(f"note: no report is written: {error}")
+        return
+    if not writer.files.write_card(page.PAGE, content):
+        log.say(f"note: {writer.root / page.PAGE} is not as a run wrote it and stays: no report is written")
 
 
 def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:

@@ -1,6 +1,7 @@
 """Validation loss and scores of a model during a run, over all ranks."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 from finetune.errors import NonFiniteError
 from finetune.plan.parts import DataPlan
 from finetune.run import scoring
+from finetune.system.progress import Progress, duration
 
 EXACT = "exact_match"  # what the eval event calls --score_metric exact; other scores have the metric's name
 SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
@@ -36,9 +38,11 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
     found = Evaluation({})
     if data.validation is not None:  # preferences have other rows than what is scored
         batches = data.evaluation_batches(plan, engine.pad_id)
-        found = Evaluation(
-            data.evaluation_values({name: engine.evaluate(part, stopping) for name, part in batches.items()})
-        )
+        mine = sum(-(-len(part) // plan.data_ranks) for part in batches.values())
+        with Progress("validation loss", mine, "batches") as progress:
+            counted = progress.counting(stopping)
+            results = {name: engine.evaluate(part, counted) for name, part in batches.items()}
+        found = Evaluation(data.evaluation_values(results))
     if stopping():
         return None
     if data.validation is not None and not math.isfinite(found.loss):
@@ -95,10 +99,13 @@ def exact_match(
     `whole`. `stop_ids` end an answer; `stopping()`: give up.
     """
 
+    tokens = [0]
+
     def answered(batch: list) -> list[list[int]]:
         expected = [answer.strip() for _, answer, _ in batch]
 
         def stop_row(row, ids, expected=expected):
+            tokens[0] += 1
             if stopping and stopping():
                 return True
             if whole:
@@ -106,9 +113,19 @@ def exact_match(
             text = tokenizer.decode(ids).lstrip().rstrip("\ufffd")
             return not (expected[row].startswith(text) or text.strip() == expected[row])
 
-        return engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
+        found = engine.generate([prompt for prompt, _, _ in batch], max_new_tokens, stop_ids, stop_row)
+        progress.update(len(batch))
+        return found
 
-    answers = [tokenizer.decode(ids) for ids in shared(engine, examples, batch_size, answered)]
+    began = time.monotonic()
+
+    def describe() -> str:
+        so_far = f"{progress.done:,}/{progress.total:,} answers, {tokens[0]:,} tokens"
+        return f"answering: {so_far}, {duration(time.monotonic() - began)}"
+
+    progress = Progress("answering", len(engine.shard_list(list(range(len(examples))))), describe=describe)
+    with progress:
+        answers = [tokenizer.decode(ids) for ids in shared(engine, examples, batch_size, answered)]
     right = sum(a.strip() == expected.strip() for a, (_, expected, _) in zip(answers, examples, strict=True))
     return right / len(examples), answers
 

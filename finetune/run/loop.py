@@ -9,10 +9,10 @@ from collections.abc import Callable
 from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
-from finetune.errors import NonFiniteError, PlanError
+from finetune.errors import DivergedError, NonFiniteError, PlanError
 from finetune.plan.parts import Adapter
 from finetune.plan.run_plan import RunPlan, TrainState
-from finetune.run import evaluation, report
+from finetune.run import conclusion, evaluation, report, samples
 from finetune.run.metrics import Metrics
 
 
@@ -34,6 +34,8 @@ def begin(
     if resumed_from:
         log.saved(resumed_from)
     log.start(data, predicted)
+    if plan.settings.report_page:
+        log.at_end = lambda: conclusion.write_page(log, writer)
     return state
 
 
@@ -59,7 +61,8 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     def sample(scored: str | None) -> str | None:
         if not data.score_examples:
             return None
-        return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
+        with log.phase("samples"):
+            return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
 
     stop.sync(engine.all_reduce_max)
     if state.step == 0 and not stop.requested():
@@ -71,7 +74,8 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     train(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
         if plan.settings.save_model:
-            writer.publish(engine, state.step)
+            with log.phase("saving"):
+                writer.publish(engine, state.step)
         if not (plan.load_best and plan.ends_early(state)):  # its end was evaluated
             evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested() and load_best(engine, plan, state, log, writer):
@@ -81,6 +85,7 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
     state.scores = {"before": summary.before, "after": summary.after}
+    log.diagnose()
 
 
 def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
@@ -90,7 +95,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
     unsaved = False
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
-    with engine.profiler(traces) as profile_step:
+    with engine.profiler(traces) as profile_step, log.training():
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
             try:
@@ -112,15 +117,17 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             unsaved = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
+            if plan.settings.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
+                raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
                 if plan.ends_early(state) and not stop.requested():
                     log.say(report.ended_early(state))
                     state.total_steps = state.step
             if plan.save_due(state, stop.requested()):
-                log.saved(writer.save_step(engine, state, log.offset()))
+                with log.phase("saving"):
+                    log.saved(writer.save_step(engine, state, log.offset()))
                 unsaved = False
-    log.end_live()
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
 
@@ -145,6 +152,10 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         if found is None:
             return
         log.evaluation(found.values, found.right)
+        if s.eval_samples:
+            prompts = samples.prompts_of(data, s.eval_samples)
+            most = s.score_max_new_tokens
+            log.sampled(samples.answered(engine, data, prompts, most, state.step, stop.requested))
         summary.scored_answer = found.first_answer
         if not state.step or data.validation is None:
             pass

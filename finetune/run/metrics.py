@@ -1,31 +1,37 @@
-"""All output of a run: console lines, the live progress line, metrics.jsonl, Weights & Biases.
+"""All output of a run: console lines, progress, metrics.jsonl, trackers.
 The only module that prints during training; silent on every rank but 0.
 """
 
+import bisect
 import contextlib
 import json
 import math
 import os
-import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
-from finetune.errors import EXPECTED, RankLostError
+from finetune.data.facts import facts_of
+from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.plan.log_to import names_of
 from finetune.plan.run_plan import TrainState
+from finetune.run import diagnostics, samples
+from finetune.run.machine_load import MachineLoad
+from finetune.run.trackers import Trackers
 from finetune.system.files import open_file
-from finetune.system.terminal import encodable, say
+from finetune.system.progress import Progress, duration
+from finetune.system.terminal import say
 
 STEPS_AVERAGED = 20  # of the time left
+MOST_COUNTED = 1_000_000  # steps ahead whose evaluations and checkpoints count in the time left
 COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
 
 
@@ -35,8 +41,9 @@ class Summary:
 
     `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
     first scored example; `scored_answer`: its answer in the last scoring. `dense`: scores on the dense base, of an
-    adapter trained on a quantized one, or why there are none. `peak`, `predicted`: {"total": bytes, "items": {name:
-    bytes}}.
+    adapter trained on a quantized one, or why there are none. `best`: the evaluation with the lowest validation loss,
+    of which `best_folder` has the weights. `findings`: what went wrong, see diagnostics. `peak`, `predicted`: {"total":
+    bytes, "items": {name: bytes}}.
     """
 
     seconds: dict = field(default_factory=dict)
@@ -48,6 +55,9 @@ class Summary:
     scored_answer: str | None = None
     peak: dict | None = None
     predicted: dict | None = None
+    findings: list = field(default_factory=list)
+    best: dict | None = None
+    best_folder: str | None = None
     loading_bytes: int = 0
     evaluating_bytes: int = 0
     tokens_before: int = 0
@@ -62,6 +72,52 @@ class Summary:
         return peak
 
 
+class TimeLeft:
+    """The time until the last evaluation: of the steps that are left, and of the evaluations and checkpoints between.
+
+    `took(what, seconds)`: a step, or a phase of this name, has ended.
+    """
+
+    PHASES = ("scoring", "saving")
+
+    def __init__(self, plan):
+        self.plan, self.steps = plan, deque[float](maxlen=STEPS_AVERAGED)
+        self.phases: dict[str, list[float]] = {name: [] for name in self.PHASES}
+        self.due: dict[str, list[int]] = {name: [] for name in self.PHASES}  # the steps after which each begins
+        self.since = time.monotonic()
+
+    def begin(self, state: TrainState) -> None:
+        """Finds what is due in the rest of the run."""
+        at, self.since = replace(state), time.monotonic()
+        if state.total_steps - state.step > MOST_COUNTED:
+            return
+        for at.step in range(state.step + 1, state.total_steps + 1):
+            if self.plan.eval_due(at) or at.step == state.total_steps:
+                self.due["scoring"].append(at.step)
+            if self.plan.save_due(at, False):
+                self.due["saving"].append(at.step)
+
+    def took(self, what: str, seconds: float) -> None:
+        if what == "step":
+            self.steps.append(seconds)
+        elif what in self.phases:
+            self.phases[what].append(seconds)
+        self.since = time.monotonic()
+
+    def waiting(self) -> float:
+        """Seconds since the last of them ended."""
+        return time.monotonic() - self.since
+
+    def seconds(self, state: TrainState) -> float:
+        """Seconds left after this state."""
+        left = (state.total_steps - state.step) * sum(self.steps) / max(1, len(self.steps))
+        for name, taken in self.phases.items():
+            if taken:
+                steps = self.due[name]
+                left += (len(steps) - bisect.bisect_right(steps, state.step)) * sum(taken) / len(taken)
+        return left
+
+
 class Metrics:
     """The log of one run, as a context: the `end` event is written however the run ends, with its exit code.
 
@@ -74,11 +130,16 @@ class Metrics:
     def __init__(self, plan, quiet: bool = False, watchdog=None):
         s = plan.settings
         self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
-        self.live = s.log_to != "stdout" and sys.stdout.isatty() and not quiet
-        self.summary, self.live_text, self.began = Summary(), "", time.perf_counter()
-        self.step_times: deque[float] = deque(maxlen=STEPS_AVERAGED)
-        self.tracker = None
+        Progress.lines_only = "stdout" in names_of(s.log_to)
+        self.summary, self.began = Summary(), time.perf_counter()
+        self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
+        self.left = TimeLeft(plan)
+        self.load = MachineLoad()
+        self.at_end: Callable[[], None] = lambda: None
+        self.watch = diagnostics.DivergenceWatch()
+        self.last: list[str] = []  # what the live line shows of the last step, most important first
         self.listener: Callable[[dict], object] | None = None
+        self.trackers: Trackers | None = None
         self.handle: IO[str] | None = None
         self.state: TrainState | None = None
 
@@ -97,6 +158,8 @@ class Metrics:
                 self._end(self.state.status, self.state.exit_code)
             else:
                 self._end("failed", self._exit_code(error))
+            with contextlib.suppress(*((StorageError, PlanError, OSError) if error else ())):  # which is the one to say
+                self.at_end()
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, EXPECTED):
@@ -111,16 +174,20 @@ class Metrics:
         if not self.quiet:
             self._open_file(state, offset, run_id)
         self.state = state
+        self.left.begin(state)
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
     def _open_file(self, state, offset: int | None, run_id: str) -> None:
-        self.tracker = wandb_run(self.plan)
         with storage(self.file):
             if offset is not None:
                 self._repair(state, offset, run_id)
+            else:
+                samples.keep_steps(self.file.parent, set(), run_id)
             mode = "w" if offset is None else "a"
             self.handle = open_file(self.file, mode, encoding="utf-8")
+        past = [] if offset is None else events_in(self.file.parent)
+        self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
     def _repair(self, state, offset: int, run_id: str) -> None:
         """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
@@ -128,12 +195,17 @@ class Metrics:
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
             data = file.read(offset)
         lines, steps = [], set()
+        evaluated: set[int] = set()
         for line in data.splitlines(keepends=True):
             event = _event_of(line)
             if event is not None:
                 lines.append(line)
                 steps |= {event.get("step")} if event["event"] == "step" else set()
+                evaluated |= {event["step"]} if event["event"] == "eval" and "step" in event else set()
+                if event["event"] == "step" and isinstance(event.get("loss"), float):
+                    self.watch.add(event["loss"])
         replace_bytes(self.file, b"".join(lines), run_id)
+        samples.keep_steps(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:
             shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
@@ -151,9 +223,8 @@ class Metrics:
             event = {"event": kind, "time": time.time(), **values}
             self.handle.write(json.dumps(event, allow_nan=False) + "\n")
             self.handle.flush()
-        if self.tracker and kind in ("step", "eval"):
-            numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
-            self.tracker.log(numbers | (tracked or {}), step=values["step"])
+        if self.trackers:
+            self.trackers.log(event, tracked)
         if self.listener:
             self.listener(event)
 
@@ -169,14 +240,27 @@ class Metrics:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Adds the seconds spent inside to a phase of the closing report."""
+        """Adds the seconds spent inside to a phase of the closing report, and says what goes on if it takes long."""
         began = time.perf_counter()
-        yield
-        self.summary.seconds[name] = self.summary.seconds.get(name, 0) + time.perf_counter() - began
+        with Progress(name, quiet=self.quiet):
+            yield
+        seconds = time.perf_counter() - began
+        self.left.took(name, seconds)
+        self.summary.seconds[name] = self.summary.seconds.get(name, 0) + seconds
+
+    @contextlib.contextmanager
+    def training(self):
+        """The live line of the steps inside."""
+        self.steps.total, self.steps.done = self.progress.total_steps, self.progress.step
+        with self.steps:
+            yield
+        if self.steps.live and self.last:
+            self.say(self.step_line())
 
     def start(self, data, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
         self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
+        facts = {} if self.quiet else facts_of(data)
         self.event(
             "start",
             plan=self.plan.digest(),
@@ -185,14 +269,18 @@ class Metrics:
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
             data=data.train.counts | {"sha256": data.train.digest()},
+            facts=facts,
         )
+        for finding in diagnostics.data_findings(facts):
+            self.say(f"  note: {finding.text}")
 
     def step(self, result, lr: float, seconds: float, memory) -> None:
         """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
         state, used = self.progress, asdict(memory)
         peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
-        self.step_times.append(seconds)
+        self.left.took("step", seconds)
+        self.watch.add(result.loss)
         tokens_per_s = result.num_tokens / seconds
         self.event(
             "step",
@@ -210,18 +298,36 @@ class Metrics:
             **({"skipped": True} if result.skipped else {}),
         )
         aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
-        line = (
-            f"step {state.step:>5}/{state.total_steps} | loss {state.loss:.4f}{aux} | lr {lr:.2e} | "
-            f"grad {result.grad_norm:.2f} | {tokens_per_s:,.0f} tok/s | mem {memory.total / GIB:.2f} GiB"
-        )
-        line += "".join(f" | {name} {value:.4f}" for name, value in result.metrics.items())
-        line += " | skipped: fp16 gradient overflowed" if result.skipped else ""
-        if self.live:
-            left = (state.total_steps - state.step) * sum(self.step_times) / len(self.step_times)
-            self.live_text = f"{_bar(state.step, state.total_steps)} {line} | {_duration(left)} left"
-            self._draw()
+        load = None if self.quiet else self.load.read()
+        if load:
+            self.event("system", step=state.step, **load)
+        loss, rate = f"loss {state.loss:.4f}{aux}", f"{tokens_per_s:,.0f} tok/s"
+        others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
+        beside = [
+            f"mem {memory.total / GIB:.2f} GiB",
+            *(f"{name} {value:.4f}" for name, value in result.metrics.items()),
+        ]
+        beside += ["skipped: fp16 gradient overflowed"] if result.skipped else []
+        self.last = [rate, loss, *others, *beside]
+        self.steps.done = state.step
+        if self.steps.live:
+            self.steps.drawn()
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
-            say(line)
+            self.say(self.step_line())
+
+    def step_line(self) -> str:
+        """The line of the last step, where lines follow one another."""
+        state, (rate, loss, lr, grad, *beside) = self.progress, self.last
+        left = f"{duration(self.left.seconds(state))} left"
+        return " | ".join([f"step {state.step:>5}/{state.total_steps}", left, loss, lr, grad, rate, *beside])
+
+    def live_text(self) -> str:
+        """The time left and the step first, then what matters of the last step: a narrow terminal cuts the rest."""
+        state = self.progress
+        if not self.last:
+            return f"step {state.step + 1}/{state.total_steps}, the first: {duration(self.left.waiting())}"
+        left = max(0.0, self.left.seconds(state) - self.left.waiting())
+        return f"{duration(left)} left {state.step}/{state.total_steps} " + " | ".join(self.last)
 
     def evaluation(self, values: dict, right: dict[str, list[int]]) -> None:
         """The `eval` event and line. `right`: see evaluation.Evaluation."""
@@ -233,6 +339,25 @@ class Metrics:
             state.before = values
         summary.before, summary.after = state.before or values, values
 
+    def sampled(self, lines: list[dict]) -> None:
+        """Keeps the answers of an evaluation."""
+        if not self.quiet:
+            samples.append(self.file.parent, lines)
+
+    def diagnose(self) -> None:
+        """What went wrong so far, and the best evaluation, for the closing report."""
+        if self.quiet:
+            return
+        root, state = self.file.parent, self.progress
+        events = read_events(root)
+        evaluations = [e for e in events if e["event"] == "eval" and e["step"] == state.best_step]
+        self.summary.best = {**evaluations[-1]} if evaluations else None
+        if evaluations and (root / "best").is_dir():
+            self.summary.best_folder = str(root / "best")
+        settled = self.plan.to_json()["settled"]
+        found = diagnostics.findings(events, samples.read(root), settled, self.summary.best_folder)
+        self.summary.findings = found
+
     def saved(self, path: Path) -> None:
         self.event("save", step=self.progress.step, path=str(path))
 
@@ -240,23 +365,8 @@ class Metrics:
         """Prints a line of text, above the live line if there is one. `styled`: see terminal.say."""
         if self.quiet:
             return
-        if self.live_text:
-            sys.stdout.write("\r\033[K")
+        Progress.spoke()
         say(text, styled=styled)
-        self._draw()
-
-    def _draw(self) -> None:
-        if self.live_text:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stdout.write("\r\033[K" + encodable(self.live_text[:width], sys.stdout.encoding))
-            sys.stdout.flush()
-
-    def end_live(self) -> None:
-        """Leaves the live line as it is and goes on below it."""
-        if self.live_text:
-            self._draw()
-            self.live_text = ""
-            say()
 
     def _end(self, status: str, code: int) -> None:
         wall_s = time.perf_counter() - self.began
@@ -268,27 +378,10 @@ class Metrics:
             wall_s=wall_s,
             peak_memory_bytes=self.summary.measured(),
         )
-        self.end_live()
         if self.handle:
             self.handle.close()
-        if self.tracker:
-            self.tracker.finish()
-
-
-def wandb_run(plan):
-    """A Weights & Biases run for --log_to wandb, else None."""
-    s = plan.settings
-    if s.log_to != "wandb":
-        return None
-    import wandb
-
-    return wandb.init(
-        project=s.project_name or "finetune",
-        name=s.name,
-        group=s.group,
-        entity=s.entity,
-        config=plan.to_json()["settled"],
-    )
+        if self.trackers:
+            self.trackers.finish(status)
 
 
 def _older_keys(loss: float | None, lr: float, training_s: float, peak: dict, memory: dict) -> dict:
@@ -316,22 +409,17 @@ def _event_of(line: bytes) -> dict | None:
     return event if line.endswith(b"\n") and isinstance(event, dict) and "event" in event else None
 
 
+def events_in(output_dir) -> list[dict]:
+    """Events of a log that may still be written, or be damaged: only complete lines."""
+    data = (Path(output_dir) / "metrics.jsonl").read_bytes()
+    return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]
+
+
 def read_events(output_dir, kind: str | None = None) -> list[dict]:
     """Events in a run's metrics.jsonl."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     return [e for e in events if kind in (None, e["event"])]
-
-
-def _bar(done: int, total: int, width: int = 20) -> str:
-    full = int(width * done / max(1, total))
-    return "━" * full + "─" * (width - full)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def table(rows: list[tuple]) -> str:

@@ -63,6 +63,15 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
+def diverged(fact: str | None, step: int, root, lr_flag: str) -> str:
+    """The error line of --stop_on_divergence."""
+    good, _ = newest_checkpoint(root)
+    best = root / "best"
+    kept = f"last checkpoint: {good.folder}" if good else "no checkpoint exists yet"
+    kept += f"; lowest validation loss: {best}" if best.is_dir() else ""
+    return f"step {step}: the run diverged: {fact or 'as another rank found'}; {kept}. Lower {lr_flag}."
+
+
 def ended_early(state) -> str:
     """The line of a run that --early_stopping ended."""
     return (
@@ -149,7 +158,12 @@ def time_line(state, summary: Summary) -> str:
     """The seconds of each phase, and the tokens of this run."""
     tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
     rate = tokens / training_s if training_s else 0
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.seconds.items())
+    seconds = dict(summary.seconds)
+    whole = seconds.pop("whole run", None)
+    other = 0.0 if whole is None else whole - sum(seconds.values())
+    seconds |= {"other": other} if other > 0.05 else {}
+    seconds |= {} if whole is None else {"whole run": whole}
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seconds.items())
     return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
 
 
@@ -189,25 +203,37 @@ def dense_lines(plan, summary: Summary, many: int) -> list[str]:
     ]
 
 
+def best_lines(state, summary: Summary) -> list[str]:
+    """Where the weights of the lowest validation loss are, if there were several evaluations."""
+    if not summary.best or not summary.best_folder:
+        return []
+    same = " (those of the last step)" if summary.best["step"] == state.step else ""
+    return [f"lowest validation loss: step {summary.best['step']}, its weights{same} are in {summary.best_folder}"]
+
+
 def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
     s, r = plan.settings, summary
     lines = [""]
     if r.before and r.after and code == 0:
         names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
-        rows = [("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]
+        columns = {"before": r.before, "after": r.after}
+        if r.best and s.eval_every:
+            columns = {"before": r.before, f"best (step {r.best['step']})": r.best, "after": r.after}
+        rows = [("", *columns), *((n, *(f"{v[n]:.4f}" if n in v else "-" for v in columns.values())) for n in names)]
         many = len(data.score_examples)
         for name in (n for n in SCORE_NAMES if n in r.after):
             # A resumed run may score what the run before it did not.
-            before, after = (score_text(name, v[name]) if name in v else "-" for v in (r.before, r.after))
-            rows.append((f"{name.replace('_', ' ')} of {many}", before, after))
-        lines += [table(rows), *dense_lines(plan, r, many), ""]
+            shown = (score_text(name, v[name]) if name in v else "-" for v in columns.values())
+            rows.append((f"{name.replace('_', ' ')} of {many}", *shown))
+        lines += [table(rows), *best_lines(state, r), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
         before = "(resumed)" if r.sample_before is None else r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
     lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *memory_lines(r, s.verbose)]
+    lines += [f"look at this: {finding.text}" for finding in r.findings]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
@@ -217,7 +243,12 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    return lines + [f"saved: {s.output_dir}", f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}"]
+    pages = [f"report: {s.output_dir}/report.html"] if s.report_page else []
+    return lines + [
+        f"saved: {s.output_dir}",
+        *pages,
+        f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}",
+    ]
 
 
 # ---- of pretrain.py

@@ -3,6 +3,7 @@
 Control characters are shown as escapes, secrets are masked, and what the stream cannot encode is replaced.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -25,9 +26,22 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
     stream = sys.stdout if file is None else file
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
     try:
-        print(text, end=end, file=stream, flush=True)
+        with above_bars(stream):
+            print(text, end=end, file=stream, flush=True)
     except BrokenPipeError as error:
         raise OutputClosedError(*error.args) from None
+
+
+def above_bars(stream):
+    """A context in which tqdm's bars, if any are drawn, are taken off the terminal and then drawn again below."""
+    tqdm = sys.modules.get("tqdm") if is_terminal(stream) else None
+    bars = getattr(tqdm, "tqdm", None)  # which another thread may just be importing
+    return bars.external_write_mode(file=stream) if bars else contextlib.nullcontext()
+
+
+def is_terminal(stream) -> bool:
+    """Whether a line on `stream` can be drawn again."""
+    return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
 def log_error(text) -> None:

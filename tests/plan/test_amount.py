@@ -124,6 +124,11 @@ def test_the_rate_falls_with_the_width_and_rises_in_short_runs():
     assert rate(train_type="full") == pytest.approx(rate() / 10, rel=0.05)
 
 
+def test_few_rows_a_step_are_noise_and_take_a_lower_rate():
+    few = [rate(batch_size=n, num_epochs=3, max_steps=200) for n in (1, 4, 8, 16)]
+    assert few[0] == pytest.approx(few[2] / 2, rel=0.05) and few[0] < few[1] < few[2] == few[3]
+
+
 def test_the_rate_is_divided_by_what_multiplies_the_change_of_a_weight():
     """With a scale of alpha / rank the rank does not matter; rsLoRA's alpha / sqrt(rank) grows with its root."""
     assert rate(lora_rank=64) == rate() and rate(lora_rank=64, lora_alpha=64) == pytest.approx(rate() / 2, rel=0.05)
@@ -133,7 +138,7 @@ def test_the_rate_is_divided_by_what_multiplies_the_change_of_a_weight():
 
 def test_the_reason_names_what_the_rate_is_of():
     plan = planned(300, lora_alpha=64, use_dora=True)
-    assert adjustment(plan, "lr").reason == "DoRA on a model of width 2048, 114 steps, alpha 64"
+    assert adjustment(plan, "lr").reason == "DoRA on a model of width 2048, 114 steps of 8 rows, alpha 64"
     assert adjustment(planned(300, train_type="full"), "lr").reason == "full fine-tuning of a model of width 2048"
 
 

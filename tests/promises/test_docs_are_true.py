@@ -15,6 +15,7 @@ import yaml
 import expand
 import export
 import generate
+import report
 import score
 import train
 from backend_manager import CAPABILITIES, Backend
@@ -36,20 +37,13 @@ AT_TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/LOG.md")
 PAGES = [*(ROOT / name for name in AT_TOP), *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "runs").glob("*.sh"))
 SCRIPTS = {"train.py": train, "generate.py": generate, "score.py": score, "export.py": export, "expand.py": expand}
+SCRIPTS["report.py"] = report
 BUILDERS = [build_chat_dataset.build_parser(), build_puzzle_dataset.build_parser()]
 PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
-FOREIGN_FLAGS = {
-    "--ntasks-per-node",
-    "--index-url",
-    "--cpu",
-    "--num_processes",
-    "--config-name",
-    "--processor",
-    "--from",
-}
-FOREIGN_FLAGS |= {"--from", "--adapter-path", "--lora", "--max-lora-rank"}
+FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
+FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--from"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 

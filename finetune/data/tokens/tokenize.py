@@ -14,6 +14,7 @@ from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import unknown_id
+from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
@@ -161,11 +162,13 @@ def tokenize(
     """
     reader, limits = reader_of(raw, options, tokenizer), Limits(Cut.of(cut), train_on_prompt, vocab_size)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
-    with RowEncoder(tokenizer, reader, renderer) as encoder:
+    progress = Progress("tokenizing", len(raw.rows), "rows")
+    with RowEncoder(tokenizer, reader, renderer) as encoder, progress:
         for start in range(0, len(raw.rows), TOKENIZER_BATCH):
             part = slice(start, start + TOKENIZER_BATCH)
             rows, sources = raw.rows[part], raw.sources[part]
             builder.add(encode_batch(encoder, rows, sources, limits), sources)
+            progress.update(len(rows))
     return builder.finished(reader, tokenizer, len(raw.rows))
 
 

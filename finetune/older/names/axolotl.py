@@ -205,7 +205,8 @@ AXOLOTL: Names = {
     **instead("Axolotl's PoSE is not here. Omit it.", "use_pose"),
     **instead("Rows are shuffled. Omit it.", "curriculum_sampling"),
     **instead("--assume_memory plans for a device with less memory.", "gpu_memory_limit", "max_memory"),
-    **instead("Trackers here: --log_to wandb.", "use_mlflow", "use_comet", "use_trackio", "use_tensorboard"),
+    **{f"use_{n}": ByValue({"true": f"--log_to {n}", "false": ""}) for n in ("mlflow", "trackio", "tensorboard")},
+    **instead("There are tensorboard, wandb, mlflow, trackio and csv: --log_to NAME,NAME.", "use_comet"),
     **instead(
         "Every row is read. Change the file, or use --dataset_samples.", "dataset_shard_num", "dataset_shard_idx"
     ),

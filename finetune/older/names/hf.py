@@ -31,13 +31,20 @@ SCHEDULES = ByValue(
         "constant_with_warmup": "with --warmup_steps",
     },
 )
-TRACKERS = ByValue(
-    {
-        **dict.fromkeys(("none", "[]", ""), IN_THE_FILE),
-        **dict.fromkeys(("wandb", "all"), "--log_to wandb"),
-        "*": Instead("There is --log_to wandb; metrics.jsonl in --output_dir has every number as JSON."),
-    }
-)
+LOGGED = ("tensorboard", "wandb", "mlflow", "trackio")
+NAME_THEM = Instead("There are tensorboard, wandb, mlflow, trackio and csv: --log_to NAME,NAME.")
+
+
+def trackers(value) -> str | LeftOut | Instead:
+    """One tracker or several, as text or a list."""
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    names = text.replace(",", " ").lower().split()
+    if names in ([], ["none"]):
+        return IN_THE_FILE
+    return f"--log_to {','.join(names)}" if set(names) <= set(LOGGED) else NAME_THEM
+
+
+TRACKERS = Computed(trackers, "`--log_to`; `none`: metrics.jsonl has every number; `all`: name them")
 PRECISION_OF_BF16 = ByValue(
     {"true": "--precision bf16", "false": "", "auto": "--precision auto", "full": "--precision bf16"}
 )
@@ -109,8 +116,10 @@ HF: Names = {
     "gradient_checkpointing_kwargs": REENTRANT,
     "activation_checkpointing_kwargs": REENTRANT,
     "torch_compile": "compile",
-    "auto_find_batch_size": LeftOut("A step is cut into forwards that fit, whatever its --batch_size."),
-    "load_best_model_at_end": "load_best",
+    "auto_find_batch_size": ByValue(
+        {"true": "--batch_size auto", "false": ""},
+        {"true": "by the number of rows; memory limits the tokens of a forward"},
+    ),
     "early_stopping_patience": "early_stopping",
     "metric_for_best_model": ByValue(
         {
@@ -180,7 +189,7 @@ HF: Names = {
     **instead("Layers are compiled in the default mode. Omit it.", "torch_compile_mode", unless=("default",)),
     **instead("Labels are the tokens of the answers, see --train_on_prompt. Omit it.", "label_names"),
     **instead(
-        "Weights and Biases is the one tracker: --log_to wandb.",
+        "--log_to trackio logs to this machine's folder of Trackio.",
         *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
     ),
     # These change nothing, or are the case here.
@@ -209,6 +218,7 @@ HF: Names = {
     **left_out(
         "The best weights are those of the least validation loss.", *("greater_is_better", "early_stopping_threshold")
     ),
+    "load_best_model_at_end": "load_best",
     **left_out("A resumed run is the uninterrupted one.", "restore_callback_states_from_checkpoint"),
     **left_out("The order of rows and every draw follow --seed.", "full_determinism"),
     **left_out(

@@ -20,6 +20,7 @@ from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
 from finetune.safetensors_io import FloatTensors
+from finetune.system.progress import Progress, each
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters
@@ -183,8 +184,9 @@ class Merge:
         """Writes the merged model into an empty folder, as save_pretrained would."""
         model = self.base.model
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        with verified(Path(model.name_or_path), files_of(model.name_or_path)):
-            StreamedSave.of(model, shapes, dtype).write(folder, lambda name: self.read(name, dtype))
+        progress = Progress("merging", len(shapes), "tensors")
+        with verified(Path(model.name_or_path), files_of(model.name_or_path)), progress:
+            StreamedSave.of(model, shapes, dtype).write(folder, progress.counting(lambda name: self.read(name, dtype)))
 
 
 def _all_finite(tensor: torch.Tensor) -> bool:
@@ -302,7 +304,7 @@ def check_written(checkpoint: Path, folder, target: Path, dtype: torch.dtype) ->
     tolerance = max(LEAST_TOLERANCE, torch.finfo(dtype).eps)
     generator = torch.Generator().manual_seed(0)
     layers, copied, worst = 0, 0, (0.0, "")
-    for name in found.model.state_dict():
+    for name in each("comparing the merged weights", list(found.model.state_dict()), "tensors"):
         change = expected.changes.get(name)
         if change is None:
             off, copied = (0.0 if _equal(found.blocks(name), expected.blocks(name), dtype) else math.inf), copied + 1

@@ -7,7 +7,6 @@ are in memory unquantized at any time.
 import contextlib
 import hashlib
 import re
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import tqdm
 import transformers
 from torch import nn
 
@@ -25,6 +23,7 @@ from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
+from finetune.system.progress import Progress
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.weights import modalities, prequantized
@@ -191,7 +190,7 @@ def _run(place, weights, workers: int) -> None:
     threads = torch.get_num_threads()
     workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
     each = max(1, threads // workers)
-    bar = tqdm.tqdm(total=len(weights), desc="loading", unit="weight", leave=False, disable=not sys.stderr.isatty())
+    bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
     try:
         with bar, ThreadPoolExecutor(workers, "loading", torch.set_num_threads, (each,)) as pool:
             waiting = [pool.submit(place, weight) for weight in weights]

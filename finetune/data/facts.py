@@ -1,0 +1,80 @@
+"""Facts of a run's rows that its log keeps: lengths, what is odd, and how alike rows and answers are."""
+
+import hashlib
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+
+from finetune.data.preview import histogram, lint
+from finetune.data.run_data import Data
+from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.model_files.plain_tokenizer import PlainTokenizer
+
+MOST_ROWS = 100_000  # that are compared: some seconds
+
+
+def facts_of(data) -> dict:
+    """Facts of a run_data.Data, as JSON: of the first MOST_ROWS rows of each of its datasets. Of other data none."""
+    if not isinstance(data, Data):
+        return {}
+    train = first_rows(data.train)
+    datasets = {"train": train}
+    held_out = data.validation if data.validation is not None else data.score_rows
+    if held_out is not None:
+        name = "score" if held_out is data.score_rows else "validation"
+        datasets[name] = first_rows(held_out)
+    found = {
+        "lengths": histogram(train.lengths),
+        "checks": lint(_for_lint(data.tokenizer), datasets),
+        "alike": alike(train),
+    }
+    if held_out is not None:
+        seen, others = {_digest(train.document(i)[0]) for i in range(len(train))}, datasets[name]
+        again = sum(_digest(others.document(i)[0]) in seen for i in range(len(others)))
+        found["held_out"] = {"of": name, "rows": len(others), "in_training": again}
+    return found
+
+
+def _for_lint(tokenizer):
+    """What `lint` asks of a PlainTokenizer, of transformers'."""
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer
+    names = ("all_special_tokens", "added_tokens_decoder", "bos_token_id", "eos_token_id", "unk_token_id")
+    return SimpleNamespace(backend=tokenizer.backend_tokenizer, **{name: getattr(tokenizer, name) for name in names})
+
+
+def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:
+    return dataset if dataset.num_rows <= MOST_ROWS else dataset.select(range(MOST_ROWS))
+
+
+def alike(dataset: TokenizedDataset) -> dict:
+    """How many documents and answers differ; of answers of one token, how surprising they are by frequency alone, in
+    nats for each target.
+    """
+    answers: Counter[bytes] = Counter()
+    documents, single, targets = set(), 0, 0
+    for i in range(len(dataset)):
+        ids, is_target = dataset.document(i)
+        documents.add(_digest(ids, is_target))
+        answer = ids[is_target]
+        answers[answer.tobytes()] += 1
+        single += len(answer) <= 2  # with its end token
+        targets += len(answer)
+    total = len(dataset)
+    entropy = -sum(n / total * math.log(n / total) for n in answers.values()) * total / max(1, targets)
+    return {
+        "rows": total,
+        "distinct_rows": len(documents),
+        "distinct_answers": len(answers),
+        "answers_of_one_token": single == total,
+        "entropy_per_target": entropy,
+    }
+
+
+def _digest(*arrays: np.ndarray) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        hasher.update(array.tobytes())
+    return hasher.digest()

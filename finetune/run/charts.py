@@ -1,0 +1,184 @@
+"""Line and bar charts as SVG for a page without scripts, drawn by pygal: they take the page's own colors."""
+
+import html
+import re
+from dataclasses import dataclass, field
+
+from backend_manager import package_version
+
+POINTS = 240  # of a line; more are averaged
+TABLE_ROWS = 60
+COLORS = 8  # of the page's stylesheet, --c0 on
+WIDTH, HEIGHT = 480, 270
+DASHES = ("", "7, 3", "2, 3", "9, 3, 2, 3")
+SWATCHES = ("solid", "dashed", "dotted", "double")  # of the legend, as near to them as CSS has it
+
+
+@dataclass(frozen=True)
+class Line:
+    """`points`: (step, value). `dots`: each is drawn, for few of them."""
+
+    name: str
+    points: list[tuple[float, float]]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its numbers as a table. `bars`: (label, value) in the place of lines."""
+
+    title: str
+    lines: list[Line] = field(default_factory=list)
+    unit: str = ""
+    bars: list[tuple[str, float]] = field(default_factory=list)
+    logarithmic: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.bars) or any(line.points for line in self.lines)
+
+
+def can_draw() -> bool:
+    return package_version("pygal") is not None
+
+
+def figure(chart: Chart) -> str:
+    """The chart, if pygal is installed, and its table."""
+    title = chart.title + (f", {chart.unit}" if chart.unit else "")
+    drawn = svg(chart) if can_draw() else ""
+    open_ = "" if drawn else " open"
+    legend = "".join(
+        f'<li><i style="border-top:3px {SWATCHES[i % len(SWATCHES)]} var(--c{i % COLORS})"></i>'
+        f"{html.escape(line.name)}</li>"
+        for i, line in enumerate(chart.lines)
+    )
+    drawn += f'<ul class="legend">{legend}</ul>' if drawn and len(chart.lines) > 1 else ""
+    return (
+        f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}"
+        f"<details{open_}><summary>{html.escape(chart.title)} as a table</summary>{table(chart)}</details></figure>"
+    )
+
+
+def svg(chart: Chart) -> str:
+    """The SVG element. Its text is in the page's font and colors; it has no script."""
+    import pygal
+    from pygal.style import Style
+
+    names = [f"var(--c{i % COLORS})" for i in range(max(1, len(chart.lines)))]
+    style = Style(
+        background="transparent",
+        plot_background="transparent",
+        foreground="var(--ink)",
+        foreground_strong="var(--ink)",
+        foreground_subtle="var(--line)",
+        guide_stroke_color="var(--line)",
+        major_guide_stroke_color="var(--line)",
+        colors=tuple(names),
+        value_colors=("var(--ink)",) * len(names),
+        font_family="inherit",
+        label_font_size=14,
+        major_label_font_size=14,
+        opacity="1",
+        stroke_opacity="1",
+        stroke_width="2",
+        transition="none",
+    )
+    size = dict(width=WIDTH, height=HEIGHT, margin=6, margin_right=14, style=style, js=[], print_values=False)
+    if chart.bars:
+        drawn = pygal.Bar(**size, show_legend=False, x_label_rotation=0, truncate_label=-1)
+        drawn.x_labels = [label for label, _ in chart.bars]
+        drawn.add(chart.title, [value for _, value in chart.bars])
+    else:
+        drawn = pygal.XY(
+            **size,
+            show_legend=False,
+            show_x_guides=False,
+            logarithmic=chart.logarithmic,
+            dots_size=3,
+            x_value_formatter=lambda x: f"{x:,.0f}",
+            value_formatter=number,
+            max_scale=6,
+            x_labels_major_count=6,
+            show_minor_x_labels=False,
+        )
+        for i, line in enumerate(chart.lines):
+            stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]} if DASHES[i % len(DASHES)] else {"width": 2}
+            drawn.add(line.name, thinned(line.points), show_dots=line.dots, stroke_style=stroke)
+    drawn.add_xml_filter(_plain)
+    text = drawn.render(is_unicode=True, disable_xml_declaration=True)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # which HTML knows itself
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(_said(chart), quote=True)}" ', 1)
+
+
+def _plain(root):
+    """Without scripts; values become the titles that browsers show over a dot."""
+    for parent in root.iter():
+        for child in list(parent):
+            if callable(child.tag) or child.tag.endswith("script"):  # a comment's tag is what made it
+                parent.remove(child)
+    for group in root.iter():
+        if "dots" in (group.get("class") or "").split():
+            value = next((d.text for d in group if str(d.tag).endswith("desc") and d.get("class") == "value"), None)
+            title = group.makeelement("title", {})
+            title.text = value or ""
+            group.insert(0, title)
+    return root
+
+
+def _said(chart: Chart) -> str:
+    """What the chart shows, in words: where each line begins and ends."""
+    if chart.bars:
+        return f"{chart.title}: a bar chart, as a table below"
+    parts = [
+        f"{line.name} from {number(line.points[0][1])} at step {line.points[0][0]:g} "
+        f"to {number(line.points[-1][1])} at step {line.points[-1][0]:g}"
+        for line in chart.lines
+        if line.points
+    ]
+    return f"{chart.title}: {'; '.join(parts)}. As a table below"
+
+
+def thinned(points: list[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
+    """At most so many points: means of equally many neighbours each."""
+    if len(points) <= most:
+        return points
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    groups = [points[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(group[-1][0], sum(v for _, v in group) / len(group)) for group in groups]
+
+
+def table(chart: Chart) -> str:
+    """The numbers: of long lines every n-th, and the last."""
+    if chart.bars:
+        return rows_table([chart.unit or "bar", "number"], [[label, number(value)] for label, value in chart.bars])
+    steps = sorted({step for line in chart.lines for step, _ in line.points})
+    every = -(-len(steps) // TABLE_ROWS)
+    shown = sorted({*steps[::every], *steps[-1:]})
+    values = [dict(line.points) for line in chart.lines]
+    body = [[f"{step:,.0f}", *(number(v[step]) if step in v else "" for v in values)] for step in shown]
+    return rows_table(["step", *(line.name for line in chart.lines)], body)
+
+
+def rows_table(head: list[str], body: list[list[str]], caption: str = "") -> str:
+    """An HTML table whose rows begin with a header. Texts are escaped."""
+    top = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(row[0])}</th>'
+        + "".join(f"<td>{html.escape(c)}</td>" for c in row[1:])
+        + "</tr>"
+        for row in body
+    )
+    said = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption or head[-1] or "table")}">'
+        f"<table>{said}<thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def number(value: float) -> str:
+    """A number in few digits."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"

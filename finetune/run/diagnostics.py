@@ -1,0 +1,205 @@
+"""What went wrong in a run, from its log and its sampled answers: a line for each, none for a good run.
+
+Every limit is far from what good runs of the same kind show, so that a line is worth reading.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from statistics import median
+
+ROSE = 1.05, 0.02  # validation loss over its lowest: the factor, and nats
+WORSE = 1.1, 0.1  # training loss at the end over its start
+FEWEST_STEPS = 4
+EXPLODED, VANISHED = 30.0, 1e-3  # gradient norm at the end over that at the start
+SKIPPED = 0.2  # of the steps, by overflow in fp16
+OVERLAP = 0.1  # of the held-out rows that are training rows
+BY_FREQUENCY = 0.9  # of the entropy of the answers, which a model that ignores prompts reaches
+FEWEST_ROWS = 4
+LONG, PERIODIC = 12, 0.35  # words of an answer that can repeat itself; distinct word triples below which it does
+WINDOW = 5  # steps whose mean loss is compared while a run goes on
+DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`kind`: a word for programs; `text`: the line."""
+
+    kind: str
+    text: str
+
+
+def findings(events: list[dict], samples: list[dict], settled: dict, best: str | None = None) -> list[Finding]:
+    """What went wrong, most telling first. `events`: of metrics.jsonl; `samples`: of samples.jsonl; `settled`: the
+    plan's settings; `best`: the folder with the weights of the lowest validation loss.
+    """
+    starts = [e for e in events if e["event"] == "start"]
+    steps = [e for e in events if e["event"] == "step" and e.get("loss") is not None]
+    evaluations = [e for e in events if e["event"] == "eval"]
+    facts = (starts[-1].get("facts") or {}) if starts else {}
+    found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
+    if settled.get("preference") not in ("orpo", "simpo"):  # whose loss is no likelihood, and may be below zero
+        found.append(_loss_rose(steps, evaluations))
+    found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
+    return [finding for finding in found if finding]
+
+
+def data_findings(facts: dict) -> list[Finding]:
+    """What is wrong with the rows, known before the first step. `facts`: see data.facts."""
+    found = []
+    same, held_out = facts.get("alike"), facts.get("held_out")
+    if same and same["rows"] >= FEWEST_ROWS:
+        if same["distinct_rows"] <= max(1, same["rows"] // 20):
+            number = "one text" if same["distinct_rows"] == 1 else f"{same['distinct_rows']} texts"
+            text = f"the {same['rows']:,} training rows are all alike: {number}. Look at the file."
+            found.append(Finding("rows alike", text))
+        elif same["distinct_answers"] == 1:
+            text = f"the {same['rows']:,} training rows all have the same answer: nothing is learned of the prompts."
+            found.append(Finding("answers alike", text))
+    if held_out and held_out["in_training"] > OVERLAP * held_out["rows"]:
+        name, shared, rows = held_out["of"], held_out["in_training"], held_out["rows"]
+        which = "is the training set" if shared == rows else f"has {shared:,} of its {rows:,} rows in the training set"
+        text = f"the {name} set {which}: its numbers show memory, not what new rows would get. Hold other rows out."
+        found.append(Finding("held-out rows in training", text))
+    return found
+
+
+def _learned_nothing(facts: dict, steps: list[dict]) -> Finding | None:
+    same = facts.get("alike")
+    if not (same and same["answers_of_one_token"] and same["distinct_answers"] > 1 and len(steps) >= FEWEST_STEPS):
+        return None
+    loss, by_frequency = mean_loss(steps[-_part(steps) :]), same["entropy_per_target"]
+    if loss < BY_FREQUENCY * by_frequency:
+        return None
+    return Finding(
+        "answers of one token",
+        f"every answer is a single token, and the model gives them no better than by how often each occurs (loss "
+        f"{loss:.4f}, by frequency {by_frequency:.4f}): prompts say nothing about them, or more steps are needed.",
+    )
+
+
+def _validation_rose(evaluations: list[dict], best: str | None) -> Finding | None:
+    losses = [(e["step"], e["loss"]) for e in evaluations if e.get("loss") is not None]
+    if len(losses) < 2:
+        return None
+    (step, lowest), (last_step, last) = min(losses, key=lambda pair: pair[1]), losses[-1]
+    if last <= lowest * ROSE[0] or last - lowest <= ROSE[1]:
+        return None
+    head = f"validation loss rose from {lowest:.4f} at step {step} to {last:.4f} at step {last_step}"
+    if step == 0:
+        return Finding("validation rose", f"{head}: the model is worse than before. Lower --lr, or look at the rows.")
+    kept = f" The weights of step {step} are in {best}." if best else ""
+    return Finding(
+        "validation rose", f"{head}: over-fitting.{kept} Use --early_stopping with --load_best true, or more rows."
+    )
+
+
+def _loss_rose(steps: list[dict], evaluations: list[dict]) -> Finding | None:
+    held_out = [e["loss"] for e in evaluations if e.get("loss") is not None]
+    if len(steps) < FEWEST_STEPS or (len(held_out) > 1 and held_out[-1] < held_out[0]):
+        return None
+    start, end = start_loss([e["loss"] for e in steps]), mean_loss(steps[-_part(steps) :])
+    if end <= start * WORSE[0] or end - start <= WORSE[1]:
+        return None
+    text = f"training loss ended at {end:.4f}, above its start of {start:.4f}: the run diverged. Lower --lr."
+    return Finding("loss above its start", text)
+
+
+def start_loss(losses: list[float]) -> float:
+    """The highest of the first WINDOW losses that is no more than twice the first: what is beyond has diverged."""
+    return max(loss for loss in losses[:WINDOW] if loss <= max(2 * losses[0], losses[0] + DIVERGED[1]))
+
+
+def _gradients(steps: list[dict], settled: dict) -> Finding | None:
+    norms = [e["grad_norm"] for e in steps if isinstance(e.get("grad_norm"), int | float) and not e.get("skipped")]
+    if len(norms) < FEWEST_STEPS:
+        return None
+    part = max(1, len(norms) // 5)
+    start, end = median(norms[:part]), median(norms[-part:])
+    steps_end, steps_start = mean_loss(steps[-part:]), mean_loss(steps[:part])
+    if max(norms) == 0:
+        return Finding(
+            "gradients vanished", "the gradient was zero in every step: nothing was learned. Look at the rows."
+        )
+    limit = max(EXPLODED * start, EXPLODED * (settled.get("grad_norm") or 1.0) / 3)
+    if end > limit:
+        return Finding(
+            "gradients exploded", f"the gradient norm grew from {start:.3g} to {end:.3g}: it exploded. Lower --lr."
+        )
+    if end < VANISHED * start and steps_end > 0.5 * steps_start:
+        text = f"the gradient norm fell from {start:.3g} to {end:.3g} and the loss did not: it vanished. Lower --lr."
+        return Finding("gradients vanished", text)
+    return None
+
+
+def _skipped(steps: list[dict]) -> Finding | None:
+    many = sum(bool(e.get("skipped")) for e in steps)
+    if len(steps) < FEWEST_STEPS * 5 or many <= SKIPPED * len(steps):
+        return None
+    text = f"{many} of {len(steps)} steps were skipped, as fp16 gradients overflowed. Use --precision bf16 or fp32."
+    return Finding("steps skipped", text)
+
+
+def _repeats(samples: list[dict]) -> Finding | None:
+    """Of the answers after the last evaluation: loops within them, or the same one to every prompt."""
+    at_end = [s for s in samples if s["step"] == samples[-1]["step"]] if samples and samples[-1]["step"] else []
+    last = list({(s["source"], s["prompt"]): s for s in at_end}.values())  # with --load_best there are two of each
+    loops = [s for s in last if repeats_itself(s["answer"]) and not repeats_itself(s["expected"])]
+    if last and len(loops) * 2 >= len(last):
+        head = f"{len(loops)} of {len(last)} sampled answers repeat themselves"
+        text = f"{head}: {_short(loops[0]['answer'])}. Fewer steps or a lower --lr may help."
+        return Finding("answers repeat themselves", text)
+    answers = {s["answer"].strip() for s in last}
+    if len(last) >= 3 and len(answers) == 1 and len({s["expected"].strip() for s in last}) == len(last):
+        text = f"all {len(last)} sampled prompts get the same answer: {_short(last[0]['answer'])}. Prompts are ignored."
+        return Finding("answers repeat themselves", text)
+    return None
+
+
+def repeats_itself(text: str) -> bool:
+    """Whether a text of at least LONG words, or as many letters if it has no spaces, goes round in a loop."""
+    words = re.findall(r"\w+|[^\w\s]", text)
+    if len(words) < LONG:
+        words = list(text.strip()) if len(text.strip()) >= 4 * LONG else []
+    if len(words) < LONG:
+        return False
+    triples = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
+    return len(set(triples)) < PERIODIC * len(triples)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def mean_loss(steps: list[dict]) -> float:
+    """Mean over targets, or over rows where the loss is of rows."""
+    weights = [e.get("num_rows") or e.get("num_targets") or 1 for e in steps]
+    return sum(e["loss"] * w for e, w in zip(steps, weights, strict=True)) / sum(weights)
+
+
+def _part(steps: list[dict]) -> int:
+    """How many steps the end of a run is judged by."""
+    return min(len(steps) // 2, max(WINDOW, len(steps) // 10))
+
+
+class DivergenceWatch:
+    """The mean loss of the last WINDOW steps against the start."""
+
+    def __init__(self):
+        self.first: list[float] = []
+        self.last: list[float] = []
+
+    def add(self, loss: float) -> None:
+        if len(self.first) < WINDOW:
+            self.first.append(loss)
+        self.last = [*self.last[-WINDOW + 1 :], loss]
+
+    def diverged(self) -> str | None:
+        """What happened, if the loss is far above its start."""
+        if len(self.first) < WINDOW:
+            return None
+        start, now = start_loss(self.first), math.fsum(self.last) / WINDOW
+        if now <= start * DIVERGED[0] or now - start <= DIVERGED[1]:
+            return None
+        return f"the mean loss of the last {WINDOW} steps is {now:.4f}, and was {start:.4f} at the start"

@@ -1,0 +1,96 @@
+"""samples.jsonl: how the model answers a few held-out prompts at each evaluation, so that a run can be watched."""
+
+import json
+from pathlib import Path
+
+from finetune.checkpoint.store import replace_bytes, storage
+from finetune.data.tokens.overlong import last_answer_start
+from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.run.evaluation import shared
+from finetune.system.files import open_file
+
+FILE = "samples.jsonl"
+MOST_TOKENS = 64  # of an answer
+TEXT_TOKENS = 32  # of a text that the model goes on with
+MOST_LETTERS = 4000  # of a prompt in the file, from its end
+
+
+def prompts_of(data, number: int) -> list[tuple[list[int], str, str]]:
+    """(prompt ids, expected answer, source) of the first held-out rows: of the validation set, else the scored ones.
+
+    Of a preference pair the chosen answer is expected. A text is cut after its first tokens.
+    """
+    if data.validation is None or data.validation is data.score_rows:
+        return data.score_examples[:number]
+    dataset, each = data.validation, data.validation.documents_per_row
+    return [
+        (*_asked(dataset, row * each, data.tokenizer, data.stop_ids), dataset.row_source(row))
+        for row in range(min(number, dataset.num_rows))
+    ]
+
+
+def _asked(dataset: TokenizedDataset, document: int, tokenizer, stop_ids: set[int]) -> tuple[list[int], str]:
+    ids, is_target = dataset.document(document)
+    start = last_answer_start(is_target)
+    if start <= 1:
+        start = max(1, min(TEXT_TOKENS, len(ids) // 2))
+    answer = ids[start:][is_target[start:]].tolist()
+    while answer and answer[-1] in stop_ids:
+        answer.pop()
+    return ids[:start].tolist(), tokenizer.decode(answer)
+
+
+def answered(engine, data, prompts: list, most_tokens: int, step: int, stopping) -> list[dict]:
+    """The lines of samples.jsonl for this step; none if `stopping()` became true. Collective."""
+
+    def work(batch: list) -> list[list[int]]:
+        ids = [prompt for prompt, _, _ in batch]
+        return engine.generate(ids, min(MOST_TOKENS, most_tokens), data.stop_ids, lambda row, new: stopping())
+
+    answers = [data.tokenizer.decode(ids) for ids in shared(engine, prompts, len(prompts), work)]
+    if stopping():
+        return []
+    return [
+        {
+            "step": step,
+            "source": source,
+            "prompt": data.tokenizer.decode(prompt)[-MOST_LETTERS:],
+            "expected": expected[:MOST_LETTERS],
+            "answer": answer[:MOST_LETTERS],
+            "right": answer.strip() == expected.strip(),
+        }
+        for (prompt, expected, source), answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def append(root: Path, lines: list[dict]) -> None:
+    file = root / FILE
+    with storage(file), open_file(file, "a", encoding="utf-8") as out:
+        out.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def keep_steps(root: Path, steps: set[int], mark: str) -> None:
+    """Drops the answers of evaluations that a resumed run takes again."""
+    kept = [line for line in read(root) if line["step"] in steps]
+    with storage(root / FILE):
+        if kept or (root / FILE).exists():
+            replace_bytes(root / FILE, "".join(json.dumps(line) + "\n" for line in kept).encode(), mark)
+
+
+def read(root: Path) -> list[dict]:
+    """The lines of samples.jsonl; those that are damaged are left out."""
+    try:
+        lines = (Path(root) / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            sample = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        texts = ("source", "prompt", "expected", "answer")
+        if isinstance(sample, dict) and isinstance(sample.get("step"), int):
+            if all(isinstance(sample.get(name), str) for name in texts):
+                found.append(sample)
+    return found

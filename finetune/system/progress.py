@@ -1,0 +1,157 @@
+"""Progress of what takes long: bars on a terminal, drawn by tqdm; a line every ten seconds everywhere else.
+
+Work that knows how far it is opens a `Progress` around itself. The innermost open one speaks, so that a phase shows
+what it is busy with, and nothing is silent for longer than SILENCE_S.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeVar
+
+from finetune.errors import OutputClosedError
+from finetune.system.terminal import encodable, is_terminal, say
+
+SILENCE_S = 8.0  # before a line says what goes on, where nothing can be redrawn
+REDRAW_S = 1.0  # of a bar whose work does not move
+BAR = "{desc} |{bar}|"
+
+Item = TypeVar("Item")
+
+
+@functools.cache
+def tqdm_class():
+    """tqdm, whose lock is one of threads: its own one of processes needs semaphores that a container may refuse."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
+    return tqdm
+
+
+class Progress:
+    """A context around work. `total`: how many `unit`s it has, if that is known.
+
+    `describe()`, if given, is the whole text, and begins with what a narrow terminal must show. On ranks other than 0
+    and with `quiet` nothing is printed. `pinned`: drawn from the beginning, and below what is open inside it; others
+    are drawn once they have taken a second. `update` and `drawn` may be called from any thread.
+    """
+
+    # As tqdm keeps its bars: what is open in this process, and when the last of them spoke.
+    _open: ClassVar[list["Progress"]] = []
+    _spoke: ClassVar[float] = 0.0
+    lines_only: ClassVar[bool] = False  # set for a process by --log_to stdout
+
+    def __init__(
+        self,
+        name: str,
+        total: int | None = None,
+        unit: str = "",
+        describe: Callable[[], str] | None = None,
+        quiet: bool = False,
+        pinned: bool = False,
+    ):
+        self.name, self.total, self.unit, self.quiet = name, total, unit, quiet or bool(os.environ.get("TQDM_DISABLE"))
+        self.describe = describe or self._described
+        self.done, self.began = 0, time.monotonic()
+        self.pinned, self.live, self.bar = pinned, False, None
+        self.over = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Progress":
+        self.began = time.monotonic()
+        if self.quiet:
+            return self
+        if not Progress._open:
+            Progress.spoke()
+        Progress._open.append(self)
+        self.live = not Progress.lines_only and is_terminal(sys.stdout)
+        if self.pinned:
+            self.drawn()
+        self.thread = threading.Thread(target=self._watch, name=f"progress of {self.name}", daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self.thread is None:
+            return
+        self.over.set()
+        self.thread.join()
+        Progress._open.remove(self)
+        if self.bar is not None:
+            self.bar.close()
+
+    @staticmethod
+    def spoke() -> None:
+        """Called when a line was printed: the next is due SILENCE_S later."""
+        Progress._spoke = time.monotonic()
+
+    def update(self, number: int = 1) -> None:
+        """So many units more are done."""
+        self.done += number
+
+    def counting(self, function: Callable) -> Callable:
+        """`function`, each call of which counts as one unit that begins."""
+
+        def counted(*args):
+            self.done = min(self.done + 1, self.total or self.done + 1)
+            return function(*args)
+
+        return counted
+
+    def drawn(self) -> None:
+        """Draws the bar at once, on a terminal."""
+        if not self.live:
+            return
+        tqdm = tqdm_class()
+        with tqdm.get_lock():
+            if self.bar is None:
+                how = dict(total=self.total or 1, bar_format=BAR, dynamic_ncols=True, leave=False)
+                self.bar = tqdm(desc=self._text(), initial=min(self.done, self.total or 1), file=sys.stdout, **how)
+            else:
+                self.bar.n = min(self.done, self.bar.total)
+                self.bar.set_description_str(self._text(), refresh=False)
+                self.bar.refresh(nolock=True)
+
+    def _watch(self) -> None:
+        while not self.over.wait(REDRAW_S if self.live else max(0.2, self._due())):
+            innermost = Progress._open[-1:] == [self]
+            if self.live and (self.pinned or innermost):
+                self.drawn()
+            elif not self.live and innermost and self._due() <= 0:
+                Progress.spoke()
+                with contextlib.suppress(OutputClosedError):  # the run itself hears of it with its next line
+                    say(self._text())
+
+    @staticmethod
+    def _due() -> float:
+        return Progress._spoke + SILENCE_S - time.monotonic()
+
+    def _text(self) -> str:
+        return encodable(self.describe(), getattr(sys.stdout, "encoding", None))
+
+    def _described(self) -> str:
+        passed = time.monotonic() - self.began
+        if not self.total:
+            return f"{self.name} {duration(passed)}"
+        unit = f" {self.unit}" if self.unit else ""
+        left = f", {duration(passed * (self.total / self.done - 1))} left" if 0 < self.done < self.total else ""
+        return f"{self.name} {self.done:,}/{self.total:,}{unit}, {duration(passed)}{left}"
+
+
+def each(name: str, items: Sequence[Item], unit: str = "") -> Iterator[Item]:
+    """The items, one after the other, within a Progress that counts them."""
+    with Progress(name, len(items), unit) as progress:
+        for item in items:
+            yield item
+            progress.update()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,216 @@
+"""report.html and report.py: what the page holds, that it asks nobody for anything, and who may see it live."""
+
+import html.parser
+import http.client
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+import report
+from backend_manager import package_version
+from finetune.errors import DivergedError, PlanError
+from finetune.run import page
+from finetune.run.charts import Chart, Line, figure, thinned
+from finetune.run.live_page import LivePage
+from finetune.run.metrics import read_events
+from tests.support.commands import command, finish
+from tests.support.rows import json_lines
+
+needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
+HOSTILE = "<script>alert(1)</script>\x1b[2J"
+VOID = {"meta", "br", "img", "hr", "input", "link", "path", "line", "rect", "circle"}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, rows_file, tmp_path_factory):
+    """A run with validation and sampled answers, in a folder whose rows are not friendly."""
+    folder = tmp_path_factory.mktemp("page")
+    rows = [{"prompt": f"What is {i}? {HOSTILE}", "completion": f"It is {i}."} for i in range(40, 46)]
+    (folder / "held_out.jsonl").write_bytes(json_lines(*rows))
+    flags = "--max_steps 12 --eval_every 4 --batch_size 2 --context_length 64 --backend cpu --train_type lora --lr 5e-3"
+    files = dict(model_name=tiny_model, dataset=rows_file, validation_dataset=folder / "held_out.jsonl")
+    argv = command(flags, files, log_to="stdout", output_dir=folder / "run", name="hf_secretsecret")
+    code, out, err = finish(argv, HF_TOKEN="hf_secretsecret")
+    assert code == 0, err
+    assert f"report: {folder}/run/report.html" in out
+    return folder / "run"
+
+
+class Reader(html.parser.HTMLParser):
+    """The elements of a page, their attributes and text; fails on tags that do not close."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_holds_the_numbers_of_the_log_and_refers_to_no_other_place(finished):
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    found = Reader(text)
+    assert len(text) < 3_000_000 and "script" not in found.tags
+    for name, value in found.attributes:
+        assert name not in ("src", "srcset", "action") and not name.startswith("on"), name
+        assert name not in ("href", "xlink:href") or value.startswith("#"), value
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert "default-src 'none'" in text
+    said = " ".join(found.words)
+    evaluations = read_events(finished, "eval")
+    for event in evaluations:
+        assert page.number(event["loss"]) in said, event
+    for step in (1, 6, 12):
+        assert page.number(read_events(finished, "step")[step - 1]["grad_norm"]) in said
+    best = min(evaluations[1:], key=lambda e: e["loss"])
+    assert f"best (step {best['step']})" in said and "What the plan decided" in said and "--max_steps 12" in said
+    assert "finished" in said and "Tokens per row" in said and "predicted, MiB" in said
+
+
+def test_texts_of_data_are_shown_as_text_and_secrets_are_masked(finished):
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "<script" not in text and "\x1b" not in text
+    assert "hf_secretsecret" not in text and "***" in text
+
+
+@needs_pygal
+def test_curves_are_drawn_with_their_numbers_as_words_and_as_a_table(finished, monkeypatch):
+    found = Reader(page.page_of([finished]))
+    labels = [value for name, value in found.attributes if name == "aria-label"]
+    first, last = (read_events(finished, "step")[i] for i in (0, -1))
+    said = f"training from {page.number(first['loss'])} at step 1 to {page.number(last['loss'])} at step 12"
+    assert any(label.startswith("Loss: ") and said in label for label in labels)
+    assert found.tags.count("svg") == found.tags.count("figure") >= 6
+    assert found.tags.count("summary") == found.tags.count("figure")
+
+
+def test_lines_are_thinned_to_means_of_neighbours():
+    points = [(float(i), float(i % 2)) for i in range(1, 1001)]
+    few = thinned(points, 100)
+    assert len(few) == 100 and few[-1][0] == 1000.0 and {v for _, v in few} == {0.5}
+    assert thinned(points[:100], 100) == points[:100]
+
+
+def test_a_table_has_every_step_of_a_short_run_and_the_last_of_a_long_one():
+    short = figure(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 20)])]))
+    assert all(f'<th scope="row">{i}</th>' in short for i in range(1, 20))
+    long = figure(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 5000)])]))
+    assert '<th scope="row">4,999</th>' in long and long.count("<tr>") < 70
+
+
+def test_several_runs_are_compared_by_name_with_the_settings_that_differ(finished, tmp_path, capsys):
+    other = tmp_path / "elsewhere" / "run"
+    shutil.copytree(finished, other)
+    plan = json.loads((other / "run_plan.json").read_text())
+    plan["settled"]["lr"] = 0.125
+    del plan["sha256"]
+    (other / "run_plan.json").write_text(json.dumps(plan))
+    assert report.main([str(finished), str(other), "--output", str(tmp_path / "both.html")]) == 0
+    said = " ".join(Reader((tmp_path / "both.html").read_text()).words)
+    assert "elsewhere/run" in said and f"{finished.parent.name}/run" in said and "0.125" in said
+    assert "Settings that differ" in said and "lora_rank" not in said
+
+
+def test_a_run_that_failed_has_its_page_too(plain_run, tmp_path):
+    with pytest.raises(DivergedError):
+        plain_run(max_steps=40, lr=1.0, stop_on_divergence=True, train_type="full", lora_rank=None)
+    said = " ".join(Reader((tmp_path / "out" / "report.html").read_text()).words)
+    assert "failed (exit code 66)" in said
+
+
+def test_a_page_that_was_edited_stays_and_no_other_file_is_replaced(plain_run, tmp_path, capsys):
+    plain_run(max_steps=1)
+    file = tmp_path / "out" / "report.html"
+    file.write_text(file.read_text() + "mine")
+    plain_run(max_steps=2, resume="auto")
+    assert "is not as a run wrote it and stays" in capsys.readouterr().out and file.read_text().endswith("mine")
+    with pytest.raises(PlanError, match="--output .*exists, and is no report as it was written"):
+        report.main([str(tmp_path / "out")])
+    plain_run(max_steps=1, report_page=False, output_dir=str(tmp_path / "without"))
+    assert not (tmp_path / "without" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: (f / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": "x"}\n{"event": "eval"}\n{'),
+        lambda f: (f / "run_plan.json").write_text("[]"),
+        lambda f: (f / "samples.jsonl").write_text('{"step": 1}\nnull\n\x00'),
+    ],
+    ids=["log", "plan", "samples"],
+)
+def test_damaged_files_are_left_out_or_named(finished, tmp_path, damage):
+    shutil.copytree(finished, tmp_path / "run")
+    damage(tmp_path / "run")
+    try:
+        Reader(page.page_of([tmp_path / "run"]))
+    except PlanError as error:
+        assert str(tmp_path / "run") in str(error) and "\n" not in str(error)
+
+
+def test_a_folder_without_a_log_is_one_line(tmp_path):
+    with pytest.raises(PlanError, match="has no metrics.jsonl. Give the --output_dir of a run."):
+        report.main([str(tmp_path)])
+
+
+# ---- live
+
+
+@pytest.fixture
+def live(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))  # without its end: it goes on
+    with LivePage([tmp_path / "run"]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server, file, lines[-1]
+        server.shutdown()
+        thread.join()
+
+
+def asked(server, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_live_page_is_for_who_knows_its_token_and_asks_again_until_the_run_has_ended(live):
+    server, file, end = live
+    assert server.server_address[0] == "127.0.0.1" and len(server.token) >= 32
+    status, text = asked(server, f"/{server.token}/")
+    assert status == 200 and 'http-equiv="refresh"' in text and "running" in text
+    with file.open("a") as log:
+        log.write(end)
+    status, text = asked(server, f"/{server.token}/")
+    assert status == 200 and 'http-equiv="refresh"' not in text and "finished" in text
+    for path in ("/", "/wrong/", f"/{server.token[:-1]}/", f"/{server.token}/../", f"/{server.token}/run_plan.json"):
+        assert asked(server, path)[0] == 404, path
+    assert asked(server, f"/{server.token}/", host=f"evil.example:{server.server_port}")[0] == 404
+
+
+def test_a_port_that_is_taken_is_one_line(live):
+    with pytest.raises(PlanError, match=r"--port \d+: cannot be used"):
+        LivePage([Path(".")], live[0].server_port)

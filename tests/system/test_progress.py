@@ -1,0 +1,54 @@
+"""What a run shows while it works: on terminals of any width, in a pipe, and where nothing is known but the time."""
+
+import re
+import time
+
+import pytest
+
+from finetune.system import progress
+from finetune.system.progress import Progress, each
+from tests.support.commands import command
+from tests.support.terminals import drawn
+
+RUN = "--batch_size 2 --context_length 64 --backend cpu --train_type lora --precision fp32 --max_steps 4 --eval_every 2"
+
+
+@pytest.mark.parametrize(
+    "columns", [40, pytest.param(80, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.slow)]
+)
+def test_a_terminal_of_any_width_shows_time_left_step_and_speed(tiny_model, rows_file, tmp_path, columns):
+    files = dict(model_name=tiny_model, dataset=rows_file, validation_dataset=rows_file, output_dir=tmp_path / "out")
+    code, lines = drawn(command(RUN, files), columns)
+    live = [line for line in lines if re.match(r"\d+:\d\d left ", line)]
+    assert code == 0 and len(live) >= 4
+    for line in live:
+        assert re.match(r"\d+:\d\d left [1-4]/4 [\d,]+ tok/s", line) and len(line) <= columns, line
+    assert ("GiB |" in live[0]) == (columns == 200)
+    last_eval = next(i for i, line in enumerate(lines) if line.startswith("eval  step 2"))
+    assert any(line in live for line in lines[last_eval + 1 :]), "the live line is drawn again below the evaluation"
+
+
+def test_a_pipe_gets_a_line_per_interval_with_its_time_left(plain_run, capsys):
+    plain_run(max_steps=4, log_every_n_steps=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [re.match(r"step +(\d)/4 \| \d+:\d\d left \| loss [\d.]+ \|", line)[1] for line in lines] == ["2", "4"]
+    assert all(" tok/s" in line for line in lines)
+
+
+def test_what_takes_long_says_so_in_lines_and_only_the_innermost_speaks(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SILENCE_S", 0.2)
+    with Progress("scoring"):
+        time.sleep(0.7)
+        for _ in each("answering", range(4), "rows"):
+            time.sleep(0.3)
+    said = capsys.readouterr().out.splitlines()
+    first_inner = next(i for i, line in enumerate(said) if line.startswith("answering"))
+    assert first_inner >= 2 and all(line.startswith("scoring 0:0") for line in said[:first_inner])
+    assert all(re.match(r"answering [0-3]/4 rows, 0:0\d", line) for line in said[first_inner:])
+    assert any(line.endswith(" left") for line in said[first_inner:])
+
+
+def test_what_is_quick_says_nothing(capsys):
+    with Progress("saving"):
+        pass
+    assert capsys.readouterr().out == ""
