@@ -43,7 +43,7 @@ PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
 FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
-FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--from"}
+FOREIGN_FLAGS |= {"--logdir", "--adapter-path", "--lora", "--max-lora-rank", "--from"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
