@@ -17,6 +17,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leave
 
 from finetune.cli import Parser, check_ranges
 from finetune.errors import PlanError
+from finetune.run.answers import answers_of, begun, content_of, prompt_ids
 from finetune.system import process
 from finetune.system.terminal import say
 
@@ -59,29 +60,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
-    """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
-    Otherwise, or with `raw`, the last turn's text as it is.
-    """
-    if raw or not tokenizer.chat_template:
-        from finetune.model_files.tokenizer import opened_ids
-
-        return opened_ids(tokenizer, turns[-1][1])
-    from finetune.data.chat_template import TemplateRenderer, request_of
-    from finetune.data.messages import escaped, special_pattern
-
-    specials = special_pattern(tokenizer)
-    messages = [
-        {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
-    ]
-    with TemplateRenderer(tokenizer) as renderer:
-        request = request_of(messages, None, [(len(messages), True)], "--prompt")
-        (texts,) = renderer.render([request], ["--prompt"])
-    if isinstance(texts, PlanError):
-        raise texts
-    return tokenizer(texts[0], add_special_tokens=False).input_ids
-
-
 def check_system(args) -> None:
     """Raises PlanError for a system message that a model without a chat template would not see."""
     from finetune import open_checkpoint
@@ -92,11 +70,6 @@ def check_system(args) -> None:
         and not load_tokenizer(open_checkpoint.tokenizer_folder(Path(args.checkpoint), args.found.files)).chat_template
     ):
         raise PlanError(f"--system: {args.checkpoint} has no chat template to say it with. Put it into the prompt.")
-
-
-def begun(system: str | None) -> list[tuple[str, str]]:
-    """The turns of a new conversation."""
-    return [("system", system)] if system else []
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -123,22 +96,6 @@ def read_prompts(file: Path) -> list[str]:
     if not found:
         raise PlanError(f"--prompts {file}: has no prompt. Give one per line.")
     return found
-
-
-def answers_of(opened, prompts: list[str], args) -> list[str]:
-    """The answers of an opened model to prompts that do not know of each other, in batches. Collective."""
-    from finetune.run.evaluation import shared
-
-    engine, tokenizer, ends = opened
-    engine.seed(args.seed)
-    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-
-    def answered(part: list[str]) -> list[list[int]]:
-        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw) for prompt in part]
-        return engine.generate(ids, args.max_new_tokens, ends, **sampling)
-
-    new = shared(engine, prompts, args.batch_size, answered)
-    return [content_of(tokenizer, row, args.raw) for row in new]
 
 
 def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
@@ -221,19 +178,6 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
     text = content_of(tokenizer, new[0], args.raw or not hasattr(tokenizer, "chat_template")) if new else ""
     say(tokenizer.decode(new[0], skip_special_tokens=True)[shown[0] :] if live and new else text)
     return text
-
-
-def content_of(tokenizer, ids: list[int], raw: bool) -> str:
-    """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
-    follows the last of these.
-    """
-    text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))
-    if raw or text == plain:
-        return text
-    from finetune.data.chat_template import turn_marks
-
-    prefix, _ = turn_marks(tokenizer)
-    return text.rpartition(prefix)[2] if prefix and prefix in text else text
 
 
 def check(args) -> None:

@@ -5,10 +5,8 @@ torchrun --nproc_per_node=2 score.py --checkpoint outputs/my-run --dataset test.
 """
 
 import json
-import math
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
@@ -119,6 +117,8 @@ def score_all(args, ranks) -> int:
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args, ranks, args.found)
     figures, lines, answers, work = {}, [], [], Work()
     if args.raw is not None:
+        from finetune.run.scored_rows import score_rows
+
         figures, lines, answers, work = score_rows(engine, tokenizer, ends, base, args)
     if args.lm_eval is not None:
         from finetune.run.lm_eval_tasks import run_tasks
@@ -151,52 +151,6 @@ def main(argv=None) -> int:
     from finetune import open_checkpoint
 
     return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
-
-
-def score_rows(engine, tokenizer, ends, base, args) -> tuple:
-    """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset. Collective."""
-    from finetune.data.prepare import DatasetSource
-    from finetune.data.reading.mixture import Source
-    from finetune.estimate.inference import Work
-    from finetune.run import evaluation, scoring
-
-    raw, options, metrics = args.raw, args.options, args.metrics
-    length = args.context_length or (base.settings.context_length if base.settings else 512)
-    read = DatasetSource.of(raw, options, Source(args.dataset))
-    rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
-    match, answers = None, []  # of text, which asks nothing
-    asked = [name for name in metrics if name in scoring.OF_ANSWERS]
-    wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)
-    if not questions and (wanted or args.predictions):
-        said = f"--predictions {args.predictions}" if args.predictions else f"--metric {wanted}"
-        raise PlanError(f"{said}: the rows of {args.dataset} are text, which asks nothing. Use --metric perplexity.")
-    if questions and (asked or args.show or args.predictions):
-        whole = bool(args.show or args.predictions) or asked != ["exact"]
-        match, texts = evaluation.exact_match(
-            engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size, whole=whole
-        )
-        answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
-    scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
-    if "choice" in metrics and questions:
-        log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))
-        scores["choice"] = scoring.choice(questions, scoring.choices_of(questions), log_prob)
-    loss = result.loss
-    figures = {
-        "rows": len(rows),
-        "num_targets": result.num_targets,
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
-        "exact_match": match,
-        "scores": scores,
-    }
-    named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
-    matched = "".join(f" | {name} {value:.1%} of {len(questions)}" for name, value in named)
-    line = f"loss {loss:.4f} | perplexity {figures['perplexity']:.3f}{matched}"
-    asked_at_once = min(args.batch_size, len(questions)) if match is not None else 0
-    prompt = max((len(ids) for ids, _, _ in questions), default=0)
-    scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
-    work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
-    return figures, [rows.describe(), line], answers, work
 
 
 if __name__ == "__main__":

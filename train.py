@@ -11,7 +11,7 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune.cli import FlagParser, add_flags, parse_named, parse_overrides, with_config
+from finetune.cli import FlagParser, add_flags, parse_overrides, with_config
 from finetune.system import process
 
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":  # --help and an unknown flag are answered before num
 
 import os
 import time
+from functools import partial
 
 from backend_manager import CAPABILITIES
 from finetune import open_checkpoint
@@ -43,6 +44,7 @@ from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
 from finetune.estimate.budget import predicted_for_batch
 from finetune.estimate.remedies import report_lines
+from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
@@ -94,10 +96,15 @@ def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
     return parallelize(model, plan, groups, local_shards, pad_id)
 
 
-def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  # noqa: B008  frozen
+def run(
+    plan: RunPlan,
+    env: RankEnv = RankEnv(),  # noqa: B008  frozen
+    watchdog=None,
+    callbacks: Callbacks = NO_CALLBACKS,
+) -> TrainState:
     """One rank's life, from an idle device to a saved adapter. The TrainState says how it ended.
 
-    `watchdog`: the thread that watches the other ranks.
+    `watchdog`: the thread that watches the other ranks. `callbacks`: called with each event of the log.
     """
     began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
     with (
@@ -106,6 +113,7 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
         CheckpointWriter(plan, env.rank) as writer,
         Metrics(plan, env.rank > 0, watchdog) as log,
     ):
+        log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
         tokenizer = load_tokenizer(tokenizer_folder_of(plan))
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
@@ -143,20 +151,25 @@ def run(plan: RunPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  
     return state
 
 
-def fine_tune(**flags) -> TrainState:
-    """Trains with the command line's flags as keyword arguments; the final TrainState. Raises what the CLI prints."""
+@typed
+def fine_tune(
+    *, on_step: Callback | None = None, on_eval: Callback | None = None, on_save: Callback | None = None, **flags
+) -> Result:
+    """Trains with the command line's flags as keyword arguments. Raises what the CLI prints.
+
+    Datasets may be rows: a list of dicts, a DataFrame, a datasets.Dataset, an iterator. `on_step`, `on_eval`, `on_save`
+    are called with the event of metrics.jsonl. The result says how the run ended, and answers: `result.generate(...)`.
+    """
     lines: list[str] = []
-    given = parse_named(
-        flags, lambda n: f"fine_tune({n}=...)", lambda n: f"fine_tune({n}=...): no such flag.", lines.append
-    )
-    return follow(with_config(given, lines.append), lines)
+    overrides = with_config(overrides_of(flags, lines.append), lines.append)
+    return Result.of(follow(overrides, lines, Callbacks(on_step, on_eval, on_save)), overrides.get("backend"))
 
 
-def follow(overrides: dict, lines: list[str]) -> TrainState:
+def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:
     """What `overrides` {flag: value} ask for, done. `lines`: what to say of how they were read, beside the plan."""
     process.prepare_environment()
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
-    env = rank_env(os.environ, *address)
+    env, work = rank_env(os.environ, *address), partial(run, callbacks=callbacks)
     if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
         return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
     if overrides.get("parity"):
@@ -164,17 +177,18 @@ def follow(overrides: dict, lines: list[str]) -> TrainState:
     if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
         from finetune.mlx_engine.launched import run_launched
 
-        return run_launched(run, lambda: announced_plan(overrides, env, lines), env)
+        return run_launched(work, lambda: announced_plan(overrides, env, lines), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
         from finetune.torch_engine.parallel.rank_process import run_launched
 
         rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
-        return run_launched(run, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
+        return run_launched(work, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env, lines)
     if done or plan.dims.world_size == 1:
-        return done or run(plan)
+        return done or work(plan)
+    callbacks.check(plan.dims.world_size)
     return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command("generate", "ask a trained model"),
     "score": Command("score", "loss and exact match on rows"),
     "export": Command("export", "merge or convert for other programs"),
+    "report": Command("report", "one page with the curves of a run, or of several"),
     "expand": Command("expand", "add layers to a model (LLaMA-Pro)"),
     "report": Command("report", "one page of a run, or a comparison"),
     "pretrain": Command("pretrain", "train a tiny recursive model from scratch"),

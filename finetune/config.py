@@ -312,6 +312,9 @@ class TrainConfig:
         minimum=0.0,
     )
     cosine_min_lr_ratio: float = steps_flag(0.1, "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
+    adam_beta1: float = steps_flag(0.9, "decay of Adam's first moment", minimum=0.0, maximum=0.999999)
+    adam_beta2: float = steps_flag(0.999, "decay of Adam's second moment", minimum=0.0, maximum=0.999999)
+    adam_epsilon: float = steps_flag(1e-8, "added to the root of Adam's second moment", above=0.0)
     apply_gradient_clipping: bool = steps_flag(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = steps_flag(1.0, "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))
     router_aux_loss_coef: float = steps_flag(
@@ -501,6 +504,7 @@ class TrainConfig:
         "also to this tracker, whose package must be installed; csv: also metrics.csv in the output folder",
         metavar="NAME,...",
         nonempty=True,
+        comma_separated=True,
     )
     log_every_n_steps: int = logging_flag(1, "print every N steps", minimum=1)
     verbose: bool = logging_flag(False, "print the detected hardware, and memory item by item")

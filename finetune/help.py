@@ -62,7 +62,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "eval_every": "evaluate every N steps",
         "resume": "auto: continue a run after a crash or Ctrl-C",
         "push_to_hub": "upload the result to this repository",
-        "log_to": "progress line, plain lines, or a tracker",
+        "log_to": "progress line, plain lines, trackers",
     },
     "Ask first": {
         "dry_run": "the plan, its memory and three rows; loads nothing",
@@ -82,6 +82,9 @@ PAGES = {
     "logging": "docs/getting_started.md",
     "profile": "docs/getting_started.md",
     "ask": "docs/getting_started.md",
+    **dict.fromkeys(
+        ("train_type", "lr", "num_epochs", "batch_size", "lora_rank", "early_stopping"), "docs/defaults.md"
+    ),
     **dict.fromkeys(
         ("quantization_backend", "n_bits", "group_size", "quant_type", "double_quant"), "docs/quantization.md"
     ),
@@ -107,12 +110,12 @@ ADVICE = {
         "faster and learn less. A regex chooses layers: '.*layers\\.[0-3]\\..*'."
     ),
     "lr": (
-        "An adapter takes about ten times the rate of full fine-tuning. If the loss does not fall, try three "
-        "times as much; if it jumps or becomes nan, a third."
+        "An adapter takes about ten times the rate of full fine-tuning, a wide model less than a narrow one. If "
+        "the loss does not fall, try three times as much; if it jumps or becomes nan, a third; or let search try."
     ),
     "num_epochs": (
-        "A few hundred rows give few steps per epoch, and few steps teach little: two to four epochs are usual "
-        "then. More than that begins to memorize; --validation_split shows it."
+        "A few hundred rows give few steps per pass, and few steps teach little; too many passes memorize the rows. "
+        "--validation_split shows it, and --early_stopping ends the run there."
     ),
     "batch_size": (
         "Rows per step are batch_size x gradient_accumulation_steps x data ranks. How they are cut into forwards "

@@ -77,7 +77,7 @@ def test_a_wrong_command_line_is_one_line_that_names_the_nearest(argv, text):
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["report_to", "zero_stage", "wandb", "fsdp"])
+@pytest.mark.parametrize("name", ["zero_stage", "wandb", "fsdp"])
 def test_a_name_that_shares_no_word_with_a_flag_has_no_nearest_one(name):
     assert "Nearest" not in nearest(f"--{name}", [f"--{flag}" for flag in FIELDS])
 

@@ -23,6 +23,7 @@ TRIED = {
     "warmup_steps": ("10", {"warmup_steps": 10}),
     "gradient_checkpointing_kwargs": ("{'use_reentrant': true}", {"reentrant_checkpointing": True}),
     "activation_checkpointing_kwargs": ("{'use_reentrant': false}", {}),
+    "report_to": (["wandb", "tensorboard"], {"log_to": "wandb,tensorboard"}),
     "test_split_size": ("0.1", {"validation_split": 0.1}),
     "val_set_size": ("0.1", {"validation_split": 0.1}),
     "val_size": ("0.1", {"validation_split": 0.1}),
@@ -205,6 +206,8 @@ def test_a_weak_setting_gives_way_to_a_given_one():
         (["--use_ddp", "true"], {"sharding_strategy": "ddp"}),
         (["--precision", "bfloat16"], {"precision": "bf16"}),
         (["--resume", "true"], {"resume": "auto"}),
+        (["--log_to", "wandb", "csv"], {"log_to": "wandb,csv"}),
+        (["--log_to", "none"], {}),
     ],
 )
 def test_lists_and_values_of_other_programs(argv, expected):

@@ -15,6 +15,7 @@ class Optimizer:
 
     def __init__(self, steps: StepsPlan, lr_ratio: float = 1.0):
         self.kind, self.wd, self.ratio = steps.optimizer, steps.wd, lr_ratio
+        self.adam = steps.adam_beta1, steps.adam_beta2, steps.adam_epsilon
         self.moments, self.counts = {}, {}
 
     def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:
@@ -29,7 +30,7 @@ class Optimizer:
             if any(array is None for array in state.values()):
                 state = {k: mx.zeros_like(weight) for k in kinds}
             count = self.counts.get(f"{name}.step", 0) + 1
-            weights[name], state = update(weight, grads[name], state, rate, decay, count)
+            weights[name], state = update(weight, grads[name], state, rate, decay, count, self.adam)
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
 
@@ -45,32 +46,33 @@ class Optimizer:
         self.moments, self.counts = moments, dict(counts)
 
 
-def _adam(weight, grad, state, lr, decay, count, decoupled):
+def _adam(weight, grad, state, lr, decay, count, adam, decoupled):
+    beta1, beta2, epsilon = adam
     if decoupled:
         weight = weight * (1 - lr * decay)
     elif decay:
         grad = grad + decay * weight
-    m = 0.9 * state["exp_avg"] + 0.1 * grad
-    v = 0.999 * state["exp_avg_sq"] + 0.001 * mx.square(grad)
-    denominator = mx.sqrt(v) / (1 - 0.999**count) ** 0.5 + 1e-8
-    return weight - (lr / (1 - 0.9**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+    m = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
+    denominator = mx.sqrt(v) / (1 - beta2**count) ** 0.5 + epsilon
+    return weight - (lr / (1 - beta1**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def adamw(weight, grad, state, lr, decay, count):
-    return _adam(weight, grad, state, lr, decay, count, decoupled=True)
+def adamw(weight, grad, state, lr, decay, count, adam):
+    return _adam(weight, grad, state, lr, decay, count, adam, decoupled=True)
 
 
-def adam(weight, grad, state, lr, decay, count):
-    return _adam(weight, grad, state, lr, decay, count, decoupled=False)
+def adam(weight, grad, state, lr, decay, count, adam):
+    return _adam(weight, grad, state, lr, decay, count, adam, decoupled=False)
 
 
-def sgd(weight, grad, state, lr, decay, count):
+def sgd(weight, grad, state, lr, decay, count, adam):
     """Momentum 0.9; its buffer starts as the first gradient, which is 0.9 * 0 + grad."""
     buffer = 0.9 * state["momentum_buffer"] + grad + decay * weight
     return weight - lr * buffer, {"momentum_buffer": buffer}
 
 
-def adadelta(weight, grad, state, lr, decay, count):
+def adadelta(weight, grad, state, lr, decay, count, adam):
     grad = grad + decay * weight
     square = 0.9 * state["square_avg"] + 0.1 * mx.square(grad)
     change = mx.sqrt(state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad

@@ -175,6 +175,10 @@ SETTINGS = (
     ),
     Conflict("loading_workers", is_one_of(0), ALWAYS, "must be at least 1, or -1: chosen for this machine", ""),
     Conflict("lora_target_modules", EMPTY, ALWAYS, "names nothing", "Name layers, or use all"),
+    *(
+        Conflict(name, GIVEN, beside("optimizer", is_one_of("sgd", "adadelta")), "is of Adam", "Use adamw, or omit it")
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
+    ),
     Conflict("max_steps", is_one_of(0), ALWAYS, "trains nothing", "Give a number of steps, or -1"),
 )
 

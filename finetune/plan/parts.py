@@ -268,6 +268,9 @@ class StepsPlan:
     num_epochs: int
     max_steps: int
     optimizer: str
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
     lr: float
     wd: float
     lr_scheduler: str

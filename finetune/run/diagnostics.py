@@ -89,7 +89,7 @@ def _validation_rose(evaluations: list[dict], best: str | None) -> Finding | Non
     if step == 0:
         return Finding("validation rose", f"{head}: the model is worse than before. Lower --lr, or look at the rows.")
     kept = f" The weights of step {step} are in {best}." if best else ""
-    return Finding("validation rose", f"{head}: over-fitting.{kept} Use --early_stopping 3, or more rows.")
+    return Finding("validation rose", f"{head}: over-fitting.{kept} Use --early_stopping 2, or more rows.")
 
 
 def _loss_rose(steps: list[dict], evaluations: list[dict]) -> Finding | None:

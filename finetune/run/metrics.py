@@ -141,6 +141,7 @@ class Metrics:
         self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
         self.last: list[str] = []  # what the live line shows of the last step, most important first
+        self.listener: Callable[[dict], object] | None = None
         self.trackers: Trackers | None = None
         self.handle: IO[str] | None = None
         self.state: TrainState | None = None
@@ -229,6 +230,8 @@ class Metrics:
             self.handle.flush()
         if self.trackers:
             self.trackers.log(event, tracked)
+        if self.listener:
+            self.listener(event)
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""

@@ -26,12 +26,12 @@ def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0):
         {"params": flat, "weight_decay": 0.0, "ratio": 1.0},
     ]
     groups = [g for g in groups if g["params"]]
-    fused = fused_optimizer(device)
+    fused, adam = fused_optimizer(device), dict(betas=(steps.adam_beta1, steps.adam_beta2), eps=steps.adam_epsilon)
     match steps.optimizer:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=steps.lr, **fused)
+            return torch.optim.AdamW(groups, lr=steps.lr, **adam, **fused)
         case "adam":
-            return torch.optim.Adam(groups, lr=steps.lr, **fused)
+            return torch.optim.Adam(groups, lr=steps.lr, **adam, **fused)
         case "sgd":
             return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
         case "adadelta":
@@ -42,7 +42,7 @@ def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0):
                 import bitsandbytes
             except ImportError as error:
                 raise PlanError("--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes.") from error
-            return bitsandbytes.optim.AdamW8bit(groups, lr=steps.lr)
+            return bitsandbytes.optim.AdamW8bit(groups, lr=steps.lr, **adam)
     raise AssertionError(steps.optimizer)
 
 

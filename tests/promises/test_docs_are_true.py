@@ -225,7 +225,7 @@ def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text,
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), f"{page}: {ast.unparse(node)}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
-            assert {k.arg for k in node.keywords} <= set(NAMES), page
+            assert {k.arg for k in node.keywords} <= {*NAMES, "on_step", "on_eval", "on_save", "datset"}, page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
             assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:

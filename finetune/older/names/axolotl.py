@@ -85,7 +85,16 @@ AXOLOTL: Names = {
         for k in ("save_total_limit", "save_steps", "eval_steps", "logging_steps", "torch_compile", "deepspeed")
     },
     **{k: HF[k] for k in ("lr_scheduler_kwargs", "optim_target_modules", "group_by_length", "auto_find_batch_size")},
-    **{k: HF[k] for k in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "save_only_model")},
+    **{
+        k: HF[k]
+        for k in (
+            "load_best_model_at_end",
+            "metric_for_best_model",
+            "early_stopping_patience",
+            "greater_is_better",
+            "save_only_model",
+        )
+    },
     **{k: HF[k] for k in ("dataloader_pin_memory", "dataloader_num_workers", "dataloader_prefetch_factor")},
     **{k: HF[k] for k in ("dataloader_drop_last", "remove_unused_columns", "accelerator_config", "hub_model_id")},
     **{k: HF[k] for k in ("hub_strategy", "hub_revision", "save_safetensors", "ddp_timeout", "ddp_bucket_cap_mb")},
@@ -170,7 +179,7 @@ AXOLOTL: Names = {
         }
     ),
     "bnb_config_kwargs": ByValue({"*": Instead("There are --quant_type, --double_quant and --n_bits.")}),
-    "evals_per_epoch": LeftOut("--eval_every N evaluates every N steps."),
+    "evals_per_epoch": ByValue({"1": "--eval_every auto", "*": LeftOut("--eval_every N evaluates every N steps.")}),
     "saves_per_epoch": LeftOut("--save_every N saves every N steps; the last step is saved."),
     **instead(ALL_LAYERS, "peft_layers_to_transform", "peft_layers_pattern", "unfrozen_parameters", "lisa_n_layers"),
     **instead("Every layer has the same rank and alpha. Omit it.", "lora_rank_pattern", "lora_alpha_pattern"),
@@ -185,7 +194,6 @@ AXOLOTL: Names = {
     **instead("A tokenizer's own template is used; edit its chat_template.jinja.", "chat_template_jinja"),
     **instead("Write it as the system message of the rows.", "default_system_message"),
     **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
-    "early_stopping_patience": "early_stopping",
     **instead("The base is not changed before training. Omit it.", "rope_scaling", "reinit_weights"),
     **instead("ReLoRA is not here. Omit it.", "relora", "jagged_restart_steps"),
     **instead(
@@ -197,7 +205,8 @@ AXOLOTL: Names = {
     **instead("Axolotl's PoSE is not here. Omit it.", "use_pose"),
     **instead("Rows are shuffled. Omit it.", "curriculum_sampling"),
     **instead("--assume_memory plans for a device with less memory.", "gpu_memory_limit", "max_memory"),
-    **instead("Trackers here: --log_to wandb.", "use_mlflow", "use_comet", "use_trackio", "use_tensorboard"),
+    **{f"use_{n}": ByValue({"true": f"--log_to {n}", "false": ""}) for n in ("mlflow", "trackio", "tensorboard")},
+    **instead("There are tensorboard, wandb, mlflow, trackio and csv: --log_to NAME,NAME.", "use_comet"),
     **instead(
         "Every row is read. Change the file, or use --dataset_samples.", "dataset_shard_num", "dataset_shard_idx"
     ),

@@ -79,6 +79,7 @@ TYPED: Names = {
     "merge_and_unload": Instead("export.py --checkpoint RUN --output_dir DIR merges an adapter into its base."),
     "tokenizer": Instead("The model's own tokenizer is used. Omit it."),
     "tokenizer_name": Instead("The model's own tokenizer is used. Omit it."),
+    "patience": "early_stopping",
     "prompt_template": Instead(
         "Rows of chats use the tokenizer's template, others stand as they are: see docs/data.md."
     ),

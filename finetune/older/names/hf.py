@@ -31,13 +31,20 @@ SCHEDULES = ByValue(
         "constant_with_warmup": "with --warmup_steps",
     },
 )
-TRACKERS = ByValue(
-    {
-        **dict.fromkeys(("none", "[]", ""), IN_THE_FILE),
-        **dict.fromkeys(("wandb", "all"), "--log_to wandb"),
-        "*": Instead("There is --log_to wandb; metrics.jsonl in --output_dir has every number as JSON."),
-    }
-)
+LOGGED = ("tensorboard", "wandb", "mlflow", "trackio")
+NAME_THEM = Instead("There are tensorboard, wandb, mlflow, trackio and csv: --log_to NAME,NAME.")
+
+
+def trackers(value) -> str | LeftOut | Instead:
+    """One tracker or several, as text or a list."""
+    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    names = text.replace(",", " ").lower().split()
+    if names in ([], ["none"]):
+        return IN_THE_FILE
+    return f"--log_to {','.join(names)}" if set(names) <= set(LOGGED) else NAME_THEM
+
+
+TRACKERS = Computed(trackers, "`--log_to`; `none`: metrics.jsonl has every number; `all`: name them")
 PRECISION_OF_BF16 = ByValue(
     {"true": "--precision bf16", "false": "", "auto": "--precision auto", "full": "--precision bf16"}
 )
@@ -46,7 +53,7 @@ WHEN_EVALUATED = ByValue(
     {
         "no": LeftOut("Validation rows are evaluated before and after training, if there are any."),
         "steps": LeftOut("--eval_every N says after how many steps."),
-        "epoch": LeftOut("Validation rows are evaluated before and after training, and every --eval_every N steps."),
+        "epoch": "--eval_every auto",
         "*": Instead("--eval_every N evaluates every N steps."),
     }
 )
@@ -95,7 +102,7 @@ REENTRANT = Computed(reentrant, "`--reentrant_checkpointing`")
 
 HF: Names = {
     **same("output_dir", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps"),
-    **same("seed", "warmup_ratio"),
+    **same("seed", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"),
     "warmup_steps": WARMUP,
     "per_device_train_batch_size": "batch_size",
     "per_gpu_train_batch_size": "batch_size",
@@ -112,6 +119,13 @@ HF: Names = {
     "auto_find_batch_size": ByValue(
         {"true": "--batch_size auto", "false": ""},
         {"true": "by the number of rows; memory limits the tokens of a forward"},
+    ),
+    "early_stopping_patience": "early_stopping",
+    "metric_for_best_model": ByValue(
+        {
+            **dict.fromkeys(("loss", "eval_loss"), LeftOut("The best weights are those of the least validation loss.")),
+            "*": Instead("The best weights are those of the least validation loss. Omit it."),
+        }
     ),
     "logging_steps": "log_every_n_steps",
     "disable_tqdm": ByValue({"true": "--log_to stdout", "false": ""}),
@@ -148,10 +162,7 @@ HF: Names = {
     # What is asked for by these is not here.
     **instead("Label smoothing is not here. Omit it.", "label_smoothing_factor"),
     **instead("Noise on embeddings (NEFTune) is not here. Omit it.", "neftune_noise_alpha"),
-    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta1", unless=("0.9",)),
-    **instead("The optimizer has betas of 0.9 and 0.999. Omit it.", "adam_beta2", unless=("0.999",)),
-    **instead("The optimizer has an epsilon of 1e-8. Omit it.", "adam_epsilon", unless=("1e-8", "1e-08")),
-    **instead("The optimizer has no other settings than --lr and --wd. Omit it.", "optim_args"),
+    **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optim_args"),
     **instead("GaLore and APOLLO are not here; --train_type lora trains few weights. Omit it.", "optim_target_modules"),
     **instead(
         "A schedule has --warmup_steps, --warmup_ratio and --cosine_min_lr_ratio. Omit it.", "lr_scheduler_kwargs"
@@ -178,7 +189,7 @@ HF: Names = {
     **instead("Layers are compiled in the default mode. Omit it.", "torch_compile_mode", unless=("default",)),
     **instead("Labels are the tokens of the answers, see --train_on_prompt. Omit it.", "label_names"),
     **instead(
-        "Weights and Biases is the one tracker: --log_to wandb.",
+        "--log_to trackio logs to this machine's folder of Trackio.",
         *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
     ),
     # These change nothing, or are the case here.
@@ -205,8 +216,7 @@ HF: Names = {
     **left_out("SIGTERM saves at the next step and ends the run.", "enable_jit_checkpoint"),
     **left_out("The upload is after training.", "hub_strategy", "hub_always_push"),
     **left_out(
-        "best/ in --output_dir has the weights of the lowest validation loss.",
-        *("metric_for_best_model", "greater_is_better"),
+        "The best weights are those of the least validation loss.", *("greater_is_better", "early_stopping_threshold")
     ),
     "load_best_model_at_end": "load_best",
     **left_out("A resumed run is the uninterrupted one.", "restore_callback_states_from_checkpoint"),

@@ -82,9 +82,9 @@ LITGPT: Names = {
         *("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head"),
     ),
     **instead("There are --num_epochs and --max_steps.", "train.max_tokens", "train.max_time"),
-    **instead("The optimizer has no other settings than --lr and --wd.", "optimizer.init_args.betas"),
+    **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optimizer.init_args.betas"),
     **instead(
-        "The optimizer has no other settings than --lr and --wd.", "optimizer.init_args.eps", unless=("1e-08", "1e-8")
+        "There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optimizer.init_args.eps", unless=("1e-08", "1e-8")
     ),
     **left_out("Tied weights stay tied.", "train.tie_embeddings"),
     **left_out("The model is evaluated before and after training.", "eval.initial_validation", "eval.final_validation"),

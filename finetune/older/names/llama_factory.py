@@ -180,7 +180,7 @@ LLAMA_FACTORY: Names = {
     "dataset_dir": Instead("Give the file itself: --dataset DIR/FILE."),
     "create_new_adapter": ByValue({"true": "--adapter_merge true", "false": ""}),
     "default_system": Instead("Write it as the system message of the rows."),
-    "plot_loss": ByValue({"true": LeftOut("metrics.jsonl in --output_dir has every number."), "false": ""}),
+    "plot_loss": ByValue({"true": LeftOut("report.html in --output_dir has the curves."), "false": ""}),
     "enable_thinking": LeftOut("The template decides, by the row's chat_template_kwargs."),
     **instead("Unsloth is not used here. Omit it.", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths"),
     **instead("Vocabularies are not changed. Omit it.", "resize_vocab", "add_tokens", "add_special_tokens"),
@@ -203,7 +203,12 @@ LLAMA_FACTORY: Names = {
     **instead("Weights are trained from those of the folder. Omit it.", "train_from_scratch", "rope_scaling"),
     **instead("All answers of a chat are learned. Omit it.", "mask_history"),
     **instead("Rows are shuffled. Omit it.", "disable_shuffling"),
-    **instead("Trackers here: --log_to wandb.", "use_swanlab", "swanlab_project", "swanlab_run_name"),
+    **instead(
+        "There are tensorboard, wandb, mlflow, trackio and csv: --log_to NAME,NAME.",
+        "use_swanlab",
+        "swanlab_project",
+        "swanlab_run_name",
+    ),
     **instead("Layers are chosen by --lora_target_modules. Omit it.", "freeze_trainable_layers", unless=("2",)),
     **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token"),
     **left_out(

@@ -55,7 +55,7 @@ MLX_LM: Names = {
         }
     ),
     "lr_schedule.warmup": "warmup_steps",
-    **instead("The optimizer has no other settings than --lr and --wd. Omit it.", "optimizer_config.adam.betas"),
+    **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optimizer_config.adam.betas"),
     **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
     **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.arguments"),
     **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.warmup_init"),

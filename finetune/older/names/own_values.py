@@ -2,7 +2,7 @@
 
 from finetune.older.names.axolotl import ADAPTER, PREFERENCES
 from finetune.older.names.entries import ByValue, Entry, Instead
-from finetune.older.names.hf import OPTIMIZERS, RESUME, SCHEDULES, TRACKERS, WARMUP
+from finetune.older.names.hf import IN_THE_FILE, NAME_THEM, OPTIMIZERS, RESUME, SCHEDULES, WARMUP
 from finetune.older.names.peft import INITS
 from finetune.older.names.trl import ATTENTION, DTYPES
 
@@ -19,7 +19,7 @@ OWN_VALUES: dict[str, Entry] = {
     "lr_scheduler": SCHEDULES,
     "precision": DTYPES,
     "attention": ATTENTION,
-    "log_to": TRACKERS,
+    "log_to": ByValue({"none": IN_THE_FILE, "all": NAME_THEM}),
     "init_lora_weights": INITS,
     "preference": PREFERENCES,
     "warmup_steps": WARMUP,

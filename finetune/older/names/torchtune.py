@@ -83,6 +83,7 @@ TORCHTUNE: Names = {
     f"optimizer.{COMPONENT}": Computed(optimizer_of, "`--optimizer`"),
     "optimizer.lr": "lr",
     "optimizer.weight_decay": "wd",
+    "optimizer.eps": "adam_epsilon",
     f"lr_scheduler.{COMPONENT}": Computed(schedule_of, "`--lr_scheduler cosine --cosine_min_lr_ratio 0`"),
     "lr_scheduler.num_warmup_steps": "warmup_steps",
     f"loss.{COMPONENT}": Computed(loss_of, "`--preference dpo` for its loss"),

@@ -193,8 +193,8 @@ TABLE = (
         "TAB_04",
         "the decision tree prints flags that do not parse",
         "finetune/plan/recommend.py",
-        'text.append(f"python train.py --backend {backend} --train_type',
-        'text.append(f"python train.py --device {backend} --train_type',
+        'text.append(f"{start} --backend {backend} --train_type',
+        'text.append(f"{start} --device {backend} --train_type',
     ),
     Mutation(
         "TAB_04",

@@ -1,0 +1,179 @@
+"""fine_tune as a Python function: typed keywords made from TrainConfig, rows, callbacks, and what it returns."""
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import NoneType
+
+from finetune.cli import parse_named
+from finetune.config import FIELDS, NAMES
+from finetune.data.in_memory import as_file, is_rows
+from finetune.errors import PlanError
+from finetune.older import translate
+from finetune.plan.run_plan import TrainState
+
+Callback = Callable[[dict], object]
+Rows = str | list[str] | list[dict] | Iterable[dict]
+OF_ROWS = ("dataset", "validation_dataset", "score_dataset")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that are called with an event of metrics.jsonl, {"event", "time", "step", ...}, once it is written."""
+
+    on_step: Callback | None = None
+    on_eval: Callback | None = None
+    on_save: Callback | None = None
+
+    def __call__(self, event: dict) -> None:
+        function = {"step": self.on_step, "eval": self.on_eval, "save": self.on_save}.get(event["event"])
+        if function:
+            function(event)
+
+    def check(self, world_size: int) -> None:
+        """Raises PlanError if the run would be in other processes than the functions."""
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if given and world_size > 1:
+            raise PlanError(
+                f"fine_tune({given[0]}=...): --world_size {world_size} trains in processes of its own. Start your "
+                "program with torchrun instead, or read metrics.jsonl."
+            )
+
+
+NO_CALLBACKS = Callbacks()
+
+
+def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
+    """{flag: value} of keyword arguments: our names or other programs', values as in YAML, rows as files of them."""
+
+    def where(name: str) -> str:
+        return f"fine_tune({name}=...)"
+
+    given = {}
+    for name, value in flags.items():
+        entry = translate.known(name)
+        flag = NAMES.get(name) or (NAMES[entry] if isinstance(entry, str) else None)
+        given[name] = as_file(value, where(name)) if flag in OF_ROWS and is_rows(value) else value
+    return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
+
+
+def signature(function) -> inspect.Signature:
+    """The function's signature with a typed keyword for each flag of TrainConfig in the place of **flags."""
+    own = inspect.signature(function)
+    kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    made = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=f.metadata["unset"] or f.default,
+            annotation=Rows | NoneType if name in OF_ROWS else f.type,
+        )
+        for name, f in FIELDS.items()
+    ]
+    return own.replace(parameters=[*made, *kept])
+
+
+def typed(function):
+    """Gives `function` the signature and annotations of `signature`, so that help and completion show every flag."""
+    made = signature(function)
+    function.__signature__ = made
+    annotations = {name: p.annotation for name, p in made.parameters.items()}
+    function.__annotations__ = annotations | {"return": made.return_annotation}
+    return function
+
+
+@dataclass
+class Result(TrainState):
+    """How a run ended, and its trained model, which is opened from `output_dir` when it is first used.
+
+    `generate` and `score` answer and score as generate.py and score.py do.
+    """
+
+    device: str | None = None
+
+    @classmethod
+    def of(cls, state: TrainState, device: str | None) -> "Result":
+        return cls(**{f.name: getattr(state, f.name) for f in fields(TrainState)}, device=device)
+
+    def _args(self, **options) -> Namespace:
+        return Namespace(
+            checkpoint=self.output_dir, device=self.device, precision="auto", n_bits=None, quiet=True, **options
+        )
+
+    @cached_property
+    def _open(self) -> tuple:
+        if self.status != "finished" or self.output_dir is None:
+            raise PlanError(f"{self.output_dir or 'this run'}: is {self.status}, and has no trained model to open.")
+        from finetune import open_checkpoint
+
+        return open_checkpoint.open_engine(self._args())
+
+    @property
+    def model(self):
+        """The trained model as it is opened: a torch module, or MLX's."""
+        return self._open[0].model
+
+    @property
+    def tokenizer(self):
+        """The model's tokenizer, of transformers."""
+        return self._open[1]
+
+    def generate(
+        self,
+        prompt: str | list[str],
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 50,
+        top_p: float = 0.9,
+        seed: int = 42,
+        batch_size: int = 8,
+    ) -> str | list[str]:
+        """The answer to a prompt, or to each of several. Greedy unless `temperature` is above 0.
+
+        `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
+        """
+        from finetune.run.answers import answers_of
+
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not prompts or not all(isinstance(p, str) and p for p in prompts):
+            raise PlanError("generate(prompt): is empty, or no text. Give a text or a list of them.")
+        how = Namespace(
+            system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed, batch_size=batch_size,
+        )  # fmt: skip
+        answers = answers_of(self._open[:3], prompts, how)
+        return answers[0] if isinstance(prompt, str) else answers
+
+    def score(
+        self,
+        dataset: Rows,
+        *,
+        metric: str | None = None,
+        pattern: str | None = None,
+        samples: int = -1,
+        split: str = "test",
+        max_new_tokens: int = 128,
+        context_length: int | None = None,
+        batch_size: int = 32,
+    ) -> dict:
+        """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
+        from finetune.data.columns import RowOptions
+        from finetune.data.prepare import check_columns
+        from finetune.data.reading.sources import read_rows
+        from finetune.run import scoring
+        from finetune.run.scored_rows import score_rows
+
+        name = as_file(dataset, "score(dataset)") if is_rows(dataset) else str(dataset)
+        raw, options = read_rows(name, samples=samples, split=split), RowOptions("auto")
+        check_columns(raw, options, f"score({name})")
+        how = self._args(
+            dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,
+            metrics=scoring.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
+            context_length=context_length, batch_size=batch_size,
+        )  # fmt: skip
+        return score_rows(*self._open, how)[0]

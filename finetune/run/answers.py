@@ -1,0 +1,63 @@
+"""Prompts as a trained model reads them, and what its answers say: shared by generate.py and fine_tune's result."""
+
+from finetune.errors import PlanError
+
+
+def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
+    """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
+    Otherwise, or with `raw`, the last turn's text as it is.
+    """
+    if raw or not tokenizer.chat_template:
+        from finetune.model_files.tokenizer import opened_ids
+
+        return opened_ids(tokenizer, turns[-1][1])
+    from finetune.data.chat_template import TemplateRenderer, request_of
+    from finetune.data.messages import escaped, special_pattern
+
+    specials = special_pattern(tokenizer)
+    messages = [
+        {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
+    ]
+    with TemplateRenderer(tokenizer) as renderer:
+        request = request_of(messages, None, [(len(messages), True)], "--prompt")
+        (texts,) = renderer.render([request], ["--prompt"])
+    if isinstance(texts, PlanError):
+        raise texts
+    return tokenizer(texts[0], add_special_tokens=False).input_ids
+
+
+def begun(system: str | None) -> list[tuple[str, str]]:
+    """The turns of a new conversation."""
+    return [("system", system)] if system else []
+
+
+def answers_of(opened, prompts: list[str], args) -> list[str]:
+    """The answers of an opened model to prompts that do not know of each other, in batches. Collective.
+
+    `args`: generate.py's sampling flags, system, raw, batch_size and seed.
+    """
+    from finetune.run.evaluation import shared
+
+    engine, tokenizer, ends = opened
+    engine.seed(args.seed)
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+
+    def answered(part: list[str]) -> list[list[int]]:
+        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw) for prompt in part]
+        return engine.generate(ids, args.max_new_tokens, ends, **sampling)
+
+    new = shared(engine, prompts, args.batch_size, answered)
+    return [content_of(tokenizer, row, args.raw) for row in new]
+
+
+def content_of(tokenizer, ids: list[int], raw: bool) -> str:
+    """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
+    follows the last of these.
+    """
+    text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))
+    if raw or text == plain:
+        return text
+    from finetune.data.chat_template import turn_marks
+
+    prefix, _ = turn_marks(tokenizer)
+    return text.rpartition(prefix)[2] if prefix and prefix in text else text

@@ -1,0 +1,206 @@
+"""fine_tune as a function: typed keywords, rows of any kind, callbacks, and a result that answers."""
+
+import datetime
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import generate
+import score
+from finetune.config import FIELDS, TrainConfig
+from finetune.data.in_memory import as_file, is_rows
+from finetune.errors import PlanError
+from finetune.from_python import OF_ROWS
+from tests.promises.test_docs_are_true import blocks
+from tests.support.commands import ROOT
+from train import fine_tune
+
+ROWS = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}"} for i in range(8)]
+SMALL = dict(backend="cpu", batch_size=4, max_steps=2, train_type="lora", precision="fp32", context_length=64)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Rows go to a cache of the test; probes stay where they are known."""
+    cache = Path.home() / ".cache" / "finetune" / "probes"
+    (tmp_path / "cache" / "finetune").mkdir(parents=True)
+    if cache.is_dir():
+        (tmp_path / "cache" / "finetune" / "probes").symlink_to(cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_signature_has_every_flag_with_type_and_default():
+    parameters = inspect.signature(fine_tune).parameters
+    assert list(parameters) == [*FIELDS, "on_step", "on_eval", "on_save"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+    for name, f in FIELDS.items():
+        assert parameters[name].default == (f.metadata["unset"] or f.default)
+        assert name in OF_ROWS or parameters[name].annotation == f.type
+    assert fine_tune.__annotations__["group_size"] is int and "group_size: int = 64" in str(
+        inspect.signature(fine_tune)
+    )
+
+
+def test_the_keywords_are_those_that_fastcore_s_delegates_would_give():
+    if importlib.util.find_spec("fastcore") is None:
+        pytest.skip("fastcore is not installed")
+    from fastcore.meta import delegates
+
+    @delegates(TrainConfig)
+    def delegating(on_step=None, on_eval=None, on_save=None, **kwargs): ...
+
+    assert set(inspect.signature(delegating).parameters) == set(inspect.signature(fine_tune).parameters)
+
+
+# ---- rows
+
+
+def frames() -> dict:
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    return {
+        "DataFrame": pandas.DataFrame(ROWS),
+        "Dataset": table,
+        "Table": table.data.table,
+        "iterator": iter(ROWS),
+        "generator": (row for row in ROWS),
+        "tuple": tuple(ROWS),
+    }
+
+
+def test_rows_of_every_kind_are_the_same_file():
+    path = as_file(ROWS, "x")
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
+    for kind, value in frames().items():
+        assert is_rows(value) and as_file(value, "x") == path, kind
+    assert len(list(Path(path).parent.iterdir())) == 1
+    names = ["a.jsonl", ["a.jsonl", "b"], [{"name": "a", "weight": 2}], None, [], {"name": "a"}]
+    assert not any(is_rows(value) for value in names)
+    assert is_rows([{"name": "Ann", "text": "x"}])
+
+
+def test_values_that_json_lacks_become_its_or_are_named():
+    row = {
+        "a": np.float32(0.5),
+        "b": np.array([1, 2]),
+        "c": float("nan"),
+        "d": datetime.date(2026, 1, 2),
+        "e": "\ud83d",
+    }
+    written = json.loads(Path(as_file([row], "x")).read_bytes().decode("utf-8", "surrogatepass"))
+    assert written == {"a": 0.5, "b": [1, 2], "c": None, "d": "2026-01-02", "e": "\ud83d"}
+    for rows, text in (
+        ([{"a": 1}, {"a": b"x"}], "x, row 2: column a is bytes, which is no text, number or list. Convert it."),
+        ([{"a": 1}, 5], "x, row 2: is int, not a dict. Give rows as dicts."),
+        (iter([]), "x: has no rows. Give some."),
+    ):
+        with pytest.raises(PlanError) as error:
+            as_file(rows, "x")
+        assert str(error.value) == text
+    assert not list(Path(as_file(ROWS, "x")).parent.glob("*.part"))
+
+
+def test_a_run_on_rows_is_the_run_on_their_file(tiny_model, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    losses: dict[str, list] = {"rows": [], "file": []}
+    for name, dataset in (("rows", ROWS), ("file", str(file))):
+        fine_tune(
+            model_name=str(tiny_model),
+            dataset=dataset,
+            output_dir=str(tmp_path / name),
+            on_step=lambda event, name=name: losses[name].append(event["loss"]),
+            **SMALL,
+        )
+    assert losses["rows"] == losses["file"] and len(losses["rows"]) == 2
+    resumed = fine_tune(resume=str(tmp_path / "rows"), dataset=ROWS, max_steps=3)
+    assert (resumed.status, resumed.step) == ("finished", 3)
+
+
+# ---- callbacks and the result
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    """(the result, the events that its callbacks were given)."""
+    folder, events = tmp_path_factory.mktemp("python"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        hooks = dict.fromkeys(("on_step", "on_eval", "on_save"), events.append)
+        out = str(folder / "out")
+        result = fine_tune(
+            model_name=str(tiny_model),
+            dataset=ROWS,
+            validation_split=0.25,
+            save_every=1,
+            output_dir=out,
+            **SMALL,
+            **hooks,
+        )
+    return result, events
+
+
+def test_callbacks_are_given_the_events_of_metrics_jsonl(trained):
+    result, events = trained
+    written = [json.loads(line) for line in (Path(result.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert events == [event for event in written if event["event"] in ("step", "eval", "save")]
+    assert [e["event"] for e in events] == ["eval", "step", "save", "step", "save", "eval"]
+
+
+def test_the_result_answers_and_scores_as_the_scripts_do(trained, tmp_path, capsys):
+    result, _ = trained
+    answers = result.generate(["What is 1 plus 1? ", "Hello"], raw=True, max_new_tokens=5)
+    assert result.generate("Hello", raw=True, max_new_tokens=5) == answers[1]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    figures = result.score(ROWS, max_new_tokens=4)
+    assert figures == result.score(str(file), max_new_tokens=4) and figures["rows"] == len(ROWS)
+    capsys.readouterr()
+    common = ["--checkpoint", result.output_dir, "--device", "cpu"]
+    generate.main([*common, "--prompt", "Hello", "--raw", "--max_new_tokens", "5"])
+    assert capsys.readouterr().out.rstrip("\n") == answers[1].rstrip("\n")
+    score.main([*common, "--dataset", str(file), "--max_new_tokens", "4", "--json"])
+    by_script = json.loads(capsys.readouterr().out)
+    assert {name: by_script[name] for name in figures} == figures
+    assert sum(p.numel() for p in result.model.parameters()) > 0 and result.tokenizer.chat_template
+
+
+def test_what_has_no_model_says_so(tiny_model, tmp_path):
+    planned = fine_tune(model_name=str(tiny_model), dataset=ROWS, dry_run=True, output_dir=str(tmp_path / "o"), **SMALL)
+    assert planned.status == "planned"
+    with pytest.raises(PlanError, match="is planned, and has no trained model to open"):
+        planned.generate("Hello")
+    with pytest.raises(PlanError, match=r"fine_tune\(on_step=...\): --world_size 2 trains in processes of its own"):
+        fine_tune(
+            model_name=str(tiny_model),
+            dataset=ROWS,
+            world_size=2,
+            on_step=print,
+            output_dir=str(tmp_path / "p"),
+            **SMALL,
+        )
+
+
+def test_an_exception_in_a_callback_ends_the_run_as_a_failure(tiny_model, tmp_path):
+    def fails(event):
+        raise KeyError("mine")
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyError, match="mine"):
+        fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(out), on_step=fails, **SMALL)
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["status"], last["exit_code"]) == ("end", "failed", 1)
+
+
+def test_the_page_is_executed(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FSDP_BACKEND", "cpu")
+    text = "\n".join(text for _, text in blocks(ROOT / "docs/python.md", "python"))
+    assert text.count("fine_tune(") >= 4
+    exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model)), "python.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "finished 4 " in printed and "no such flag. Nearest: dataset." in printed
