@@ -33,7 +33,6 @@ COMMANDS = {
     "export": Command("export", "merge or convert for other programs"),
     "report": Command("report", "one page with the curves of a run, or of several"),
     "expand": Command("expand", "add layers to a model (LLaMA-Pro)"),
-    "report": Command("report", "one page of a run, or a comparison"),
     "pretrain": Command("pretrain", "train a tiny recursive model from scratch"),
     "build-chat-dataset": Command("dataset.build_chat_dataset", "conversations for pretrain"),
     "build-puzzle-dataset": Command("dataset.build_puzzle_dataset", "puzzles for pretrain"),

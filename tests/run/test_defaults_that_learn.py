@@ -1,6 +1,7 @@
 """--lr search, --early_stopping and --load_best on real runs: what they leave behind, to the bit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def settled(folder):
 def test_a_searched_run_is_to_the_bit_the_run_with_the_rate_it_chose(learn, backend, capsys):
     searched, _ = learn("searched", **SEARCH, backend=backend)
     said = capsys.readouterr().out
-    assert "lr search: 3 rates" in said and "the least validation loss of 5 trials" in said  # others are above MOST
+    rates = int(re.search(r"lr search: (\d) rates", said)[1])
+    assert rates >= 3 and f"the least validation loss of {rates + 2} trials" in said
     rate = settled(searched)["lr"]
     given, _ = learn("given", **SEARCH | {"lr": rate}, backend=backend)
     assert_same_weights(searched, given)

@@ -83,6 +83,9 @@ class RecursiveEngine(EngineBase):
     def try_step(self, batch, several: bool) -> None:
         raise AssertionError("the batch size is the recipe's")
 
+    def undone(self):
+        raise AssertionError("the learning rate is the recipe's")
+
     # ---- the step
 
     def train_step(self, microbatches: list[SlotBatch], lr: float) -> StepResult:
