@@ -101,7 +101,11 @@ def _rows_per_batch(draft: Draft, rows: int) -> tuple[int, str]:
         passes = MOST_EPOCHS if values["num_epochs"] == "auto" else int(values["num_epochs"])
         most = max(1, passes * rows // ENOUGH_STEPS)
         per_step = min(ROWS, 2 ** int(math.log2(most)))
-        why = f"{rows} rows give about {ENOUGH_STEPS} steps in {passes} passes" if per_step < ROWS else "small steps"
+        why = (
+            f"{rows} rows give about {ENOUGH_STEPS} steps in {passes} pass{'es' * (passes > 1)}"
+            if per_step < ROWS
+            else "small steps"
+        )
         why = "small steps teach adapters more than large ones" if per_step == ROWS else why
     shared = f" over {batches} batches" if batches > 1 else ""
     return max(1, per_step // batches), why + shared
@@ -148,8 +152,8 @@ def amount_said(draft: Draft) -> None:
     per_step = values["batch_size"] * values["gradient_accumulation_steps"] * draft.dims.data_ranks
     passes = steps * per_step / rows
     times = "once" if round(passes, 1) == 1 else f"{passes:.1f} times".replace(".0", "")
-    at_least = "" if sample.is_all else "at least "
-    draft.notices.append(f"about {at_least}{steps:,} steps; each of {rows:,} rows is read {times}")
+    about = "about" if sample.is_all else "at least"
+    draft.notices.append(f"{about} {steps:,} steps; each of {rows:,} rows is read {times}")
     if steps < FEW_STEPS:
         draft.notices.append(
             f"{steps} step{'s' * (steps > 1)} change a model little: answers may stay as they were. --num_epochs, "
