@@ -99,14 +99,11 @@ def _rows_per_batch(draft: Draft, rows: int) -> tuple[int, str]:
         why = f"--max_steps {values['max_steps']} decides how many steps there are"
     else:
         passes = MOST_EPOCHS if values["num_epochs"] == "auto" else int(values["num_epochs"])
-        most = max(1, passes * rows // ENOUGH_STEPS)
-        per_step = min(ROWS, 2 ** int(math.log2(most)))
-        why = (
-            f"{rows} rows give about {ENOUGH_STEPS} steps in {passes} pass{'es' * (passes > 1)}"
-            if per_step < ROWS
-            else "small steps"
-        )
-        why = "small steps teach adapters more than large ones" if per_step == ROWS else why
+        per_step = min(ROWS, 2 ** int(math.log2(max(1, passes * rows // ENOUGH_STEPS))))
+        in_passes = f"{passes} passes" if passes > 1 else "one pass"
+        why = f"{rows} rows give about {ENOUGH_STEPS} steps in {in_passes}"
+        if per_step == ROWS:
+            why = "small steps teach adapters more than large ones"
     shared = f" over {batches} batches" if batches > 1 else ""
     return max(1, per_step // batches), why + shared
 
