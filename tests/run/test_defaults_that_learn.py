@@ -144,6 +144,7 @@ def test_a_run_that_improves_to_its_end_publishes_its_last_weights(learn):
     assert len(evaluations(folder)) == 1 + 5 + 1
 
 
+@pytest.mark.slow
 def test_an_early_end_is_the_same_after_a_kill(learn):
     whole, _ = learn("whole", **WORSENS)
     killed, state = learn("killed", **WORSENS, save_every=3)
