@@ -11,7 +11,7 @@ import math
 from finetune.config import DEFAULTS
 from finetune.plan import conflicts
 from finetune.plan.draft import Draft
-from finetune.plan.learning_rate import steps_of, steps_of_pass
+from finetune.plan.learning_rate import rows_per_step, steps_of, steps_of_pass
 
 ENOUGH_STEPS = 100
 MOST_EPOCHS, MOST_WITH_VALIDATION, PATIENCE = 3, 5, 2
@@ -141,13 +141,12 @@ def _rank(draft: Draft, rows: int) -> None:
 
 def amount_said(draft: Draft) -> None:
     """Notices: how many steps and passes there are, and what they are too few for."""
-    rows, values = training_rows(draft), draft.values
+    rows = training_rows(draft)
     sample = None if rows is None else draft.data_sample()
     if sample is None or rows is None:
         return
     steps = steps_of(draft, rows)
-    per_step = values["batch_size"] * values["gradient_accumulation_steps"] * draft.dims.data_ranks
-    passes = steps * per_step / rows
+    passes = steps * rows_per_step(draft) / rows
     times = "once" if round(passes, 1) == 1 else f"{passes:.1f} times".replace(".0", "")
     about = "about" if sample.is_all else "at least"
     draft.notices.append(f"{about} {steps:,} steps; each of {rows:,} rows is read {times}")

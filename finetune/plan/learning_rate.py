@@ -9,6 +9,7 @@ and sweeps of our own, which docs/defaults.md lists with what they do not show.
 import math
 
 from finetune.config import FIELDS
+from finetune.data.sampler import total_steps
 from finetune.objectives import OBJECTIVES
 from finetune.plan.draft import Draft
 
@@ -22,20 +23,22 @@ MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
 # What starts from the base's own directions moves farther per step than what starts at zero.
-FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5, "eva": 1.0}
+FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
+
+
+def rows_per_step(draft: Draft) -> int:
+    """Of all ranks together, once batch_size is settled."""
+    return draft.values["batch_size"] * draft.values["gradient_accumulation_steps"] * draft.dims.data_ranks
 
 
 def steps_of_pass(draft: Draft, rows: int) -> int:
     """Optimizer steps of one pass over so many rows."""
-    values = draft.values
-    per_step = values["batch_size"] * values["gradient_accumulation_steps"] * draft.dims.data_ranks
-    return -(-rows // per_step)
+    return total_steps(rows, rows_per_step(draft), num_epochs=1, max_steps=-1)
 
 
 def steps_of(draft: Draft, rows: int) -> int:
     """Optimizer steps of the run, with so many rows a pass."""
-    values = draft.values
-    return values["max_steps"] if values["max_steps"] > 0 else values["num_epochs"] * steps_of_pass(draft, rows)
+    return total_steps(rows, rows_per_step(draft), draft.values["num_epochs"], draft.values["max_steps"])
 
 
 def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
@@ -51,7 +54,7 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
     if values["train_type"] == "full":
         return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
     rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
-    rows = values["batch_size"] * values["gradient_accumulation_steps"] * draft.dims.data_ranks
+    rows = rows_per_step(draft)
     rate *= min(1.0, rows / FEW_ROWS) ** ROWS_EXPONENT
     what = "DoRA" if values["use_dora"] else "LoRA"
     said = f"{what}{of} on a model of width {width}"
