@@ -38,10 +38,11 @@ class EngineState:
     def trainable_state(self) -> dict[str, np.ndarray]:
         """The trainable weights on rank 0, gathered one tensor at a time; empty on other ranks."""
         full = {}
-        for name in self.place.trainable:
-            tensor = self.parallel.gather(name)
-            if self.is_rank0:
-                full[name] = tensor
+        with optim.averaged(self.optimizer) as changes_back:
+            for name in self.place.trainable:
+                tensor = self.parallel.gather(name)
+                if self.is_rank0:
+                    full[name] = tensor.clone() if changes_back else tensor
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
@@ -124,7 +125,7 @@ class EngineState:
     def write_model(self, folder, dtype: torch.dtype) -> None:
         """A full model folder in `dtype`, as transformers loads it; gathered and written one tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        with self.parallel.gathered_for_saving():
+        with self.parallel.gathered_for_saving(), optim.averaged(self.optimizer):
             state = self.model.state_dict(keep_vars=True)
 
             def read(name):
