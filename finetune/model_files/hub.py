@@ -89,7 +89,6 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` makes no network request: None if it is
     not cached. Raises PlanError.
     """
-    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
     answer_in_time()
@@ -100,18 +99,33 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
         return f"downloading {repo_id}: {bytes_in(blobs) / 2**20:,.0f} MiB here, {duration(seconds)}"
 
     drawn = is_terminal(sys.stderr)  # by huggingface_hub itself
-    try:
-        with Progress("downloading", describe=describe, quiet=cached_only or drawn):
-            return Path(
-                snapshot_download(
-                    repo_id,
-                    revision=revision,
-                    cache_dir=hub_cache(),
-                    endpoint=endpoint(),
-                    allow_patterns=HUB_PATTERNS,
-                    local_files_only=cached_only or offline(),
-                )
+    with (
+        hub_errors(repo_id, revision, said, cached_only),
+        Progress("downloading", describe=describe, quiet=cached_only or drawn),
+    ):
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=hub_cache(),
+                endpoint=endpoint(),
+                allow_patterns=HUB_PATTERNS,
+                local_files_only=cached_only or offline(),
             )
+        )
+    return None
+
+
+@contextlib.contextmanager
+def hub_errors(repo_id: str, revision: str | None, said: str, may_be_missing: bool = False):
+    """A context in which what huggingface_hub raises becomes a PlanError; `may_be_missing`: what is not cached ends it
+    without one.
+    """
+    from huggingface_hub import errors as hub
+
+    try:
+        yield
+        return
     except hub.RevisionNotFoundError:
         raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
     except hub.GatedRepoError:
@@ -120,8 +134,8 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
             "HF_TOKEN."
         ) from None
     except hub.LocalEntryNotFoundError as error:
-        if cached_only:
-            return None
+        if may_be_missing:
+            return
         reason = "HF_HUB_OFFLINE is set" if offline() else first_line(error.__cause__ or error)
     except hub.RepositoryNotFoundError:
         reason = f"{endpoint()} does not have it, or it is private and {token_state()}"
@@ -148,6 +162,12 @@ def bytes_in(folder: Path) -> int:
 
 def token_state() -> str:
     return "HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+
+
+def hub_unreachable() -> str | None:
+    """Why nothing can be asked of the Hub now, or None; an answer of any kind is one."""
+    problem = "HF_HUB_OFFLINE is set" if offline() else hub_problem("api")
+    return None if problem is None or problem.startswith("it answers") else problem
 
 
 def hub_problem(repo_id: str) -> str | None:

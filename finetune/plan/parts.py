@@ -216,7 +216,9 @@ class ObjectivePlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row."""
+    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
+    dataset on the Hub those only, as a dry run does.
+    """
 
     dataset: str | list | None
     validation_dataset: str | None
@@ -244,6 +246,7 @@ class DataPlan:
     pairs: bool
     labels: bool
     mismatches: bool
+    first_rows: bool
 
     @property
     def documents_per_row(self) -> int:
@@ -263,7 +266,7 @@ class DataPlan:
     def of(cls, settings: TrainConfig) -> "DataPlan":
         s, facts = settings, OBJECTIVES[settings.preference]
         seed = s.seed if s.data_seed is None else s.data_seed
-        renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed)
+        renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
         return _part(cls, s, **renamed)
 
