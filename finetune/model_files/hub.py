@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from finetune.errors import PlanError, first_line
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 
-HUB_PROBE_S = 3.0
+HUB_PROBE_S, ASKED_AGAIN_S = 3.0, 60.0
 HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
     20.0,
     300.0,
@@ -166,7 +167,13 @@ def token_state() -> str:
 
 def hub_unreachable() -> str | None:
     """Why nothing can be asked of the Hub now, or None; an answer of any kind is one."""
-    problem = "HF_HUB_OFFLINE is set" if offline() else hub_problem("api")
+    return "HF_HUB_OFFLINE is set" if offline() else _no_answer(endpoint(), int(time.monotonic() // ASKED_AGAIN_S))
+
+
+@functools.lru_cache(maxsize=2)
+def _no_answer(of_endpoint: str, period: int) -> str | None:
+    """What hub_unreachable found at this endpoint, asked once in a period."""
+    problem = hub_problem("api")
     return None if problem is None or problem.startswith("it answers") else problem
 
 

@@ -321,7 +321,7 @@ def steps(draft: Draft) -> None:
             draft.adjust(flag, value, f"the default of --preference {values['preference']}")
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
-    if values["optimizer"] == "lion" and not (draft.given("adam_beta2") or draft.is_resumed):
+    if values["optimizer"] == "lion" and not draft.given("adam_beta2"):
         draft.adjust("adam_beta2", LION_BETA2, "Lion's own")
     if values["optimizer"] == "schedule_free_adamw":
         draft.adjust("lr_scheduler", "constant", "schedule_free_adamw averages weights in place of a falling rate")
