@@ -26,7 +26,7 @@ from finetune.model_files.hub import (
     hub_unreachable,
     looks_like_hub_id,
 )
-from finetune.system.files import new_folder
+from finetune.system.files import is_plain_name, new_folder
 from finetune.system.untrusted import untrusted
 
 FIRST_BYTES = 2**16  # of a weight file: most headers are shorter
@@ -106,7 +106,9 @@ class RemoteFile(io.RawIOBase):
 
 
 def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
-    """Where what was read of a repository at a commit is kept for the next dry run."""
+    """Where what was read of a repository at a commit is kept for the next dry run. PlanError for no commit's name."""
+    if not is_plain_name(commit):
+        raise PlanError(f"{repo_id}: {endpoint()} names the commit {commit[:80]!r}. Use another HF_ENDPOINT.")
     return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit
 
 

@@ -34,6 +34,8 @@ from finetune.plan.run_plan import RunPlan
 from finetune.plan.train_type import train_type, train_type_asked
 
 UNPAGED = {"paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
+BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
+PACKAGES = dict.fromkeys(BITSANDBYTES, "bitsandbytes") | {"schedule_free_adamw": "schedulefree"}
 LION_BETA2 = 0.99  # of the paper (Chen et al. 2023)
 
 
@@ -338,8 +340,12 @@ def optimizer_of_device(draft: Draft) -> None:
     word = values["optimizer"]
     if word in UNPAGED and draft.backend is not Backend.CUDA and not draft.assumes_accelerator:
         draft.adjust("optimizer", UNPAGED[word], "moments are paged from a CUDA device's memory only")
-    if word == "schedule_free_adamw" and package_version("schedulefree") is None and not values["dry_run"]:
-        raise PlanError(f"--optimizer {word}: schedulefree is not installed. pip install schedulefree.")
+    package = PACKAGES.get(values["optimizer"])
+    if package and draft.backend is not Backend.MLX and package_version(package) is None:
+        missing = f"{package} is not installed. pip install {package}."
+        if not values["dry_run"]:
+            raise PlanError(f"--optimizer {word}: {missing}")
+        draft.notices.append(f"optimizer {word}: {missing}")
 
 
 def learning_rate(draft: Draft) -> None:
