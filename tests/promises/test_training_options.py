@@ -1,5 +1,6 @@
 """Optimizers and training options through the command line: killed and resumed bitwise, and over ranks as in one."""
 
+import json
 import subprocess
 
 import numpy as np
@@ -11,6 +12,7 @@ from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps
 from tests.support.runs import assert_same_run, losses, same_files, steps
+from train import fine_tune
 
 REGULARIZED = "--label_smoothing 0.1 --neftune_noise_alpha 5 --data_seed 7"
 SCHEDULE = "--lr_scheduler wsd --wsd_decay_ratio 0.5 --wsd_decay_type 1-sqrt"
@@ -118,3 +120,25 @@ def test_every_option_gives_one_process_s_run_in_every_layout_or_is_refused(base
         assert_same_run(tmp_path / "out", tmp_path / "alone")
     evals = [[e["loss"] for e in read_events(tmp_path / f, "eval")] for f in ("alone", "out")]
     assert evals[1] == pytest.approx(evals[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_best_averaged_weights_are_published_as_they_were_evaluated(flags, rows_file, tmp_path):
+    pytest.importorskip("schedulefree")
+    more = dict(validation_dataset=str(rows_file), eval_every=2, load_best="true", lr=50.0, max_steps=8, eval_samples=0)
+    state = fine_tune(**flags, **more, optimizer="schedule_free_adamw")
+    losses_at = {e["step"]: e["loss"] for e in read_events(tmp_path / "out", "eval")}
+    assert state.best_step < 8  # at this rate later weights are worse
+    best, last = (load_file(tmp_path / "out" / f / "adapter_model.safetensors") for f in ("best", "."))
+    for name in best:
+        np.testing.assert_array_equal(best[name], last[name])
+    found = score_of(flags["model_name"], rows_file, tmp_path / "out")
+    assert found == pytest.approx(state.best_loss, rel=1e-5), losses_at
+
+
+def score_of(model, rows_file, folder) -> float:
+    """The loss of these rows with the published adapter, by score.py."""
+    argv = command(f"--checkpoint {folder} --dataset {rows_file} --json", script="score.py")
+    code, out, err = finish(argv)
+    assert code == 0, err
+    return json.loads(out)["loss"]
