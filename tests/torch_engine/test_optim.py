@@ -150,8 +150,12 @@ def test_lion_on_mlx_is_lion_on_torch():
     assert counts == on_mlx.counts
 
 
+OF_THEIR_OWN = ("adafactor", "lion", "schedule_free_adamw", "muon", "adamw_8bit")
+COUNTED = [pytest.param(*pair, marks=[] if pair[1] in OF_THEIR_OWN else pytest.mark.slow) for pair in EVERY]
+
+
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize(("train_type", "optimizer"), EVERY)
+@pytest.mark.parametrize(("train_type", "optimizer"), COUNTED)
 def test_predicted_bytes_of_the_optimizer_are_those_it_holds(optimizer, train_type, tmp_path):
     needs(optimizer)
     model = tiny.build("llama")
