@@ -309,6 +309,11 @@ class StepsPlan:
     def moments_are_8_bit(self) -> bool:
         return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
 
+    @property
+    def tells_matrices(self) -> bool:
+        """True if the weights of linear layers have an optimizer of their own."""
+        return self.optimizer == "muon"
+
     @classmethod
     def of(cls, settings: TrainConfig) -> "StepsPlan":
         s = settings

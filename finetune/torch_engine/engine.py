@@ -59,7 +59,8 @@ class TorchEngine(EngineBase):
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
         lr_ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
         trains_here = parallel.placement.trains_here
-        matrices = frozenset(f"{name}.weight" for name in linear_names(self.model)) if plan.all_weights else frozenset()
+        linears = linear_names(self.model) if plan.steps.tells_matrices else []
+        matrices = frozenset(f"{name}.weight" for name in linears)
         self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices) if trains_here else None
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
