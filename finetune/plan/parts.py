@@ -310,6 +310,11 @@ class StepsPlan:
         return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
 
     @property
+    def averages_weights(self) -> bool:
+        """True if what is saved and evaluated is an average of the weights that train."""
+        return self.optimizer == "schedule_free_adamw"
+
+    @property
     def tells_matrices(self) -> bool:
         """True if the weights of linear layers have an optimizer of their own."""
         return self.optimizer == "muon"

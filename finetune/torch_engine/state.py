@@ -80,9 +80,11 @@ class EngineState:
         return {"counts": counts, **self.scaler.values(), "degrees": list(self.groups.dims.mesh_shape)}
 
     def writes_shards(self) -> bool:
-        """True if each rank can save its own shards: base weights train, and each shard is one slice of the full
-        tensor.
+        """True if each rank can save its own shards: base weights train as they are saved, and each shard is one slice
+        of the full tensor.
         """
+        if self.plan.steps.averages_weights:
+            return False
         dims = self.groups.dims
         sharded = dims.shards * dims.tp * dims.pp > 1
         one_slice = all(cut.blocks == 1 for cut in self.place.slices.values())
