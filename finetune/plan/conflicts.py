@@ -516,7 +516,12 @@ PARALLELISM = tuple(
         ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
         *(("tp_degree", "optimizer", word, "splits rows that its quantization blocks span") for word in EIGHT_BIT),
         *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
-        ("pp_degree", "optimizer", "adafactor", "gathers moments of the weights' shapes, and its are rows and columns"),
+        (
+            "pp_degree",
+            "optimizer",
+            "adafactor",
+            "gathers moments in the shapes of their weights, which Adafactor's do not have",
+        ),
         ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
         (
             "pp_degree",
