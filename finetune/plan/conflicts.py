@@ -355,7 +355,7 @@ NO_VALIDATION = Condition(
 VALIDATION = (
     *(
         Conflict(
-            name, when, NO_VALIDATION, "needs validation rows", "Add --validation_dataset or --validation_split auto"
+            name, when, NO_VALIDATION, "needs validation rows", "Add --validation_dataset or --validation_split 0.1"
         )
         for name, when in (("early_stopping", over(0)), ("load_best", is_one_of("true")))
     ),
@@ -571,6 +571,7 @@ TABLES = {
     "Data": DATA,
     "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
+    "Validation": VALIDATION,
     "Several ranks": (*PARALLELISM, *REPLICATED, *SHARDED),
     "accelerate and DeepSpeed": ACCELERATE,
     "MLX": MLX,
