@@ -349,7 +349,7 @@ TRAIN_TYPE = (
 )
 
 NO_VALIDATION = Condition(
-    "without --validation_dataset and --validation_split",
+    "no `--validation_dataset` and no `--validation_split`",
     lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
 )
 VALIDATION = (
