@@ -44,6 +44,7 @@ PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
 FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
+FOREIGN_FLAGS |= {"--requeue", "--num_workers", "--max_failures"}  # SLURM's and examples/clusters/ray_train.py's
 FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--logdir", "--from", "--nproc_per_node"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
@@ -140,6 +141,19 @@ def test_every_command_parses_and_its_plan_settles(where, words):
             assert importlib.util.find_spec("pytest")
         case ["python", script, *_]:
             assert (ROOT / script).is_file() or script in files_of(ROOT / where)
+        case ["docker", "build", *rest]:
+            assert rest[0] == "--build-arg" and rest[1].partition("=")[0] in (ROOT / "Dockerfile").read_text()
+        case ["docker", "run", *rest]:
+            ours = rest[rest.index("finetune") :]
+            importlib.import_module(COMMANDS[ours[1]].module).build_parser().parse_args(ours[2:])
+        case ["python", "examples/clusters/ray_train.py" as script, *rest]:
+            assert (ROOT / script).is_file()
+            PARSERS["train.py"].parse_args(rest[rest.index("--") + 1 :])
+        case ["kubectl", "apply", "-f", file] | ["sky", "jobs", "launch", "-n", _, file, *_]:
+            assert (ROOT / file).is_file()
+        case ["modal", "run", "--detach", file, "--flags", flags]:
+            assert (ROOT / file).is_file()
+            PARSERS["train.py"].parse_args(shlex.split(flags))
         case ["python3", "-m", "venv", ".venv"] | ["source", ".venv/bin/activate"]:
             pass
         case ["make", *targets]:
