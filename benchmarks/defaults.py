@@ -20,10 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 RATES = (5e-4, 1.25e-3, 3e-3, 6e-3)
-EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8}  # the defaults of 2026-11
+PLAIN = {"early_stopping": 0, "eval_every": 0, "load_best": "false"}  # a swept run is judged by its last weights
+EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8, **PLAIN}  # the defaults of 2026-11
 KINDS = {
     "defaults": [{}],
-    "sweep": [{"lr": rate, "num_epochs": epochs} for epochs in (3, 1, 2) for rate in RATES],
+    "sweep": [{"lr": rate, "num_epochs": epochs, **PLAIN} for epochs in (3, 1, 2) for rate in RATES],
     "search": [{"lr": "search"}],
     "earlier": [EARLIER],
 }
@@ -31,24 +32,28 @@ PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 
 
 def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
-    """The last evaluation of a run of train.py with these flags; its seconds."""
+    """The last evaluation of a run of train.py with these flags; its seconds, and what it said went wrong."""
+    from finetune.run.diagnostics import findings
+    from finetune.run.metrics import read_events
+    from finetune.run.samples import read as read_samples
+
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, ROOT / "train.py", "--dataset", folder / "train.jsonl", "--output_dir", f"{out}/run"]
-        command += ["--validation_dataset", folder / "validation.jsonl", "--log_to", "stdout", "--load_best", "false"]
+        command += ["--validation_dataset", folder / "validation.jsonl", "--log_to", "stdout"]
         command += ["--score_dataset", folder / "test.jsonl", "--score_max_new_tokens", "40"] if scored else []
-        flags = {"early_stopping": 0, "eval_every": 0} | flags
         command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         began = time.perf_counter()
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
         seconds = time.perf_counter() - began
         if done.returncode:
             return {"error": done.stderr.strip()[-300:], "seconds": seconds}
-        events = [json.loads(line) for line in (Path(out) / "run" / "metrics.jsonl").read_text().splitlines()]
+        events = read_events(Path(out) / "run")
         settled = json.loads((Path(out) / "run" / "run_plan.json").read_text())["settled"]
+        said = [finding.text for finding in findings(events, read_samples(Path(out) / "run"), settled)]
     chosen = {name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank")}
     last = [event for event in events if event["event"] == "eval"][-1]
     kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
-    return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "settled": chosen}
+    return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "said": said, "settled": chosen}
 
 
 TRL = """

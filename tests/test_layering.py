@@ -74,6 +74,7 @@ INSIDE_FUNCTIONS = {
     "quantization_wrapper": {"torch"},
     "finetune.model_files.tokenizer": {"transformers"},
     "finetune.model_files.files": {"transformers"},
+    "finetune.system.imports": {"transformers"},
 }
 # Modules whose functions may import from a room above, and what.
 UPWARDS_INSIDE_FUNCTIONS = {

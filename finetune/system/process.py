@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
+from finetune.system.imports import lighten
 from finetune.system.terminal import log_error
 
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
@@ -154,6 +155,7 @@ def exit_with(main) -> None:
     os._exit: a normal exit would wait for threads that are still reading weights.
     """
     open_standard_streams()
+    lighten()
     try:
         code = main()
     except BrokenPipeError:
