@@ -21,7 +21,7 @@ WINDOW = 5  # steps whose mean loss is compared while a run goes on
 DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
 
 
-# Of each kind of finding: when it is said, and what to look at first. Rows of the page that docs/make_trouble.py writes.
+# Of each kind of finding: when it is printed, and what to look at first. docs/make_trouble.py writes them to a page.
 KINDS = {
     "rows alike": (
         "up to one distinct text in twenty training rows; said at the start and at the end",
@@ -44,7 +44,7 @@ KINDS = {
         "`--early_stopping 2`, more rows, or a lower `--lr` if step 0 was the best",
     ),
     "loss above its start": (
-        "the training loss ends 10 % and 0.1 nats above its start, and the validation loss, if there is one, is no better",
+        "the training loss ends 10 % and 0.1 nats above its start, and the validation loss, if any, is no better",
         "a lower `--lr`",
     ),
     "gradients exploded": ("at the end, over thirty times the norm of the start", "a lower `--lr`"),
@@ -52,10 +52,7 @@ KINDS = {
         "at the end, under a thousandth of the norm of the start while the loss stays; or zero in every step",
         "the rows, then a lower `--lr`",
     ),
-    "steps skipped": (
-        "more than a fifth of the steps, as fp16 gradients overflowed",
-        "`--precision bf16` or fp32",
-    ),
+    "steps skipped": ("more than a fifth of the steps, as fp16 gradients overflowed", "`--precision bf16` or fp32"),
     "answers repeat themselves": (
         "half of the sampled answers go round in loops that the expected ones do not have, or all are the same",
         "fewer steps, or a lower `--lr`",

@@ -92,7 +92,7 @@ def test_the_notebook_is_executed_on_a_tiny_model(tiny_model, tmp_path: Path):
     import nbformat
     from nbclient import NotebookClient
 
-    book = nbformat.from_dict(NOTEBOOK)
+    book = nbformat.read(ROOT / "examples/colab.ipynb", as_version=4)
     at = next(i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ()))
     small = dict(output_dir="dates", backend="cpu", train_type="lora", precision="fp32", max_steps=2, batch_size=2)
     book.cells[at].source = f"MODEL = {str(tiny_model)!r}\nSETTINGS = {small!r}"
