@@ -20,8 +20,8 @@ HEAD = """# When it goes wrong
 finetune/plan/conflicts.py. Edit those files, then run the script again. -->
 
 A run that fails prints one line that begins with `error:` and names the flag or file, the fact and the remedy, and
-exits with one of the [codes below](#exit-codes). `python train.py --doctor` prints what this machine supports, and the reason
-for each thing that it does not.
+exits with one of the [codes below](#exit-codes). `python train.py --doctor` prints what this machine supports, and the
+reason for each thing that it does not.
 """
 CODES = """## Exit codes
 
