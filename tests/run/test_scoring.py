@@ -197,7 +197,7 @@ def test_columns_are_named_as_in_training(scored):
     with pytest.raises(PlanError, match="has no column .Nothing. that --columns names"):
         scored(renamed, "--columns", "prompt=Nothing,completion=Antwort", "--ignore_columns", "label")
     with pytest.raises(PlanError, match="--columns: is of rows, and there are none"):
-        score.main(["--checkpoint", "x", "--lm_eval", "arc_easy", "--columns", "prompt=a,completion=b"])
+        score.main(["--checkpoint", "x", "--columns", "prompt=a,completion=b"])
 
 
 def test_rows_of_text_have_no_answers_to_score(scored):
