@@ -27,6 +27,7 @@ from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import detect_format
 from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
+from finetune.older import translate
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import TrainState
@@ -256,7 +257,8 @@ def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text,
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), f"{page}: {ast.unparse(node)}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
-            assert {k.arg for k in node.keywords} <= {*NAMES, "on_step", "on_eval", "on_save", "datset"}, page
+            ours = {*NAMES, "on_step", "on_eval", "on_save", "datset"}
+            assert all(k.arg in ours or isinstance(translate.known(k.arg), str) for k in node.keywords), page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
             assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:
