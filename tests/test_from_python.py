@@ -84,7 +84,7 @@ def test_rows_of_every_kind_are_the_same_file():
 
 
 def test_the_arguments_of_trl_s_trainers_are_understood(tiny_model, tmp_path, capsys):
-    """SFTTrainer(model, train_dataset, eval_dataset) with the fields of its configs; what has no place here is named."""
+    """SFTTrainer(model, train_dataset, eval_dataset) with the fields of its configs; what is not taken is named."""
     given = dict(model=str(tiny_model), train_dataset=ROWS, eval_dataset=ROWS[:2], learning_rate=2e-4, lora_r=4)
     planned = fine_tune(**given, num_train_epochs=2, backend="cpu", dry_run=True, output_dir=str(tmp_path / "o"))
     shown = capsys.readouterr().out

@@ -61,7 +61,7 @@ def shop(tmp_path, monkeypatch):
     """A folder with the files that the recipes name."""
     (tmp_path / "data/manuals").mkdir(parents=True)
     for name in ("data/tools.jsonl", "data/pairs.jsonl", "data/labels.jsonl"):
-        (tmp_path / name).write_text(FILES[name])
+        (tmp_path / name).write_text(FILES[name] * 8)
     (tmp_path / "data/manuals/lamp.md").write_text("A lamp of forty centimetres.\nIt is switched on at its foot.\n")
     for name in ("faq", "faq_test"):
         (tmp_path / f"data/{name}.csv").write_text(
