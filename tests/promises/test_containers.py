@@ -25,7 +25,8 @@ def instructions() -> list[tuple[str, str]]:
 def test_the_dockerfile_copies_what_there_is_and_does_not_run_as_root():
     names = [name for name, _ in instructions()]
     assert names[0] == "FROM" and ":" in instructions()[0][1] and "latest" not in instructions()[0][1]
-    assert names.index("USER") > max(i for i, name in enumerate(names) if name == "RUN")
+    at = names.index("USER")
+    assert at > max(i for i, name in enumerate(names) if name == "RUN") and instructions()[at][1] != "root"
     for name, text in instructions():
         if name == "COPY":
             assert all((ROOT / source).exists() for source in text.split()[:-1])
