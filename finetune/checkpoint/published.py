@@ -6,7 +6,6 @@ and written after the last, so that it never names files of two steps; a folder 
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +17,7 @@ from finetune.safetensors_io import digest_of
 from finetune.system.files import sync_folder
 
 OF_TRAINING = ("optimizer", "rng")  # how the files of a checkpoint begin that only a resumed run reads
-# hashlib releases the GIL. One file at a time on few cores, as the loader goes: what one of the two has read the other
-# finds in memory. Several files at once were read from the disk twice, where memory does not hold them all.
-NUM_THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
+NUM_THREADS = 4  # hashlib releases the GIL
 
 
 def is_checkpoint(folder: Path) -> bool:
