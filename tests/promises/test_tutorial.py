@@ -1,5 +1,6 @@
 """The tutorial of the site, to the letter: its blocks run in order in an empty folder, and end with an answer."""
 
+import io
 import os
 import re
 import subprocess
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import generate
+import score
 from finetune.cli import parse_overrides
 from finetune.model_files.demo_model import DEMO_MODEL
 from tests.promises.test_data_guide import FILES
 from tests.promises.test_docs_are_true import blocks, commands, files_of
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, TORCHRUN
 from tests.test_package import bin_folder, built  # noqa: F401
 from train import build_parser, fine_tune
 
@@ -101,10 +104,11 @@ def test_every_recipe_is_planned_on_rows_of_its_kind(shop, capsys):
 
 
 @pytest.mark.slow
-def test_every_recipe_runs_in_order(shop, capsys):
-    """Each command in a process of its own, two steps on a tiny model, in the folder that the ones before have left."""
+def test_every_recipe_runs_in_order(shop, capsys, monkeypatch):
+    """Two steps on a tiny model, in the folder that the ones before have left; in this process, but for ranks."""
     model, small = with_tools(shop / "tiny"), "--max_steps 2 --backend cpu --precision fp32".split()
-    ran = 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n"))
+    ran = []
     for words in RECIPES:
         if words[0] not in ("python", "torchrun") or "ollama" in words or "examples/axolotl.yaml" in words:
             continue
@@ -112,14 +116,16 @@ def test_every_recipe_runs_in_order(shop, capsys):
         rest = words[at + 1 :]
         if words[at] == "train.py":
             rest += small + ([] if "--adapter" in rest else ["--model_name", model])
-        start = [sys.executable, "-W", "ignore"]
         if words[0] == "torchrun":
-            start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        argv = [*start, str(ROOT / words[at]), *rest]
-        done = subprocess.run(argv, cwd=shop, input="Hello\n", capture_output=True, text=True)
-        assert done.returncode == 0, f"{words}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
-        ran += 1
-    assert ran >= 15 and (shop / "outputs/better/adapter_model.safetensors").is_file()
+            subprocess.run([*TORCHRUN, str(ROOT / "train.py"), *rest], cwd=shop, check=True)
+        elif words[at] == "train.py":
+            assert fine_tune(**parse_overrides(rest, build_parser())).exit_code == 0, words
+        else:
+            main = {"score.py": score.main, "generate.py": generate.main}[words[at]]
+            assert not main([*rest, "--device", "cpu"]), words
+        ran.append(words[at])
+    assert set(ran) == {"train.py", "score.py", "generate.py"} and len(ran) >= 15
+    assert (shop / "outputs/better/adapter_model.safetensors").is_file()
 
 
 def test_the_tutorial_s_model_is_the_one_that_it_names():
