@@ -195,8 +195,12 @@ def parse_value(name: str, value, where: str | None = None):
         if not entries:
             raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
         return entries if len(entries) > 1 or isinstance(entries[0], dict) else entries[0]
-    if meta["comma_separated"] and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-        value = ",".join(value)
+    if (
+        meta["comma_separated"]
+        and isinstance(value, list | tuple)
+        and all(isinstance(v, str) or (meta["metavar"] == "N,..." and type(v) is int) for v in value)
+    ):
+        value = ",".join(map(str, value))
     if meta["comma_separated"] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
         value = ",".join(f"{k}={v}" for k, v in value.items())
     if accepts_booleans(field):

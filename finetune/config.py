@@ -24,10 +24,17 @@ DEPRECATED_TRAIN_TYPES: dict[str, dict[str, str | bool]] = {
 # Adapter initializations that subtract B @ A from the base weights, so the base is a residual.
 RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
-OPTIMIZERS = ("adamw", "adam", "sgd", "adadelta", "adamw_8bit")
+OPTIMIZERS = (
+    *("adamw", "adam", "sgd", "adadelta", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("adafactor", "lion", "schedule_free_adamw", "muon"),
+)
 DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
 DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
-SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
+SCHEDULES = (
+    *("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential"),
+    *("inverse_sqrt", "wsd"),
+)
+WSD_DECAYS = ("cosine", "linear", "1-sqrt")
 BATCH_LAYOUTS = ("auto", "padding_free", "padded")
 QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
 QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
@@ -287,7 +294,11 @@ class TrainConfig:
         resumable=True,
     )
     optimizer: str = steps_flag(
-        "adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS)
+        "adamw",
+        "adamw_8bit, the paged ones (CUDA: moments move to host memory where a device is full) and lion need "
+        "bitsandbytes; adafactor is transformers', at the rate given; schedule_free_adamw needs schedulefree and takes "
+        "a constant rate; muon: with --train_type full, matrices by torch's Muon, the rest by AdamW",
+        choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS),
     )
     lr: float | str = steps_flag(
         2e-4,
@@ -304,7 +315,11 @@ class TrainConfig:
         0.25, "with --lr search: what the trials may cost, as a fraction of the run", above=0.0, maximum=1.0
     )
     wd: float = steps_flag(0.0, "weight decay", minimum=0.0, aliases=("weight_decay",))
-    lr_scheduler: str = steps_flag("cosine", "learning rate schedule after warmup", choices=SCHEDULES)
+    lr_scheduler: str = steps_flag(
+        "cosine",
+        "learning rate schedule after warmup. wsd: warmup, stable, decay: constant, then down to 0 in the last steps",
+        choices=SCHEDULES,
+    )
     warmup_steps: int | None = steps_flag(None, "linear warmup, in optimizer steps", minimum=0)
     warmup_ratio: float = steps_flag(
         0.05,
@@ -312,6 +327,10 @@ class TrainConfig:
         minimum=0.0,
     )
     cosine_min_lr_ratio: float = steps_flag(0.1, "final learning rate of cosine, as a fraction of --lr", minimum=0.0)
+    wsd_decay_ratio: float = steps_flag(
+        0.1, "with --lr_scheduler wsd: fraction of all steps in which it decays", above=0.0, maximum=1.0
+    )
+    wsd_decay_type: str = steps_flag("cosine", "with --lr_scheduler wsd: how it decays", choices=WSD_DECAYS)
     adam_beta1: float = steps_flag(0.9, "decay of Adam's first moment", minimum=0.0, maximum=0.999999)
     adam_beta2: float = steps_flag(0.999, "decay of Adam's second moment", minimum=0.0, maximum=0.999999)
     adam_epsilon: float = steps_flag(1e-8, "added to the root of Adam's second moment", above=0.0)
@@ -322,6 +341,18 @@ class TrainConfig:
         "mixture-of-experts models: weight of the routers' load-balancing loss over the tokens of a step; 0: off",
         minimum=0.0,
     )
+    label_smoothing: float = steps_flag(
+        0.0,
+        "label smoothing: weight of the target that is spread over the vocabulary, such as 0.1; the validation loss is "
+        "not smoothed; 0: off",
+        minimum=0.0,
+    )
+    neftune_noise_alpha: float = steps_flag(
+        0.0,
+        "NEFTune: uniform noise on the input embeddings in training, in +-alpha / sqrt(tokens of the row x hidden "
+        "size), such as 5; 0: off",
+        minimum=0.0,
+    )
     stop_on_divergence: bool = steps_flag(
         False,
         "end with exit code 66 once the mean loss of five steps is half as much again as that of the first five, and "
@@ -329,6 +360,9 @@ class TrainConfig:
         resumable=True,
     )
     seed: int = steps_flag(42, "random seed for shuffling, dropout and adapter initialization", minimum=0)
+    data_seed: int | None = steps_flag(
+        None, "random seed for the order of rows and the rows held out; default: --seed", minimum=0
+    )
     adapter: str | None = adapter_flag(
         None,
         "continue from this trained adapter, on other data; its base, rank, scale, DoRA and layers are taken unless "
@@ -357,6 +391,19 @@ class TrainConfig:
         "all (every linear layer and expert except the head), default (q_proj and v_proj, or "
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
         comma_separated=True,
+    )
+    num_layers: int = adapter_flag(
+        -1,
+        "adapt the last N decoder layers only; those before them need no backward pass; -1: all",
+        minimum=-1,
+        nonzero=True,
+    )
+    layers_to_transform: str | None = adapter_flag(
+        None,
+        "adapt these decoder layers only, by number from 0: 0,1,30",
+        metavar="N,...",
+        comma_separated=True,
+        nonempty=True,
     )
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")

@@ -20,7 +20,8 @@ class Batch:
     """One microbatch. `labels_BS[b, s]`: the token to predict at position s (already shifted), or IGNORE_INDEX.
 
     `position_ids_BS` restarts at 0 in each document; `document_ids_BS` numbers the documents, -1 is padding.
-    `rows`: dataset row numbers; of pairs the documents', see data.tokenize.
+    `rows`: dataset row numbers; of pairs the documents', see data.tokenize. `step`: the optimizer step that it is of,
+    from 1; 0: of none. What is random in a row follows from both.
 
     Of preference rows, per document: `desirable_D`, if rows have labels, and `reference_D`, its log-probability under
     the reference, if that is known. `mismatched`: prompts with other rows' answers, which nothing is learned from.
@@ -35,6 +36,7 @@ class Batch:
     desirable_D: np.ndarray | None = None
     reference_D: Any = None  # a numpy array, or a tensor of the engine's
     mismatched: bool = False
+    step: int = 0
 
     @property
     def size(self) -> str:

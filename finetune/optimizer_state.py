@@ -2,8 +2,12 @@
 
 from finetune.errors import CheckpointDamagedError, PlanError
 
-# State tensors of an optimizer per weight, all of the weight's shape. Those of adamw_8bit are packed: not checked.
+# State tensors of an optimizer per weight, all of the weight's shape. Those of the 8-bit ones are packed, adafactor's
+# are sums of rows and columns, muon's are of two kinds: not checked.
 MOMENTS = {
+    "paged_adamw_32bit": {"state1", "state2"},
+    "lion": {"exp_avg"},
+    "schedule_free_adamw": {"z", "exp_avg_sq", "y"},
     "adamw": {"exp_avg", "exp_avg_sq"},
     "adam": {"exp_avg", "exp_avg_sq"},
     "sgd": {"momentum_buffer"},
@@ -59,8 +63,9 @@ def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may
                 f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
                 f"{', '.join(sorted(expected))}"
             )
-        if optimizer != "sgd" and not 0 < counts.get(f"{name}.step", 0) < MAX_COUNT:
-            raise CheckpointDamagedError(f"train_state.json: engine.counts has no step of {name}")
+        count = "k" if optimizer == "schedule_free_adamw" else "step"
+        if optimizer != "sgd" and not 0 < counts.get(f"{name}.{count}", 0) < MAX_COUNT:
+            raise CheckpointDamagedError(f"train_state.json: engine.counts has no {count} of {name}")
     if not found and not may_be_empty:
         raise CheckpointDamagedError("optimizer.safetensors: has no moments")
 

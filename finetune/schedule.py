@@ -6,20 +6,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. `kind`: one of settings.SCHEDULES; `warmup_steps`: linear from 0, included in the total."""
+    """A schedule. `kind`: one of config.SCHEDULES; `warmup_steps`: linear from 0, included in the total; `decay_ratio`,
+    `decay_type`: of wsd, the fraction of all steps in which it decays and one of config.WSD_DECAYS.
+    """
 
     kind: str
     lr: float
     total_steps: int
     warmup_steps: int
     min_ratio: float = 0.1
+    decay_ratio: float = 0.1
+    decay_type: str = "cosine"
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, from 1 to total_steps."""
         if step <= self.warmup_steps:
             return self.lr * step / (self.warmup_steps + 1)
-        done = (step - 1 - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        return self.lr * SHAPES[self.kind](min(1.0, done), self.min_ratio)
+        after, rest = step - 1 - self.warmup_steps, max(1, self.total_steps - self.warmup_steps)
+        if self.kind == "inverse_sqrt":
+            timescale = self.warmup_steps or INVERSE_SQRT_TIMESCALE
+            return self.lr * math.sqrt(timescale / (after + timescale))
+        if self.kind == "wsd":
+            decay = min(rest, math.ceil(self.decay_ratio * self.total_steps))
+            done = max(0, after - (rest - decay)) / decay
+            return self.lr * DECAYS[self.decay_type](min(1.0, done))
+        return self.lr * SHAPES[self.kind](min(1.0, after / rest), self.min_ratio)
 
 
 def warmup_steps(total_steps: int, steps: int | None, ratio: float) -> int:
@@ -30,6 +41,13 @@ def _cosine(done, low):
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+INVERSE_SQRT_TIMESCALE = 10_000  # steps, without warmup: transformers' get_inverse_sqrt_schedule
+# Of wsd (MiniCPM, Hu et al. 2024), as transformers' get_wsd_schedule has them: the completed fraction to a factor.
+DECAYS = {
+    "cosine": lambda done: _cosine(done, 0.0),
+    "linear": lambda done: 1 - done,
+    "1-sqrt": lambda done: 1 - math.sqrt(done),  # Haegele et al. 2024
+}
 # Each maps the completed fraction of the schedule (0..1) to a factor of the peak.
 SHAPES = {
     "constant": lambda done, low: 1.0,

@@ -35,7 +35,7 @@ TRIED = {
     "dataset": ("examples/chat.jsonl", {"name": "examples/chat.jsonl"}),
     "model._component_": ("torchtune.models.llama3.qlora_llama3_8b", {"train_type": "qlora"}),
     "dataset._component_": ("torchtune.datasets.alpaca_cleaned_dataset", {"dataset": "yahma/alpaca-cleaned"}),
-    "optimizer._component_": ("bitsandbytes.optim.PagedAdamW8bit", {"optimizer": "adamw_8bit"}),
+    "optimizer._component_": ("bitsandbytes.optim.PagedAdamW8bit", {"optimizer": "paged_adamw_8bit"}),
     "lr_scheduler._component_": (
         "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
@@ -199,7 +199,7 @@ def test_a_weak_setting_gives_way_to_a_given_one():
         (["--dataset", "a", "b", "--lr", "1"], {"dataset": ["a", "b"], "lr": 1.0}),
         (["--score_metric", "exact", "json"], {"score_metric": "exact,json"}),
         (["--train_type", "dora"], {"train_type": "lora", "use_dora": True}),
-        (["--optimizer", "paged_adamw_8bit"], {"optimizer": "adamw_8bit"}),
+        (["--optimizer", "paged_adamw"], {"optimizer": "paged_adamw_32bit"}),
         (["--adapter", "qlora"], {"train_type": "qlora"}),
         (["--max_grad_norm", "0"], {"apply_gradient_clipping": False}),
         (["--warmup_steps", "0.1"], {"warmup_ratio": 0.1}),
@@ -350,7 +350,7 @@ FILES = {
     "Axolotl": (
         AXOLOTL,
         dict(model_name="a/b", train_type="qlora", n_bits=4, context_length=2048, batch_size=2, num_epochs=3, lr=2e-4)
-        | dict(optimizer="adamw_8bit", lr_scheduler="cosine", cosine_min_lr_ratio=0.0, precision="auto")
+        | dict(optimizer="paged_adamw_8bit", lr_scheduler="cosine", cosine_min_lr_ratio=0.0, precision="auto")
         | dict(lora_target_modules="all", validation_split=0.05, output_dir="./out", gradient_accumulation_steps=4)
         | {
             "dataset": [
@@ -374,7 +374,9 @@ FILES = {
     ),
     "mlx-lm": (
         MLX,
-        dict(model_name="a/b", dataset="d", max_steps=50, lora_rank=8, lora_alpha=160.0, train_type="lora"),
+        dict(
+            model_name="a/b", dataset="d", max_steps=50, num_layers=-1, lora_rank=8, lora_alpha=160.0, train_type="lora"
+        ),
     ),
     "torchtune": (
         TORCHTUNE,
@@ -418,7 +420,7 @@ def test_a_file_of_ours_is_not_taken_for_another_programs():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("neftune_noise_alpha: 5\nplugins: [x]\n", "neftune_noise_alpha 5: Noise on embeddings (NEFTune) is not here."),
+        ("rope_scaling: x\nplugins: [x]\n", "rope_scaling x: The base is not changed before training."),
         ("nobody_knows: 1\n", "'nobody_knows' is not known here."),
         ("rl: grpo\n", "rl grpo: There are dpo, orpo, simpo and kto"),
         ("dataset_prepared_path: [\n", "Fix the YAML"),

@@ -17,6 +17,29 @@ def default_targets(linears: list[str]) -> list[str]:
     )
 
 
+LAYER = re.compile(r"\.(\d+)\.")  # of a decoder layer within a name
+
+
+def in_layers(names: list[str], every: list[str], last: int | None, layers: tuple[int, ...] | None) -> list[str]:
+    """Those of `names` that are in the last `last` decoder layers, or in `layers`; all if both are None. `every`: names
+    of all layers, which say how many there are. Raises PlanError if none is left.
+    """
+    if last is None and layers is None:
+        return names
+    count = num_layers(every)
+    chosen = set(range(max(0, count - last), count) if last is not None else layers or ())
+    found = [n for n in names if (at := LAYER.search(f".{n}.")) and int(at[1]) in chosen]
+    if not found:
+        flag = "layers_to_transform " + ",".join(map(str, layers)) if layers else f"num_layers {last}"
+        raise PlanError(f"--{flag}: no layer with an adapter is among them: the model has layers 0 to {count - 1}.")
+    return found
+
+
+def num_layers(names: list[str]) -> int:
+    """Number of decoder layers that these names of their modules say there are."""
+    return 1 + max((int(at[1]) for n in names if (at := LAYER.search(f".{n}."))), default=-1)
+
+
 def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
     """Those of `names` that comma-separated names or suffixes mean, or a regex on full names.
     Raises PlanError; `unknown`: the fact it states about a name that is not there.

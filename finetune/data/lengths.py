@@ -8,10 +8,12 @@ import numpy as np
 from finetune.data.chat_template import ensure_chat_template
 from finetune.data.columns import RowReader
 from finetune.data.prepare import options_of
+from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
-from finetune.data.reading.sources import DATASET_ALIASES, read_rows
+from finetune.data.reading.sources import is_local, read_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.errors import PlanError
+from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.plan.parts import DataPlan
 
@@ -42,7 +44,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     here, as it is reported where all rows are read.
     """
     sources = sources_of(plan.dataset)
-    if not fetch and not all(is_local(s.name) for s in sources):
+    if not fetch and not all(is_local(s.name) for s in sources) and (not plan.first_rows or hub_unreachable()):
         return None
     tokenizer = PlainTokenizer.from_folder(model_folder)
     if tokenizer is not None:
@@ -52,8 +54,13 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
         limited = 0 <= plan.dataset_samples <= most
         rows = plan.dataset_samples if limited else most
-        raw = read_rows(source.name, rows, 10**9, source.split or "train", "--dataset", plan.text_unit)
-        num_rows, is_all = num_rows + len(raw.rows), is_all and (limited or len(raw.rows) < most)
+        split = source.split or "train"
+        try:
+            raw = read_rows(source.name, rows, 10**9, split, "--dataset", plan.text_unit, plan.first_rows)
+        except NotReadError:
+            return None
+        num_rows += raw.about or len(raw.rows)
+        is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
         if tokenizer is None:
             continue
         reader = RowReader(options_of(source, plan), raw.columns, f"--dataset {source}")
@@ -63,13 +70,3 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
                 if not isinstance(documents, PlanError):
                     found += [int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any()]
     return DataSample(tuple(found), num_rows, is_all)
-
-
-def is_local(name: str) -> bool:
-    """True for a dataset that is read without a network."""
-    if name in DATASET_ALIASES:
-        return False
-    try:
-        return name == "dummy" or Path(name).expanduser().exists()
-    except RuntimeError:  # a home that does not exist, which reading says
-        return True

@@ -12,7 +12,7 @@ from finetune.data.formats import needs_template
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
-from finetune.data.reading.sources import find_files, read_rows
+from finetune.data.reading.sources import find_files, is_local, read_rows
 from finetune.data.run_data import Data
 from finetune.data.sampler import Cursor, split_validation, step_rows
 from finetune.data.streaming import first_rows, streamed_data
@@ -96,7 +96,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
     said = f"{flag} {source}"
 
     def load() -> RawDataset:
-        raw = read_rows(source.name, samples, plan.skip_bad_rows, split, flag, plan.text_unit)
+        raw = read_rows(source.name, samples, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -105,7 +105,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         check_columns(raw, options, said, bool(source.columns))
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, split, plan.text_unit]
-    cache = cache_of(source.name, split, flag, reading, options)
+    only_first = plan.first_rows and not is_local(source.name)
+    cache = None if only_first else cache_of(source.name, split, flag, reading, options)
     if cache and cache.holds_some():
         return DatasetSource(source, options, load, cache)
     raw = load()  # now, so that every broken row is found before weights are loaded

@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.chat_template import ensure_chat_template
-from finetune.data.lengths import is_local
 from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
+from finetune.data.reading.first_rows import NotReadError
+from finetune.data.reading.sources import is_local
 from finetune.data.tokens.overlong import CUTS
 from finetune.data.tokens.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
+from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import unknown_id
 from finetune.plan.parts import DataPlan
@@ -53,14 +55,17 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
     """The preview, cleaned; written to --data_report as JSON too. Raises PlanError for what a run would refuse."""
     names = [s.name for name, _ in DATASETS.values() if getattr(plan, name) for s in named_sources(plan, name)]
     remote = [name for name in names if not is_local(name)]
-    if remote:
-        return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk"]
+    if remote and (problem := hub_unreachable()):
+        return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk ({problem})"]
     if report:
         _check_report(Path(report))
     tokenizer = PlainTokenizer.from_folder(files.folder)
     if tokenizer is None:
         return [f"data: not read, as {files.folder} has no tokenizer.json"]
-    content = preview(plan, tokenizer, ModelShape.from_config(files.config).vocab_size)
+    try:
+        content = preview(plan, tokenizer, ModelShape.from_config(files.config).vocab_size)
+    except NotReadError as error:
+        return [f"data: not read by a dry run, as {error}"]
     if report:
         _write(Path(report), content)
     return [clean(line) for line in text_of(content)]

@@ -1,6 +1,6 @@
 """What a run reads while it trains: `Data`, which the loop asks for each step and each evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,6 +9,11 @@ from finetune.data.columns import Row
 from finetune.data.sampler import Cursor, first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
+
+
+def of_step(parts: list[Batch], step: int) -> list[Batch]:
+    """The microbatches as those of optimizer step `step`."""
+    return [replace(batch, step=step) for batch in parts]
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Data:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
         mine = slice(data_rank, None, plan.data_ranks)  # sampler.rank_rows
-        return self.microbatches(self.train, rows, mine, plan, pad_id, plan.steps.batch_size), rows, cursor
+        parts = self.microbatches(self.train, rows, mine, plan, pad_id, plan.steps.batch_size)
+        return of_step(parts, state.step + 1), rows, cursor
 
     def microbatches(
         self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int

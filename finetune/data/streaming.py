@@ -10,7 +10,7 @@ from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import BadRow, RawDataset, collected
 from finetune.data.reading.sources import find_files
 from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
-from finetune.data.run_data import Data
+from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import Cursor, rank_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
@@ -45,7 +45,7 @@ class StreamedData(Data):
         dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
         mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
         batches = self.microbatches(dataset, mine, slice(None), plan, pad_id, plan.steps.batch_size)
-        return batches, np.arange(len(dataset)), cursor
+        return of_step(batches, state.step + 1), np.arange(len(dataset)), cursor
 
     def _rows(self, cursor: Cursor, number: int) -> tuple[list[tuple], Cursor]:
         found = []
@@ -128,7 +128,8 @@ def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:
 
 
 def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedFile]:
-    files = find_files(source.name, source.split or split, "--dataset", plan.text_unit)[0]
+    only_first = plan.first_rows
+    files = find_files(source.name, source.split or split, "--dataset", plan.text_unit, only_first)[0]
     return [StreamedFile(*file) for file in files]
 
 

@@ -119,7 +119,7 @@ def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     plain, routed = product_activation_bytes(m)
     routed_part = 1 - plain_layers / m.shape.num_layers
     between = plain * (1 - routed_part) + routed * routed_part
-    each = norm_activation_bytes(m)[0] + input_activation_bytes(m) / m.shape.num_layers + between
+    each = norm_activation_bytes(m)[0] + input_activation_bytes(m) / m.learning_layers + between
     return tokens * each + attention_activation_bytes(m, microbatch)
 
 
@@ -135,7 +135,7 @@ def num_layers_without_adapters(shape: KnownShape) -> int:
 def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes autograd saves from forward to backward: all, or only layer inputs with activation checkpointing."""
     shape, memory, tokens, b = m.shape, m.plan.memory, microbatch.num_tokens, m.compute
-    h, layers = shape.hidden_size, shape.num_layers
+    h, layers = shape.hidden_size, m.learning_layers
     if memory.offload_activations:
         return 0
     norm = norm_activation_bytes(m)

@@ -25,7 +25,8 @@ from finetune.plan.parts import Parts, Quantization, loads_full_model
 from quantization_wrapper import METHODS, rows_independent
 
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8}
+OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "paged_adamw_32bit": 8, "schedule_free_adamw": 8}
+OPTIMIZER_BYTES |= {"lion": 4, "muon": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
@@ -108,9 +109,32 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
 
 
 def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
+    if m.plan.steps.optimizer == "adafactor":
+        return adafactor_bytes(m)
+    if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
+        return 8 * sum(tensors) - 4 * sum(rows * columns for _, rows, columns in m.shape.linears)
     if m.plan.steps.moments_are_8_bit:
         return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
+
+
+def adafactor_bytes(m: ModelCost) -> int:
+    """A row's and a column's sums per matrix, a number per weight of a vector."""
+    experts, r = m.shape.num_experts, m.adapter.rank
+    if m.full:
+        shapes = [(1, rows, columns) for _, rows, columns in m.shape.linears]
+        shapes += [(1, rows, columns) for rows, columns in m.shape.others]
+        shapes += [(experts, rows // experts, columns) for rows, columns in m.shape.expert_matrices()]
+    else:
+        adapted = [(*((c, w) if name == OUTER_NAMES[0] else (w, c)),) for name, w, c in m.adapted]
+        shapes = [pair for out, inner in adapted for pair in ((1, out, r), (1, r, inner))]
+        shapes += [(1, out, 1) for out, _ in adapted] if m.adapter.dora else []
+        for rows, columns in adapted_experts(m):
+            shapes += [(1, rows // experts, r * experts), (1, r * experts, columns)]
+    if m.shape.new_layers and not m.full:
+        part = m.shape.new_layers / m.shape.num_layers
+        return int(4 * part * sum(rows + columns for _, rows, columns in m.shape.linears))
+    return 4 * sum(n * (rows + columns) if columns > 1 else n * rows for n, rows, columns in shapes)
 
 
 def frozen_extras(m: ModelCost) -> int:

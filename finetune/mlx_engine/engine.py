@@ -18,7 +18,7 @@ from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_mem
 from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
-from finetune.mlx_engine.head import Head, log_sum_exp
+from finetune.mlx_engine.head import Head, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, parameter_count
 from finetune.mlx_engine.optim import Optimizer
@@ -219,18 +219,21 @@ class MLXEngine:
         return self.on_gpu if self.options.compile == "auto" else self.options.compile == "true"
 
     def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
-        """Summed nll of the targets at the flat positions `at`; `key` None: without dropout."""
+        """Summed nll of the targets at the flat positions `at`; `key` None: without dropout. `learning`: with smoothed
+        labels.
+        """
+        smoothing = self.plan.objective.label_smoothing if learning else 0.0
         self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
         if self.has_dropout:
             self.keys.begin(key)
         if self.head is None:
             logits = self.model(ids)
             logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
-            nll = (log_sum_exp(logits) - mx.take_along_axis(logits, labels[:, None], axis=-1)).squeeze(-1)
+            nll = smoothed_nll(logits, log_sum_exp(logits), labels[:, None], smoothing)
             return (nll if weights is None else nll * weights).sum()
         hidden = self.loaded.base(ids)
         trains = self.plan.all_weights
-        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning)
+        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning, smoothing)
 
     def _inputs(self, batch: Batch):
         """(ids [B, S], flat target positions, labels, weights: 0 at positions that only fill the shape)."""

@@ -50,19 +50,22 @@ class Head:
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else mx.tanh(logits / self.softcap) * self.softcap
 
-    def nll(self, hidden_TH, labels_T, weights_T=None, trains: bool = False, learning: bool = True) -> mx.array:
+    def nll(
+        self, hidden_TH, labels_T, weights_T=None, trains: bool = False, learning: bool = True, smoothing: float = 0.0
+    ) -> mx.array:
         """Summed nll over T, differentiable in the hidden states and, if it `trains`, in the head.
 
         Gradients are computed in forward, from each chunk's logits, so that no logits are kept for backward.
-        `weights_T`: 0 at rows that only fill the shape. `learning` False: no gradients.
+        `weights_T`: 0 at rows that only fill the shape. `learning` False: no gradients. `smoothing`: the target's
+        weight that is spread over the vocabulary.
         """
         weight_VH = self.weight(hidden_TH.dtype)
         if not learning:
-            return self._chunks(hidden_TH, weight_VH, labels_T, weights_T, False, False)[0]
+            return self._chunks(hidden_TH, weight_VH, labels_T, weights_T, False, False, smoothing)[0]
 
         @mx.custom_function
         def chunked(hidden_TH, *head):
-            return self._chunks(hidden_TH, *(head or (weight_VH,)), labels_T, weights_T, True, bool(head))
+            return self._chunks(hidden_TH, *(head or (weight_VH,)), labels_T, weights_T, True, bool(head), smoothing)
 
         @chunked.vjp
         def chunked_vjp(primals, cotangents, outputs):
@@ -72,7 +75,9 @@ class Head:
 
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
-    def _chunks(self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool) -> tuple:
+    def _chunks(
+        self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool, smoothing: float
+    ) -> tuple:
         """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
         total, hidden_grads, weight_grad = mx.zeros(()), [], mx.zeros(()) if of_weight else None
         size, previous = logits_rows(weight_VH.shape[0]), None
@@ -81,7 +86,8 @@ class Head:
             if previous is not None:  # one chunk after another
                 (part,) = mx.depends([part], [previous])
             weights = None if weights_T is None else weights_T[start : start + size]
-            nll, grad = self._chunk(part, weight_VH, labels_T[start : start + size, None], weights, of_hidden)
+            labels = labels_T[start : start + size, None]
+            nll, grad = self._chunk(part, weight_VH, labels, weights, of_hidden, smoothing)
             total = previous = total + nll
             if of_hidden:
                 grad = grad.astype(part.dtype)
@@ -92,20 +98,29 @@ class Head:
         grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],) if of_hidden else ()
         return (total, *grads, weight_grad) if of_weight else (total, *grads)
 
-    def _chunk(self, part, weight_VH, labels, weights, learning: bool):
+    def _chunk(self, part, weight_VH, labels, weights, learning: bool, smoothing: float):
         """(summed nll, its gradient in the product of part and weight, fp32)."""
         logits = self.logits(part, weight_VH)
         log_sum = log_sum_exp(logits)
-        nll = (log_sum - mx.take_along_axis(logits, labels, axis=-1)).squeeze(-1)
+        nll = smoothed_nll(logits, log_sum, labels, smoothing)
         if not learning:
             return (nll if weights is None else nll * weights).sum(), None
         grad = mx.exp(logits - log_sum)
-        grad = mx.put_along_axis(grad, labels, mx.take_along_axis(grad, labels, axis=-1) - 1, axis=-1)
+        grad = mx.put_along_axis(grad, labels, mx.take_along_axis(grad, labels, axis=-1) - (1 - smoothing), axis=-1)
+        grad = grad - smoothing / logits.shape[-1] if smoothing else grad
         if weights is not None:
             nll, grad = nll * weights, grad * weights[:, None]
         if self.softcap is not None:
             grad = grad * (1 - mx.square(logits / self.softcap))
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
+
+
+def smoothed_nll(logits_TV, log_sum_T1, labels_T1, smoothing: float) -> mx.array:
+    """-log p(label) [T], or its mean with the vocabulary's -log p that label smoothing takes."""
+    nll_T1 = log_sum_T1 - mx.take_along_axis(logits_TV, labels_T1, axis=-1)
+    if smoothing:
+        nll_T1 = (1 - smoothing) * nll_T1 + smoothing * (log_sum_T1 - logits_TV.mean(axis=-1, keepdims=True))
+    return nll_T1.squeeze(-1)
 
 
 def log_sum_exp(logits_TV: mx.array) -> mx.array:

@@ -4,6 +4,7 @@
 """
 
 import mlx.core as mx
+from mlx.optimizers import Lion
 
 from finetune.errors import CheckpointDamagedError
 from finetune.optimizer_state import MOMENTS
@@ -80,4 +81,13 @@ def adadelta(weight, grad, state, lr, decay, count, adam):
     return weight - lr * change, {"square_avg": square, "acc_delta": delta}
 
 
-UPDATES = {"adamw": adamw, "adam": adam, "sgd": sgd, "adadelta": adadelta}
+def lion(weight, grad, state, lr, decay, count, adam):
+    """mlx's own Lion, of one weight."""
+    optimizer = Lion(0.0, betas=list(adam[:2]), weight_decay=decay)
+    optimizer.state["learning_rate"] = lr
+    held = {"m": state["exp_avg"]}
+    weight = optimizer.apply_single(grad, weight, held)
+    return weight, {"exp_avg": held["m"]}
+
+
+UPDATES = {"adamw": adamw, "adam": adam, "sgd": sgd, "adadelta": adadelta, "lion": lion}

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from finetune.adapters import start
-from finetune.adapters.targets import default_targets, named_targets
+from finetune.adapters.targets import default_targets, in_layers, named_targets
 from finetune.errors import PlanError
 from finetune.mlx_engine.layers import recompute
 from finetune.mlx_engine.lora import DropoutKeys, LoRALinear
@@ -24,7 +24,7 @@ def target_names(linears: dict[str, str], targets: str) -> list[str]:
 def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     """Adds an adapter to each targeted linear; the keys of their dropout."""
     linears, init = loaded.linears(), adapter.init
-    names = target_names(linears, adapter.targets)
+    names = in_layers(target_names(linears, adapter.targets), list(linears), adapter.last_layers, adapter.layers)
     if not names:
         raise PlanError(
             f"--model_name: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so none can be "

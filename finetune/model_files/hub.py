@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from finetune.errors import PlanError, first_line
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 
-HUB_PROBE_S = 3.0
+HUB_PROBE_S, ASKED_AGAIN_S = 3.0, 60.0
 HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
     20.0,
     300.0,
@@ -89,7 +90,6 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     Weights, JSON and tokenizer files only: no pickles, no code. `cached_only` makes no network request: None if it is
     not cached. Raises PlanError.
     """
-    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
     answer_in_time()
@@ -100,18 +100,33 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
         return f"downloading {repo_id}: {bytes_in(blobs) / 2**20:,.0f} MiB here, {duration(seconds)}"
 
     drawn = is_terminal(sys.stderr)  # by huggingface_hub itself
-    try:
-        with Progress("downloading", describe=describe, quiet=cached_only or drawn):
-            return Path(
-                snapshot_download(
-                    repo_id,
-                    revision=revision,
-                    cache_dir=hub_cache(),
-                    endpoint=endpoint(),
-                    allow_patterns=HUB_PATTERNS,
-                    local_files_only=cached_only or offline(),
-                )
+    with (
+        hub_errors(repo_id, revision, said, cached_only),
+        Progress("downloading", describe=describe, quiet=cached_only or drawn),
+    ):
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=hub_cache(),
+                endpoint=endpoint(),
+                allow_patterns=HUB_PATTERNS,
+                local_files_only=cached_only or offline(),
             )
+        )
+    return None
+
+
+@contextlib.contextmanager
+def hub_errors(repo_id: str, revision: str | None, said: str, may_be_missing: bool = False):
+    """A context in which what huggingface_hub raises becomes a PlanError; `may_be_missing`: what is not cached ends it
+    without one.
+    """
+    from huggingface_hub import errors as hub
+
+    try:
+        yield
+        return
     except hub.RevisionNotFoundError:
         raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
     except hub.GatedRepoError:
@@ -120,8 +135,8 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
             "HF_TOKEN."
         ) from None
     except hub.LocalEntryNotFoundError as error:
-        if cached_only:
-            return None
+        if may_be_missing:
+            return
         reason = "HF_HUB_OFFLINE is set" if offline() else first_line(error.__cause__ or error)
     except hub.RepositoryNotFoundError:
         reason = f"{endpoint()} does not have it, or it is private and {token_state()}"
@@ -148,6 +163,18 @@ def bytes_in(folder: Path) -> int:
 
 def token_state() -> str:
     return "HF_TOKEN has no access to it" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+
+
+def hub_unreachable() -> str | None:
+    """Why nothing can be asked of the Hub now, or None; an answer of any kind is one."""
+    return "HF_HUB_OFFLINE is set" if offline() else _no_answer(endpoint(), int(time.monotonic() // ASKED_AGAIN_S))
+
+
+@functools.lru_cache(maxsize=2)
+def _no_answer(of_endpoint: str, period: int) -> str | None:
+    """What hub_unreachable found at this endpoint, asked once in a period."""
+    problem = hub_problem("api")
+    return None if problem is None or problem.startswith("it answers") else problem
 
 
 def hub_problem(repo_id: str) -> str | None:

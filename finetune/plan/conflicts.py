@@ -88,6 +88,10 @@ GIVEN = Values("given", lambda value, default: True, if_given=True)
 SET_AND_GIVEN = Values("given", lambda value, default: bool(value), if_given=True)
 CHANGED = Values("changed", lambda value, default: value != default, if_given=True)
 NOT_DEFAULT = Values("changed", lambda value, default: value != default)
+NO_NUMBERS = Values(
+    "other than whole numbers",
+    lambda value, default: value is not None and not all(part.strip().isdecimal() for part in value.split(",")),
+)
 EMPTY = Values("empty", lambda value, default: not any(part.strip() for part in value.split(",")))
 
 
@@ -148,6 +152,9 @@ PREFERRING = beside("preference", is_one_of(*objectives_with(lambda facts: facts
 WITH_LABELS = beside("preference", is_one_of(*objectives_with(lambda facts: facts.labels)))
 COMPARING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.needs_reference)))
 
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
+OF_MATRICES = ("adafactor", "muon")
+
 # ---- the tables, in the order of the rules that check them
 
 OMIT_ONE = "Omit one of them"
@@ -168,6 +175,7 @@ SETTINGS = (
         for name in ("validation_split", "warmup_ratio", "lora_dropout")
     ),
     Conflict("cosine_min_lr_ratio", over(1), ALWAYS, "must be at most 1", ""),
+    Conflict("label_smoothing", at_least(1), ALWAYS, "must be below 1", ""),
     contradicts("reentrant_checkpointing", is_one_of(True), "use_gradient_checkpointing", is_one_of("false")),
     *(
         Conflict(name, SET, beside("dry_run", UNSET), "plans for another machine", "Add --dry_run")
@@ -175,9 +183,26 @@ SETTINGS = (
     ),
     Conflict("loading_workers", is_one_of(0), ALWAYS, "must be at least 1, or -1: chosen for this machine", ""),
     Conflict("lora_target_modules", EMPTY, ALWAYS, "names nothing", "Name layers, or use all"),
+    Conflict("layers_to_transform", NO_NUMBERS, ALWAYS, "must be numbers of layers", "Write them as 0,1,30"),
+    contradicts("num_layers", over(0), "layers_to_transform", SET),
     *(
-        Conflict(name, GIVEN, beside("optimizer", is_one_of("sgd", "adadelta")), "is of Adam", "Use adamw, or omit it")
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
+        Conflict(name, GIVEN, beside("optimizer", is_one_of(*without)), "is of Adam", "Use adamw, or omit it")
+        for name, without in (
+            ("adam_beta1", ("sgd", "adadelta", "adafactor")),
+            ("adam_beta2", ("sgd", "adadelta", "adafactor")),
+            ("adam_epsilon", ("sgd", "adadelta", "adafactor", "lion")),
+        )
+    ),
+    Conflict(
+        "lr_scheduler",
+        is_none_of("constant", if_given=True),
+        beside("optimizer", is_one_of("schedule_free_adamw")),
+        "schedule_free_adamw averages weights in place of a falling rate",
+        "Use constant, or omit it",
+    ),
+    *(
+        Conflict(name, CHANGED, beside("lr_scheduler", is_none_of("wsd")), "is of --lr_scheduler wsd", OMIT_ONE)
+        for name in ("wsd_decay_ratio", "wsd_decay_type")
     ),
     Conflict("max_steps", is_one_of(0), ALWAYS, "trains nothing", "Give a number of steps, or -1"),
 )
@@ -230,6 +255,20 @@ PREFERENCE = (
         "the demo's rows have no preferences",
         "Add --dataset",
     ),
+    Conflict(
+        "label_smoothing",
+        SET,
+        PREFERRING,
+        "smooths the next token's loss; --preference {preference} has the loss of its paper",
+        "Omit one of them",
+    ),
+    Conflict(
+        "neftune_noise_alpha",
+        SET,
+        PREFERRING,
+        "would change the log-probabilities that --preference {preference} compares",
+        "Omit one of them",
+    ),
     Conflict("preference", is_none_of("none"), ON_MLX, "the MLX engine has no preference losses", "Use --backend cpu"),
     *(
         Conflict(name, is_one_of(value), PREFERRING, f"with --preference {{preference}}, {why}", "Omit it")
@@ -266,6 +305,26 @@ PREFERENCE = (
         COMPARING,
         f"{WHY_REFERENCE}, and this changes the base at the start",
         f"Use default, gaussian or eva, {NO_REFERENCE}",
+    ),
+)
+
+OPTIMIZER = (
+    Conflict(
+        "optimizer",
+        is_one_of("muon"),
+        Condition(
+            "other than `--train_type full`",
+            lambda draft: draft.values["train_type"] != "full" or bool(draft.values["llama_pro_path"]),
+        ),
+        "makes the update of a weight matrix orthogonal, and an adapter's A and B are only factors of one",
+        "Use --train_type full, or adamw",
+    ),
+    Conflict(
+        "optimizer",
+        is_one_of("muon"),
+        beside("parallel_backend", is_one_of("accelerate")),
+        "is two optimizers in one, which accelerate does not prepare",
+        "Use --parallel_backend ptd",
     ),
 )
 
@@ -405,6 +464,7 @@ MLX = (
             ("pp_degree", DATA_PARALLEL_ONLY),
             ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
             ("ep_degree", DATA_PARALLEL_ONLY),
+            ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
     ),
@@ -415,7 +475,16 @@ MLX = (
         "the MLX engine has default and gaussian",
         "Use one of them, or --backend cpu",
     ),
-    Conflict("optimizer", is_one_of("adamw_8bit"), ON_MLX, "is bitsandbytes', which MLX does not run", "Use adamw"),
+    Conflict(
+        "optimizer", is_one_of(*EIGHT_BIT), ON_MLX, "is bitsandbytes', which MLX does not run", "Use adamw or lion"
+    ),
+    Conflict(
+        "optimizer",
+        is_one_of("adafactor", "schedule_free_adamw", "muon", "paged_adamw_32bit"),
+        ON_MLX,
+        "the MLX engine has adamw, adam, sgd, adadelta and lion",
+        "Use one of them, or --backend cpu",
+    ),
     Conflict("parallel_backend", is_none_of("ptd"), ON_MLX, "is for torch", "Omit it"),
     Conflict(
         "batch_layout",
@@ -445,7 +514,14 @@ PARALLELISM = tuple(
     for degree, name, value, why in (
         ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
         ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-        ("tp_degree", "optimizer", "adamw_8bit", "splits rows that its quantization blocks span"),
+        *(("tp_degree", "optimizer", word, "splits rows that its quantization blocks span") for word in EIGHT_BIT),
+        *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
+        (
+            "pp_degree",
+            "optimizer",
+            "adafactor",
+            "gathers moments in the shapes of their weights, which Adafactor's do not have",
+        ),
         ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
         (
             "pp_degree",
@@ -470,7 +546,21 @@ SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shar
 SHARDED = (
     Conflict(
         "optimizer",
-        is_one_of("adamw_8bit"),
+        is_one_of(*OF_MATRICES),
+        SHARDING,
+        "its update takes whole matrices, and each rank holds rows of them",
+        "Use adamw, or --sharding_strategy ddp",
+    ),
+    Conflict(
+        "optimizer",
+        is_one_of("schedule_free_adamw"),
+        both(SHARDING, FULL),
+        "the averaged weights of a sharded model are not written",
+        "Use adamw, --train_type lora, or --sharding_strategy ddp",
+    ),
+    Conflict(
+        "optimizer",
+        is_one_of(*EIGHT_BIT),
         SHARDING,
         "8-bit moments are quantized in rank-local blocks, so the checkpoint could not resume on another world size",
         "Use adamw, with --use_cpu_offload true if moments do not fit, or --sharding_strategy ddp",
@@ -485,6 +575,7 @@ SHARDED = (
 )
 
 BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+TORCHS = ("adamw", "adam", "sgd", "adadelta")
 BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
 ACCELERATE = (
     Conflict(
@@ -498,7 +589,8 @@ ACCELERATE = (
         Conflict(name, when, BY_DEEPSPEED, f"{{DISTRIBUTION}} {why}", f"{remedy}, or use --parallel_backend ptd")
         for name, when, why, remedy in (
             ("precision", is_one_of("fp16", "fp16_autocast"), "scales its loss itself", "Use bf16 or fp32"),
-            ("optimizer", is_one_of("adamw_8bit"), "splits 8-bit blocks", "Use adamw"),
+            ("optimizer", is_one_of(*EIGHT_BIT), "splits 8-bit blocks", "Use adamw"),
+            ("optimizer", is_none_of(*TORCHS, *EIGHT_BIT), "steps a flat part of all weights", "Use adamw"),
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),
@@ -572,6 +664,7 @@ TABLES = {
     "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
     "Validation": VALIDATION,
+    "Optimizers": OPTIMIZER,
     "Several ranks": (*PARALLELISM, *REPLICATED, *SHARDED),
     "accelerate and DeepSpeed": ACCELERATE,
     "MLX": MLX,

@@ -1,10 +1,12 @@
 """The plan of a command line: the run it resumes, this machine, the model's files, then the rules."""
 
 import os
+import re
 from dataclasses import replace
 from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
+from finetune.adapters.targets import named_targets
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.chat_template import day_of
 from finetune.data.lengths import data_sample
@@ -12,11 +14,14 @@ from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
-from finetune.estimate.model_shape import planned_shape
+from finetune.estimate.model_shape import planned_shape, read_headers
+from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import ModelFiles, find_model_of
+from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.draft import Facts
+from finetune.plan.parts import Adapter
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
 from finetune.plan.run_plan import RunPlan
@@ -39,8 +44,10 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
-    files = find_model_of(overrides, fetch=prepare)
-    if adapter and files:
+    files, on_paper = find_model_of(overrides, fetch=prepare), ""
+    if files is None and not overrides.get("llama_pro_path") and overrides.get("model_name") not in (None, DEMO_MODEL):
+        files, on_paper = model_on_paper(overrides["model_name"], overrides.get("revision"))
+    if adapter and files and not on_paper:
         check_base(adapter, files)
     facts = Facts(
         manager.backend,
@@ -58,7 +65,9 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
     selected = selection(overrides.get("backend"), manager, skipped)
-    plan = replace(with_files_checked(plan), adjustments=(*([selected] if selected else ()), *plan.adjustments))
+    plan = replace(
+        with_files_checked(plan, on_paper), adjustments=(*([selected] if selected else ()), *plan.adjustments)
+    )
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
             check_local(source.name, f"--{flag}")
@@ -67,6 +76,23 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if plan.settings.verbose:
         manager.print_summary()
     return check_resumed(plan, saved.saved_plan) if saved else plan
+
+
+def check_targets(plan: RunPlan, files: ModelFiles) -> None:
+    """Raises PlanError for names in --lora_target_modules that no weight of the model's files has. Experts, which
+    are fused when they are loaded, full names and regexes are checked on the loaded model.
+    """
+    trains, shape = plan.trains, plan.shape
+    if not isinstance(trains, Adapter) or trains.targets in ("all", "default") or plan.settings.adapter:
+        return
+    plain = re.fullmatch(r"[\w,\s]+", trains.targets) and not (shape is None or shape.num_experts)
+    if not plain or not files.weight_files or any(path.suffix != ".safetensors" for path in files.weight_files):
+        return
+    headers = read_headers(files.weight_files)
+    matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
+    packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
+    names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
+    named_targets(names, trains.targets, "no weight of this model has that name")
 
 
 def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
@@ -78,12 +104,18 @@ def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
         )
 
 
-def with_files_checked(plan: RunPlan) -> RunPlan:
-    """The plan, with a notice if its model is not here. Raises PlanError for files that it cannot train or write to."""
+def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:
+    """The plan, with a notice if its model is not here. Raises PlanError for files that it cannot train or write to.
+    `on_paper`: what of a Hub model was read, or why it was not.
+    """
     files, name = plan.files, plan.settings.model_name
     if files is None:
-        notice = f"{name} is not on this disk yet: limits that depend on it are not checked"
+        why = f" ({on_paper})" if on_paper else ""
+        notice = f"{name} is not on this disk yet{why}: limits that depend on it are not checked"
         return replace(plan, notices=(*plan.notices, notice))
+    if on_paper:
+        plan = replace(plan, notices=(*plan.notices, on_paper))
+    check_targets(plan, files)
     if plan.output.folder.resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {plan.output.output_dir}: is the model's own folder. Give another.")
     check_writable(plan.output.folder, "--output_dir")

@@ -147,7 +147,9 @@ class AddedLayers:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules."""
+    """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules; of them those in the last
+    `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
+    """
 
     rank: int = 16
     alpha: float = 32.0
@@ -157,13 +159,17 @@ class Adapter:
     rslora: bool = False
     lr_ratio: float = 1.0
     init: AdapterInit = AdapterInit()
+    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, settings: TrainConfig) -> "Adapter":
         s = settings
         rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
         how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
-        return cls(*how, s.loraplus_lr_ratio, AdapterInit(s.init_lora_weights, s.seed))
+        layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
+        last = None if s.num_layers == -1 else s.num_layers
+        return cls(*how, s.loraplus_lr_ratio, AdapterInit(s.init_lora_weights, s.seed), last, layers)
 
 
 Trains = AllWeights | AddedLayers | Adapter
@@ -181,7 +187,8 @@ class ObjectivePlan:
 
     `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
     log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
-    with the adapter that the run continues from.
+    with the adapter that the run continues from. `label_smoothing` and `neftune_noise_alpha`: of training, never of an
+    evaluation.
     """
 
     name: str = "none"
@@ -190,6 +197,8 @@ class ObjectivePlan:
     load_balancing: float = 0.0
     precomputes_reference: bool | None = None
     reference_is_adapter: bool = False
+    label_smoothing: float = 0.0
+    neftune_noise_alpha: float = 0.0
 
     def described(self, what: str) -> str:
         """What trains, by which objective if it is not the next token."""
@@ -200,14 +209,16 @@ class ObjectivePlan:
         s, facts = settings, OBJECTIVES[settings.preference]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
-        return cls(
-            s.preference, facts, arguments, s.router_aux_loss_coef, once, s.adapter is not None and not s.adapter_merge
-        )
+        continues = s.adapter is not None and not s.adapter_merge
+        regularized = s.label_smoothing, s.neftune_noise_alpha
+        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once, continues, *regularized)
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row."""
+    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
+    dataset on the Hub those only, as a dry run does.
+    """
 
     dataset: str | list | None
     validation_dataset: str | None
@@ -235,6 +246,7 @@ class DataPlan:
     pairs: bool
     labels: bool
     mismatches: bool
+    first_rows: bool
 
     @property
     def documents_per_row(self) -> int:
@@ -253,7 +265,8 @@ class DataPlan:
     @classmethod
     def of(cls, settings: TrainConfig) -> "DataPlan":
         s, facts = settings, OBJECTIVES[settings.preference]
-        renamed = dict(format=s.dataset_format, layout=s.batch_layout)
+        seed = s.seed if s.data_seed is None else s.data_seed
+        renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
         return _part(cls, s, **renamed)
 
@@ -277,12 +290,15 @@ class StepsPlan:
     warmup_steps: int | None
     warmup_ratio: float
     cosine_min_lr_ratio: float
+    wsd_decay_ratio: float
+    wsd_decay_type: str
     clip: float | None
     seed: int
 
     def schedule(self, total_steps: int) -> Schedule:
         warmup = warmup_steps(total_steps, self.warmup_steps, self.warmup_ratio)
-        return Schedule(self.lr_scheduler, self.lr, total_steps, warmup, self.cosine_min_lr_ratio)
+        decay = self.wsd_decay_ratio, self.wsd_decay_type
+        return Schedule(self.lr_scheduler, self.lr, total_steps, warmup, self.cosine_min_lr_ratio, *decay)
 
     @property
     def length_flag(self) -> str:
@@ -291,7 +307,17 @@ class StepsPlan:
 
     @property
     def moments_are_8_bit(self) -> bool:
-        return self.optimizer == "adamw_8bit"
+        return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
+
+    @property
+    def averages_weights(self) -> bool:
+        """True if what is saved and evaluated is an average of the weights that train."""
+        return self.optimizer == "schedule_free_adamw"
+
+    @property
+    def tells_matrices(self) -> bool:
+        """True if the weights of linear layers have an optimizer of their own."""
+        return self.optimizer == "muon"
 
     @classmethod
     def of(cls, settings: TrainConfig) -> "StepsPlan":

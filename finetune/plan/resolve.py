@@ -33,6 +33,11 @@ from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan
 from finetune.plan.train_type import train_type, train_type_asked
 
+UNPAGED = {"paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
+BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
+PACKAGES = dict.fromkeys(BITSANDBYTES, "bitsandbytes") | {"schedule_free_adamw": "schedulefree"}
+LION_BETA2 = 0.99  # of the paper (Chen et al. 2023)
+
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:
     """Resolves what the user asked for against what the machine can do and the model's config. Raises PlanError.
@@ -308,6 +313,7 @@ def passing_quantizers(draft: Draft) -> str:
 def steps(draft: Draft) -> None:
     """Warmup given in steps, no warmup that was not asked for before a constant rate, an objective's own defaults."""
     values = draft.values
+    optimizer_of_device(draft)
     if values["lr_scheduler"] == "constant" and not (
         draft.given("warmup_ratio") or "warmup_ratio" in (draft.facts.inherited or {})
     ):
@@ -317,6 +323,29 @@ def steps(draft: Draft) -> None:
             draft.adjust(flag, value, f"the default of --preference {values['preference']}")
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
+    if values["optimizer"] == "lion" and not draft.given("adam_beta2"):
+        draft.adjust("adam_beta2", LION_BETA2, "Lion's own")
+    if values["optimizer"] == "schedule_free_adamw":
+        draft.adjust("lr_scheduler", "constant", "schedule_free_adamw averages weights in place of a falling rate")
+    if values["label_smoothing"]:
+        draft.notices.append(
+            f"label_smoothing {values['label_smoothing']:g}: the training loss is smoothed, the validation loss is not"
+        )
+
+
+def optimizer_of_device(draft: Draft) -> None:
+    """Paged optimizers page on CUDA only; Muon's matrices; packages that are not there."""
+    values = draft.values
+    check(draft, conflicts.OPTIMIZER)
+    word = values["optimizer"]
+    if word in UNPAGED and draft.backend is not Backend.CUDA and not draft.assumes_accelerator:
+        draft.adjust("optimizer", UNPAGED[word], "moments are paged from a CUDA device's memory only")
+    package = PACKAGES.get(values["optimizer"])
+    if package and draft.backend is not Backend.MLX and package_version(package) is None:
+        missing = f"{package} is not installed. pip install {package}."
+        if not values["dry_run"]:
+            raise PlanError(f"--optimizer {word}: {missing}")
+        draft.notices.append(f"optimizer {word}: {missing}")
 
 
 def learning_rate(draft: Draft) -> None:
@@ -338,6 +367,8 @@ def model_limits(draft: Draft) -> None:
     if shape is None:
         return
     check_model(draft.dims, shape)
+    if shape.num_layers is not None:
+        limited_layers(draft, shape.num_layers)
     load_balancing(draft)
     if draft.dims.tp * draft.dims.pp > 1:
         draft.notices.append(
@@ -351,6 +382,15 @@ def model_limits(draft: Draft) -> None:
         )
     if shape.num_experts and values["train_type"] != "full" and not values["llama_pro_path"]:
         draft.notices.append(_experts_notice(values, shape.num_experts))
+
+
+def limited_layers(draft: Draft, count: int) -> None:
+    """--num_layers and --layers_to_transform name layers that the model has."""
+    last, named = draft.values["num_layers"], draft.values["layers_to_transform"]
+    if last > count:
+        raise PlanError(f"--num_layers {last}: the model has {count} layers. Use {count} or fewer, or -1 for all.")
+    if named is not None and any(int(n) >= count for n in named.split(",")):
+        raise PlanError(f"--layers_to_transform {named}: the model has layers 0 to {count - 1}. Name some of them.")
 
 
 def load_balancing(draft: Draft) -> None:

@@ -32,6 +32,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation import generate
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
+from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
@@ -58,7 +59,9 @@ class TorchEngine(EngineBase):
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
         lr_ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
         trains_here = parallel.placement.trains_here
-        self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio) if trains_here else None
+        linears = linear_names(self.model) if plan.steps.tells_matrices else []
+        matrices = frozenset(f"{name}.weight" for name in linears)
+        self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices) if trains_here else None
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)
@@ -110,7 +113,7 @@ class TorchEngine(EngineBase):
                 (loss / max(1, totals.count)).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.state.clear()
+            optim.reset(self.optimizer)
             self.state.set_rng_state(before)
             memory_stats.trim_heap()
 
@@ -127,7 +130,7 @@ class TorchEngine(EngineBase):
                 for name, p in self.parallel.local_params.items():
                     p.copy_(weights[name])
             self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.state.clear()
+            optim.reset(self.optimizer)
             self.scaler.load(scale)
             self.state.set_rng_state(rng)
 
@@ -316,14 +319,15 @@ class TorchEngine(EngineBase):
         totals = Totals(tuple(map(int, totals)), statistic)
         self.model.eval()
         losses, observed, done = [], [], []
-        for batch in mine:
-            if stop and stop():
-                break
-            with self._memory_advice(batch):
-                shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, losses, observed)
-                self.forward.pipeline.forward_only(self.parallel.call, work, shape)
-            done.append(batch)
-        self.parallel.reshard()
+        with optim.averaged(self.optimizer):
+            for batch in mine:
+                if stop and stop():
+                    break
+                with self._memory_advice(batch):
+                    shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, losses, observed)
+                    self.forward.pipeline.forward_only(self.parallel.call, work, shape)
+                done.append(batch)
+            self.parallel.reshard()
         counts = self._counts(done if self.groups.is_data_leader else [])
         losses, observed = _split(to_host([*losses, *observed]), len(losses))
         total, num_targets, num_tokens, *rest = self._summed(self._total(losses), *counts, *self._sums(observed))
@@ -350,7 +354,7 @@ class TorchEngine(EngineBase):
         self.model.eval()
         stops = stop_row, on_token, Sampling(**sampling)
         how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
-        with self.forward.autocast(), self.full_weights() as in_full:
+        with self.forward.autocast(), optim.averaged(self.optimizer), self.full_weights() as in_full:
             if not in_full:
                 new = self.parallel.call(partial(generate.generate, *how, turns=generate.Turns(self.groups)))
                 self.parallel.reshard()
@@ -398,6 +402,7 @@ class TorchEngine(EngineBase):
 
     def load_trainable(self, trainable: dict) -> None:
         self.state.load_trainable(trainable)
+        optim.take_as_average(self.optimizer)
 
     def seed(self, seed: int) -> None:
         self.state.seed(seed)

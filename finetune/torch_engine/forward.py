@@ -16,6 +16,7 @@ from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
+from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -117,6 +118,9 @@ class ModelForward:
         self.layout: Layout | None = None
         self.head: loss.Head | None = None
         self.recorded: tuple[Layout, torch.Tensor] | None = None
+        alpha = plan.objective.neftune_noise_alpha
+        self.noise = Noise(model, alpha, plan.steps.seed) if alpha else None
+        self.label_smoothing = plan.objective.label_smoothing
         coefficient = plan.objective.load_balancing
         self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
         self.attention = Attention(plan.attention)
@@ -171,9 +175,11 @@ class ModelForward:
 
     def inputs(self, batch: Batch) -> tuple[dict, Targets]:
         """(the model's keyword arguments, its targets) for the batch, or for this rank's shard of its sequence."""
-        shard_context = None
+        shard_context, full = None, batch
         if self.shards_sequences:
             batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.attention)
+        if self.noise is not None:
+            self.noise.begin(full, batch)
         if self.balance is not None:
             real = (batch.document_ids_BS >= 0) & bool(batch.rows)  # an empty batch has no rows
             self.balance.use_rows(np.flatnonzero(real), real.size, self.device)
@@ -206,20 +212,21 @@ class ModelForward:
             return self.model(**self.inputs(batch)[0]).logits.flatten(0, 1).float()
 
     def nll(self, batch: Batch) -> torch.Tensor:
-        """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline.
-        If ranks share the batch, this rank's share.
+        """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline. In training with
+        smoothed labels. If ranks share the batch, this rank's share.
         """
+        smoothing = self.label_smoothing if self.model.training else 0.0
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or (self.head is None and not self.head_is_shared):
-                return loss.nll_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T)
+                return loss.nll_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T, smoothing)
             hidden = base_model(self.model)(**inputs).last_hidden_state
             copy = None
             if self.head_is_shared:  # each rank of a tensor-parallel group computes the logits of some positions
                 copy = partial(copy_to_region, groups=self.groups)
                 hidden = copy(hidden)
                 targets = targets.every(self.groups.coordinate("tp"), self.groups.dims.tp)
-            return self.head.nll(targets.of(hidden), targets.labels_T, copy)
+            return self.head.nll(targets.of(hidden), targets.labels_T, copy, smoothing)
 
     @torch.no_grad()
     def route(self, batch: Batch) -> None:

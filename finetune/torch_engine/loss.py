@@ -47,12 +47,14 @@ class Head:
         logits_TV = logits_TV * self.scale
         return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
 
-    def nll(self, hidden_TH, labels_T, copy=None) -> torch.Tensor:
+    def nll(self, hidden_TH, labels_T, copy=None, smoothing: float = 0.0) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
 
-        `copy`: applied to each weight if several ranks compute the logits of some positions each.
+        `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
+        target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
         """
-        return _ChunkedNLL.apply(hidden_TH, *self._arguments(labels_T, self.adapter, copy or (lambda weight: weight)))
+        arguments = self._arguments(labels_T, self.adapter, copy or (lambda weight: weight))
+        return _ChunkedNLL.apply(hidden_TH, *arguments, smoothing)
 
     def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
@@ -73,7 +75,9 @@ class _ChunkedNLL(torch.autograd.Function):
     """Computes gradients in forward, from each chunk's logits, so that no chunk of logits is kept for backward."""
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
+    def forward(
+        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, smoothing
+    ):
         dtype = compute_dtype(hidden_TH)
         with without_autocast(hidden_TH):
             weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
@@ -99,7 +103,7 @@ class _ChunkedNLL(torch.autograd.Function):
                 if adapted:
                     low_R = part @ a.t()
                     logits.addmm_(low_R, b.t(), alpha=lora_scale)
-                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias)
+                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias, smoothing=smoothing)
                 grad_low = logits
                 if need_hidden:
                     torch.mm(grad_low, weight, out=grad_hidden[start : start + rows])
@@ -129,6 +133,7 @@ class _ChunkedNLL(torch.autograd.Function):
             None,
             None if a is None else a * upstream,
             None if b is None else b * upstream,
+            None,
             None,
         )
 
@@ -207,13 +212,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _logits_to_grad(
-    logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V, log_probs_T=None, upstream_T=None
+    logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V, log_probs_T=None, upstream_T=None, smoothing=0.0
 ) -> torch.Tensor:
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
     `log_probs_T` receives each position's; `upstream_T`: the gradient is that of the log-probabilities' sum with these
-    weights.
+    weights. `smoothing`: see Head.nll.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
@@ -232,13 +237,17 @@ def _logits_to_grad(
             logits = bent * softcap
         probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
         total -= log_probs_T1.sum()
+        if smoothing:  # the mean of -log p over the vocabulary is above the label's by their difference in logits
+            total += smoothing * (logits.gather(1, labels).squeeze(1) - logits.mean(1)).sum()
         if log_probs_T is not None:
             log_probs_T[start : start + rows] = log_probs_T1.flatten()
         if not learns:
             continue
         if sums_T1 is not None:
             probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
-        probs.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=probs.dtype))
+        probs.scatter_add_(1, labels, torch.full_like(labels, smoothing - 1, dtype=probs.dtype))
+        if smoothing:
+            probs -= smoothing / vocab
         if upstream_T is not None:
             probs *= -upstream_T[start : start + rows, None]
         if bent is not None:
@@ -279,6 +288,6 @@ def log_probs_of_logits(logits_TV, labels_T) -> torch.Tensor:
     return torch.log_softmax(logits_TV.to(exact), -1).gather(1, labels_T.unsqueeze(1)).squeeze(1)
 
 
-def nll_of_logits(logits_TV, labels_T) -> torch.Tensor:
-    """Summed NLL from logits computed by the model."""
-    return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum")
+def nll_of_logits(logits_TV, labels_T, smoothing: float = 0.0) -> torch.Tensor:
+    """Summed NLL from logits computed by the model. `smoothing`: see Head.nll."""
+    return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum", label_smoothing=smoothing)

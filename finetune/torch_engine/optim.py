@@ -1,5 +1,6 @@
 """Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -15,35 +16,130 @@ from finetune.torch_engine.device import fused_optimizer, to_host
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
 
 
-def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0):
-    """The optimizer over {name: parameter}. `lr_ratio`: lr of B divided by that of A, for LoRA+ (Hayou et al. 2024)."""
-    decayed = [p for n, p in named.items() if p.ndim >= 2 and not n.endswith("lora_B")]
-    flat = [p for n, p in named.items() if p.ndim < 2]
-    b_side = [p for n, p in named.items() if p.ndim >= 2 and n.endswith("lora_B")]
+def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0, matrices: frozenset = frozenset()):
+    """The optimizer over {name: parameter}. `lr_ratio`: lr of B divided by that of A, for LoRA+ (Hayou et al. 2024).
+    `matrices`: names of the weights of linear layers, which Muon updates.
+    """
+    kind = OPTIMIZERS.get(steps.optimizer)
+    if kind is None:
+        raise AssertionError(steps.optimizer)
+    taken = [p for n, p in named.items() if n in matrices and p.ndim == 2] if steps.optimizer == "muon" else []
+    of_muon = {id(p) for p in taken}
+    left = {n: p for n, p in named.items() if id(p) not in of_muon}
+    decayed = [p for n, p in left.items() if p.ndim >= 2 and not n.endswith("lora_B")]
+    flat = [p for n, p in left.items() if p.ndim < 2]
+    b_side = [p for n, p in left.items() if p.ndim >= 2 and n.endswith("lora_B")]
     groups = [
         {"params": decayed, "weight_decay": steps.wd, "ratio": 1.0},
         {"params": b_side, "weight_decay": steps.wd, "ratio": lr_ratio},
         {"params": flat, "weight_decay": 0.0, "ratio": 1.0},
     ]
     groups = [g for g in groups if g["params"]]
-    fused, adam = fused_optimizer(device), dict(betas=(steps.adam_beta1, steps.adam_beta2), eps=steps.adam_epsilon)
-    match steps.optimizer:
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=steps.lr, **adam, **fused)
-        case "adam":
-            return torch.optim.Adam(groups, lr=steps.lr, **adam, **fused)
-        case "sgd":
-            return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
-        case "adadelta":
-            return torch.optim.Adadelta(groups, lr=steps.lr)
-        case "adamw_8bit":
-            try:
-                bnb.functional()
-                import bitsandbytes
-            except ImportError as error:
-                raise PlanError("--optimizer adamw_8bit: bitsandbytes is missing. pip install bitsandbytes.") from error
-            return bitsandbytes.optim.AdamW8bit(groups, lr=steps.lr, **adam)
-    raise AssertionError(steps.optimizer)
+    if taken:
+        rest = _adamw(groups, steps, device) if groups else None
+        return Muon([{"params": taken, "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
+    return kind(groups, steps, device)
+
+
+def _betas(steps: StepsPlan) -> tuple[float, float]:
+    return steps.adam_beta1, steps.adam_beta2
+
+
+def _adam_settings(steps: StepsPlan) -> dict:
+    return dict(lr=steps.lr, betas=_betas(steps), eps=steps.adam_epsilon)
+
+
+def _adamw(groups, steps: StepsPlan, device):
+    return torch.optim.AdamW(groups, **_adam_settings(steps), **fused_optimizer(device))
+
+
+def _adam(groups, steps: StepsPlan, device):
+    return torch.optim.Adam(groups, **_adam_settings(steps), **fused_optimizer(device))
+
+
+def _sgd(groups, steps: StepsPlan, device):
+    return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
+
+
+def _adadelta(groups, steps: StepsPlan, device):
+    return torch.optim.Adadelta(groups, lr=steps.lr)
+
+
+def _adafactor(groups, steps: StepsPlan, device):
+    """transformers', as its Trainer uses it: at the schedule's rate, not at one that follows from the weights' scale,
+    which of an adapter's B is zero.
+    """
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, lr=steps.lr, scale_parameter=False, relative_step=False)
+
+
+def _schedule_free(groups, steps: StepsPlan, device):
+    try:
+        from schedulefree import AdamWScheduleFree
+    except ImportError as error:
+        raise PlanError(f"--optimizer {steps.optimizer}: schedulefree is missing. pip install schedulefree.") from error
+    optimizer = AdamWScheduleFree(groups, **_adam_settings(steps))
+    optimizer.train()
+    return optimizer
+
+
+def _of_bitsandbytes(name: str):
+    """A builder of an optimizer of bitsandbytes."""
+
+    def build(groups, steps: StepsPlan, device):
+        try:
+            bnb.functional()
+            import bitsandbytes
+        except ImportError as error:
+            missing = f"--optimizer {steps.optimizer}: bitsandbytes is missing. pip install bitsandbytes."
+            raise PlanError(missing) from error
+        kind = getattr(bitsandbytes.optim, name)
+        if name == "Lion":
+            return kind(groups, lr=steps.lr, betas=_betas(steps))
+        return kind(groups, **_adam_settings(steps))
+
+    return build
+
+
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "adam": _adam,
+    "sgd": _sgd,
+    "adadelta": _adadelta,
+    "adamw_8bit": _of_bitsandbytes("AdamW8bit"),
+    "paged_adamw_8bit": _of_bitsandbytes("PagedAdamW8bit"),
+    "paged_adamw_32bit": _of_bitsandbytes("PagedAdamW32bit"),
+    "adafactor": _adafactor,
+    "lion": _of_bitsandbytes("Lion"),
+    "schedule_free_adamw": _schedule_free,
+    "muon": _adamw,  # of a rank or a model without a matrix
+}
+
+
+class Muon:
+    """torch.optim.Muon of matrices and AdamW of the rest, as one optimizer: Muon's update has AdamW's size (Liu et al.
+    2025, "Muon is scalable for LLM training"), so both take the same rate.
+    """
+
+    def __init__(self, groups: list[dict], rest, lr: float):
+        muon = torch.optim.Muon(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self.parts = [muon] if rest is None else [muon, rest]
+        self.state = muon.state
+        for part in self.parts:
+            part.state = self.state
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
 
 
 def set_lr(optimizer, lr: float) -> None:
@@ -51,16 +147,78 @@ def set_lr(optimizer, lr: float) -> None:
         group["lr"] = lr * group["ratio"]
 
 
+def reset(optimizer) -> None:
+    """Drops all state, as before the first step."""
+    optimizer.state.clear()
+    if _is_schedule_free(optimizer):
+        for group in optimizer.param_groups:
+            group |= SCHEDULE_FREE_START
+
+
+# ---- schedule-free: weights that train, and their average, which is evaluated and saved
+
+# What AdamWScheduleFree counts per group, and where it starts.
+SCHEDULE_FREE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}
+TRAINS = "y"  # the moment under which a checkpoint has the weights that train, beside their average
+
+
+def _is_schedule_free(optimizer) -> bool:
+    return type(optimizer).__module__.startswith("schedulefree")
+
+
+@contextlib.contextmanager
+def averaged(optimizer):
+    """The weights as they are evaluated and saved: of a schedule-free optimizer their average, if True. Afterwards
+    those that train are bitwise as before, which its own eval() and train() leave to rounding.
+    """
+    if optimizer is None or not _is_schedule_free(optimizer) or not optimizer.param_groups[0]["train_mode"]:
+        yield False
+        return
+    weights = [p for group in optimizer.param_groups for p in group["params"] if "z" in optimizer.state.get(p, {})]
+    kept = [p.detach().clone() for p in weights]
+    optimizer.eval()
+    try:
+        yield True
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip(weights, kept, strict=True):
+                parameter.copy_(before)
+        for group in optimizer.param_groups:
+            group["train_mode"] = True
+
+
+def take_as_average(optimizer) -> None:
+    """The weights were replaced by those of an earlier evaluation, and no step follows."""
+    if optimizer is not None and _is_schedule_free(optimizer) and optimizer.state:
+        for group in optimizer.param_groups:
+            group["train_mode"] = False
+
+
+# ---- state
+
+# bitsandbytes' names that have another one on disk, by class.
+RENAMED = {"Lion": {"state1": "exp_avg"}}
+DERIVED = ("step", "RMS")  # not moments: a count, and what Adafactor computes anew in each step
+
+
 def moments(optimizer, named: dict):
     """Yields ('<name>.<moment>', tensor in place) for all optimizer state tensors."""
+    renamed = RENAMED.get(type(optimizer).__name__, {})
     for name, parameter in named.items():
-        for key, value in (optimizer.state.get(parameter, {}) if parameter is not None else {}).items():
-            if key != "step" and torch.is_tensor(value):
-                yield f"{name}.{key}", value.detach()
+        found = optimizer.state.get(parameter, {}) if parameter is not None else {}
+        for key, value in found.items():
+            if key not in DERIVED and torch.is_tensor(value):
+                yield f"{name}.{renamed.get(key, key)}", value.detach()
+        if _is_schedule_free(optimizer) and "z" in found:
+            yield f"{name}.{TRAINS}", parameter.detach()
 
 
 def counts(optimizer, named: dict) -> dict:
-    """{'<name>.step': number}."""
+    """{'<name>.<count>': number}."""
+    if _is_schedule_free(optimizer):
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        held = {n: group_of[id(p)] for n, p in named.items() if p is not None and "z" in optimizer.state.get(p, {})}
+        return {f"{n}.{key}": float(group[key]) for n, group in held.items() for key in SCHEDULE_FREE_START}
     states = {n: optimizer.state.get(p, {}) for n, p in named.items() if p is not None}
     return {f"{name}.step": float(state["step"]) for name, state in states.items() if "step" in state}
 
@@ -78,18 +236,34 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         name, _, moment = key.rpartition(".")
         found.setdefault(name, {})[moment] = value
     check_known((*tensors, *numbers), named)
-    eight_bit = type(optimizer).__module__.startswith("bitsandbytes")
+    own = {disk: key for key, disk in RENAMED.get(type(optimizer).__name__, {}).items()}
+    counts_in_int = type(optimizer).__module__.startswith("bitsandbytes") or type(optimizer).__name__ == "Adafactor"
     fused = any(group.get("fused") for group in optimizer.param_groups)  # their step counters are on the device
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, moments in found.items():
         parameter = named[name]
         restored = {}
         for moment, value in moments.items():
             if moment == "step":
                 device = parameter.device if fused else "cpu"
-                restored["step"] = int(value) if eight_bit else torch.tensor(value, dtype=torch.float32, device=device)
+                restored["step"] = (
+                    int(value) if counts_in_int else torch.tensor(value, dtype=torch.float32, device=device)
+                )
+            elif _is_schedule_free(optimizer) and moment in SCHEDULE_FREE_START:
+                group_of[id(parameter)][moment] = type(SCHEDULE_FREE_START[moment])(value)
             else:
-                restored[moment] = torch.from_numpy(np.array(value)).to(parameter.device)
+                restored[own.get(moment, moment)] = _restored(optimizer, parameter, moment, np.array(value))
+        if TRAINS in restored:
+            with torch.no_grad():
+                parameter.copy_(restored.pop(TRAINS))
         optimizer.state[parameter] = restored
+
+
+def _restored(optimizer, parameter, moment: str, array: np.ndarray) -> torch.Tensor:
+    value = torch.from_numpy(array).to(parameter.device)
+    if getattr(optimizer, "is_paged", False) and moment in ("state1", "state2"):
+        return optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)  # paged again
+    return value
 
 
 class LazyArray:

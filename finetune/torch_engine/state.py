@@ -38,10 +38,11 @@ class EngineState:
     def trainable_state(self) -> dict[str, np.ndarray]:
         """The trainable weights on rank 0, gathered one tensor at a time; empty on other ranks."""
         full = {}
-        for name in self.place.trainable:
-            tensor = self.parallel.gather(name)
-            if self.is_rank0:
-                full[name] = tensor
+        with optim.averaged(self.optimizer) as changes_back:
+            for name in self.place.trainable:
+                tensor = self.parallel.gather(name)
+                if self.is_rank0:
+                    full[name] = tensor.clone() if changes_back else tensor
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
@@ -79,9 +80,11 @@ class EngineState:
         return {"counts": counts, **self.scaler.values(), "degrees": list(self.groups.dims.mesh_shape)}
 
     def writes_shards(self) -> bool:
-        """True if each rank can save its own shards: base weights train, and each shard is one slice of the full
-        tensor.
+        """True if each rank can save its own shards: base weights train as they are saved, and each shard is one slice
+        of the full tensor.
         """
+        if self.plan.steps.averages_weights:
+            return False
         dims = self.groups.dims
         sharded = dims.shards * dims.tp * dims.pp > 1
         one_slice = all(cut.blocks == 1 for cut in self.place.slices.values())
@@ -124,7 +127,7 @@ class EngineState:
     def write_model(self, folder, dtype: torch.dtype) -> None:
         """A full model folder in `dtype`, as transformers loads it; gathered and written one tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        with self.parallel.gathered_for_saving():
+        with self.parallel.gathered_for_saving(), optim.averaged(self.optimizer):
             state = self.model.state_dict(keep_vars=True)
 
             def read(name):

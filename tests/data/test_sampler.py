@@ -4,6 +4,7 @@ import pytest
 
 from finetune.data.sampler import Cursor, epoch_order, split_validation, step_rows, total_steps
 from finetune.errors import PlanError
+from tests.support.plans import plan_of
 
 
 @pytest.mark.parametrize(("num_rows", "rows_per_step"), [(40, 8), (41, 8), (3, 8), (1, 1), (7, 7)])
@@ -41,3 +42,10 @@ def test_split_validation_partitions_the_rows():
         assert (split_validation(num_rows, fraction, 7)[1] == validation).all()
     with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, the data has 1."):
         split_validation(1, 0.5, 7)
+
+
+def test_data_seed_orders_rows_and_splits_and_seed_the_rest():
+    plain, other = plan_of(seed=1), plan_of(seed=1, data_seed=2)
+    assert plain.data.seed == 1 and other.data.seed == 2
+    assert other.steps.seed == other.trains.init.seed == 1
+    assert plan_of(seed=2).data == other.data

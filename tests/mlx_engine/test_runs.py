@@ -59,6 +59,26 @@ def test_a_run_resumed_at_a_step_is_bitwise_the_uninterrupted_one(mlx_run, tmp_p
     same_files(folder / "checkpoints" / "step-12", mlx_run / "checkpoints" / "step-12", STATE)
 
 
+def test_options_that_mlx_has_give_torch_s_run_and_move_with_it(tiny_model, rows_file, tmp_path):
+    """Lion, a smoothed loss, the last layer and the schedule: six steps on each engine, and half of them on each."""
+    more = dict(
+        optimizer="lion", label_smoothing=0.1, num_layers=1, lr_scheduler="wsd", data_seed=5, max_steps=6, wd=0.1
+    )
+    flags = {b: flags_of(tiny_model, rows_file, tmp_path / b, **more, backend=b, save_every=3) for b in ("mlx", "cpu")}
+    for of_backend in flags.values():
+        assert fine_tune(**of_backend).step == 6
+    assert losses(tmp_path / "mlx") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    folder = copy_up_to(tmp_path / "cpu", 3, tmp_path / "moved")
+    assert fine_tune(resume="auto", output_dir=str(folder), backend="mlx").step == 6
+    assert losses(folder) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    with pytest.raises(PlanError, match="--neftune_noise_alpha 5.0: mlx-lm has no noise on embeddings"):
+        fine_tune(**flags["mlx"] | {"output_dir": str(tmp_path / "refused")}, neftune_noise_alpha=5)
+    with pytest.raises(
+        PlanError, match="--optimizer adafactor: the MLX engine has adamw, adam, sgd, adadelta and lion"
+    ):
+        fine_tune(**flags["mlx"] | {"output_dir": str(tmp_path / "refused"), "optimizer": "adafactor"})
+
+
 @pytest.mark.slow
 def test_the_command_line_resumes_the_run(mlx_run, tmp_path):
     folder = copy_up_to(mlx_run, 9, tmp_path / "out")

@@ -14,14 +14,16 @@ from urllib.parse import unquote, urlsplit
 
 
 @contextlib.contextmanager
-def serve(models=None, datasets=None, token=None, uploads=None) -> Iterator[str]:
+def serve(models=None, datasets=None, token=None, uploads=None, log=None) -> Iterator[str]:
     """The endpoint's URL for HF_ENDPOINT. `models`, `datasets`: {repo id: folder}. With `token`, 401 without it.
-    `uploads`: a folder in which uploaded repositories are made, as uploads/ORG/NAME.
+    `uploads`: a folder in which uploaded repositories are made, as uploads/ORG/NAME. `log`: receives (method, path,
+    status, bytes sent) of each answer.
     """
     repos = {("models", k): Path(v) for k, v in (models or {}).items()}
     repos |= {("datasets", k): Path(v) for k, v in (datasets or {}).items()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.repos, server.token, server.log, server.uploads = repos, token, [], uploads and Path(uploads)
+    server.sent = [] if log is None else log
     server.large, server.private = {}, {}
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -174,5 +176,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
+        self.server.sent.append((self.command, self.path, status, 0 if self.command == "HEAD" else len(body)))
         if self.command != "HEAD":
             self.wfile.write(body)

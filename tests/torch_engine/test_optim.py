@@ -6,17 +6,32 @@ import torch
 
 from finetune.config import OPTIMIZERS, TrainConfig
 from finetune.errors import PlanError
-from finetune.plan.parts import StepsPlan
+from finetune.estimate.memory import optimizer_bytes, trainable_tensors
+from finetune.estimate.model_cost import ModelCost
+from finetune.estimate.model_shape import shape_of_files
+from finetune.model_files.files import find_model
+from finetune.plan.parts import Parts, StepsPlan
 from finetune.torch_engine import optim
+from tests.support import tiny
+from tests.support.engine_access import optimizer as optimizer_of
 from tests.support.engine_access import trainable_params
 from tests.support.engines import batches, engine
 from tests.support.plans import plan_of
 
+EVERY = [(kind, name) for name in OPTIMIZERS for kind in ("full", "lora") if (kind, name) != ("lora", "muon")]
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("train_type", ["full", "lora"])
+
+def needs(optimizer: str) -> None:
+    """Skips without the package of an optimizer."""
+    if optimizer == "schedule_free_adamw":
+        pytest.importorskip("schedulefree")
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize(("train_type", "optimizer"), EVERY)
 def test_every_optimizer_learns_and_restores_its_saved_state_bitwise(optimizer, train_type, device):
-    lr = {"sgd": 0.5, "adadelta": 3.0 if train_type == "full" else 30.0}.get(optimizer, 5e-3)
+    needs(optimizer)
+    lr = {"sgd": 0.5, "adadelta": 3.0 if train_type == "full" else 30.0, "lion": 1e-3}.get(optimizer, 5e-3)
     first = engine(train_type=train_type, optimizer=optimizer, device=device)
     losses = [first.train_step(batches(), lr).nll for _ in range(6)]
     assert losses[-1] < losses[0]
@@ -76,3 +91,99 @@ def test_betas_reach_a_run_and_are_refused_where_no_adam_is(device):
     assert losses[0] != losses[1]
     with pytest.raises(PlanError, match="--adam_beta1 0.8: is of Adam"):
         plan_of(optimizer="sgd", adam_beta1=0.8)
+
+
+def library(optimizer: str, parameters: list):
+    """The optimizer as its library's users make it."""
+    if optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False, weight_decay=0.1)
+    if optimizer == "schedule_free_adamw":
+        made = pytest.importorskip("schedulefree").AdamWScheduleFree(parameters, lr=1e-2, weight_decay=0.1)
+        made.train()
+        return made
+    if optimizer == "muon":
+        return torch.optim.Muon(parameters, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return pytest.importorskip("lion_pytorch").Lion(parameters, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "schedule_free_adamw", "muon", "lion"])
+def test_each_optimizer_is_its_library_s(optimizer):
+    """Six steps on the same gradients; Lion, which bitsandbytes computes, against lion-pytorch."""
+    betas = {"adam_beta2": 0.99} if optimizer == "lion" else {}
+    steps = StepsPlan.of(TrainConfig(optimizer=optimizer, lr=1e-2, wd=0.1, **betas))
+    start = torch.linspace(-1, 1, 48).reshape(6, 8)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    reference = library(optimizer, [theirs])
+    built = optim.build({"w": ours}, steps, torch.device("cpu"), matrices=frozenset(["w"]))
+    for i in range(6):
+        for parameter, one in ((ours, built), (theirs, reference)):
+            parameter.grad = torch.sin(start * (i + 1))
+            one.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    if optimizer == "schedule_free_adamw":
+        y = ours.detach().clone()
+        reference.eval()
+        with optim.averaged(built):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+            assert (ours - y).abs().max() > 1e-4
+        assert torch.equal(ours, y) and built.param_groups[0]["train_mode"]
+
+
+def test_lion_on_mlx_is_lion_on_torch():
+    mx = pytest.importorskip("mlx.core")
+    from finetune.mlx_engine.optim import Optimizer
+
+    steps = StepsPlan.of(TrainConfig(optimizer="lion", lr=1e-2, wd=0.1, adam_beta2=0.99))
+    start = torch.linspace(-1, 1, 48).reshape(6, 8)
+    ours, on_mlx, weights = torch.nn.Parameter(start.clone()), Optimizer(steps), {"w": mx.array(start.numpy())}
+    built = optim.build({"w": ours}, steps, torch.device("cpu"))
+    for i in range(6):
+        ours.grad = torch.sin(start * (i + 1))
+        weights, moments = on_mlx.step(weights, {"w": mx.array(ours.grad.numpy())}, mx.array(1e-2))
+        on_mlx.applied(weights, moments)
+        built.step()
+    np.testing.assert_allclose(np.array(weights["w"]), ours.detach().numpy(), rtol=0, atol=1e-6)
+    tensors, counts = optim.state(built, {"w": ours})
+    np.testing.assert_allclose(np.array(moments["w.exp_avg"]), tensors["w.exp_avg"], rtol=0, atol=1e-6)
+    assert counts == on_mlx.counts
+
+
+OF_THEIR_OWN = ("adafactor", "lion", "schedule_free_adamw", "muon", "adamw_8bit")
+COUNTED = [pytest.param(*pair, marks=[] if pair[1] in OF_THEIR_OWN else pytest.mark.slow) for pair in EVERY]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize(("train_type", "optimizer"), COUNTED)
+def test_predicted_bytes_of_the_optimizer_are_those_it_holds(optimizer, train_type, tmp_path):
+    needs(optimizer)
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path)
+    shape = shape_of_files(find_model(str(tmp_path)))
+    built = engine(train_type=train_type, optimizer=optimizer, model=model)
+    built.train_step(batches(), 1e-3)
+    m = ModelCost(shape, Parts(TrainConfig(train_type=train_type, optimizer=optimizer, precision="fp32")))
+    predicted = optimizer_bytes(m, trainable_tensors(m))
+    # Without counts, and bitsandbytes' code books of 256 levels.
+    states = [state.items() for state in optimizer_of(built).state.values()]
+    names = ("step", "RMS", "qmap1", "qmap2")
+    assert predicted == sum(t.nbytes for state in states for k, t in state if torch.is_tensor(t) and k not in names)
+
+
+def test_the_plan_says_what_an_optimizer_changes_and_where_it_is_not():
+    assert plan_of(optimizer="paged_adamw_8bit").steps.optimizer == "adamw_8bit"
+    assert plan_of(optimizer="paged_adamw_32bit").steps.optimizer == "adamw"
+    assert plan_of(optimizer="lion").steps.adam_beta2 == 0.99
+    assert plan_of(optimizer="lion", adam_beta2=0.95).steps.adam_beta2 == 0.95
+    assert plan_of(optimizer="schedule_free_adamw", dry_run=True).steps.lr_scheduler == "constant"
+    for words, why in (
+        (dict(optimizer="muon", train_type="lora"), "orthogonal"),
+        (dict(optimizer="schedule_free_adamw", lr_scheduler="cosine"), "averages weights"),
+        (dict(optimizer="adafactor", adam_beta1=0.8), "is of Adam"),
+        (dict(optimizer="muon", train_type="full", world_size=2), "takes whole matrices"),
+        (dict(optimizer="adafactor", world_size=2, tp_degree=2), "takes whole"),
+        (dict(optimizer="schedule_free_adamw", train_type="full", world_size=2, dry_run=True), "averaged weights"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            plan_of(**words)

@@ -18,7 +18,7 @@ class BadRow:
 @dataclass(frozen=True)
 class RawDataset:
     """Rows as read. `skipped`: the reason for each bad row left out; at most `skip_bad_rows` over all stages.
-    `digest`: sha256 of the bytes read.
+    `digest`: sha256 of the bytes read. `about`: how many rows there are, roughly, if these are the first of them.
     """
 
     rows: list[dict]
@@ -28,6 +28,7 @@ class RawDataset:
     digest: str
     description: str
     skip_bad_rows: int = 0
+    about: int | None = None
 
 
 def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:

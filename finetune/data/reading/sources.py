@@ -8,6 +8,7 @@ import re
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from finetune.data.reading.first_rows import counted, first_rows
 from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
@@ -56,16 +57,21 @@ def read_rows(
     split: str = "train",
     flag: str = "--dataset",
     text_unit: str = "auto",
+    only_first: bool = False,
 ) -> RawDataset:
     """Reads the first `samples` rows (-1: all) of a file, a folder, a Hub dataset or a dataset alias.
 
-    `flag`: the flag that named it, for error messages. `text_unit`: see finetune/config.py. Raises PlanError naming
-    file and line for anything unreadable.
+    `flag`: the flag that named it, for error messages. `text_unit`: see finetune/config.py. `only_first`: of
+    the Hub the first rows, of one file. Raises PlanError naming file and line for anything unreadable.
     """
     if samples == 0:
         raise PlanError("--dataset_samples 0: leaves no rows. Use -1 for all of them.")
-    files, description, word_samples = find_files(dataset, split, flag, text_unit)
+    files, description, word_samples = find_files(dataset, split, flag, text_unit, only_first)
     samples = word_samples if samples < 0 else samples
+    about = None
+    if only_first and not is_local(dataset):
+        about = counted(files[0][1])[0]
+        about = about if about is None or samples < 0 else min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
     rows, sources, columns, skipped = collected(every_row, skip_bad_rows, samples)
@@ -73,19 +79,23 @@ def read_rows(
         name = files[0][2] if len(files) == 1 else dataset
         bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
-    return RawDataset(rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows)
+    return RawDataset(
+        rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows, about
+    )
 
 
 # ------ finding files
 
 
-def find_files(dataset: str, split: str, flag: str, text_unit: str = "auto") -> tuple[list, str, int]:
-    """([(reader, path, label)], description, default number of rows)."""
+def find_files(
+    dataset: str, split: str, flag: str, text_unit: str = "auto", only_first: bool = False
+) -> tuple[list, str, int]:
+    """([(reader, path, label)], description, default number of rows). `only_first`: see read_rows."""
     if dataset == "dummy":
         return [(read_dummy, None, "dummy")], "dummy: generated sums", -1
     if dataset in DATASET_ALIASES:
         name, split, samples = DATASET_ALIASES[dataset]
-        files, description = hub_files(name, split, flag)
+        files, description = hub_files(name, split, flag, only_first)
         return files, f"{dataset}: {description}", samples
     if "\0" in dataset or not dataset or len(dataset) > 4000:
         raise PlanError(f"{flag} {dataset[:80]!r}: not a path. Give a file, a folder or a Hub name.")
@@ -100,7 +110,7 @@ def find_files(dataset: str, split: str, flag: str, text_unit: str = "auto") -> 
     if path.exists():
         raise PlanError(f"{flag} {dataset}: not a regular file. Give a file, a folder or a Hub name.")
     if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
-        files, description = hub_files(dataset, split, flag)
+        files, description = hub_files(dataset, split, flag, only_first)
         return files, description, -1
     words = ", ".join((*DATASET_ALIASES, "dummy"))
     raise PlanError(f"{flag} {dataset}: no such file. Give a file, a folder, a Hub name (org/name), or one of {words}.")
@@ -181,8 +191,19 @@ def choose_files(names: list[str], split: str, what: str) -> list[str]:
     return chosen
 
 
-def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
-    """Files of one split of `org/name` or `org/name:config`, downloaded to the Hub cache.
+def is_local(name: str) -> bool:
+    """True for a dataset that is read without a network."""
+    if name in DATASET_ALIASES:
+        return False
+    try:
+        return name == "dummy" or Path(name).expanduser().exists()
+    except RuntimeError:  # a home that does not exist, which reading says
+        return True
+
+
+def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> tuple[list, str]:
+    """Files of one split of `org/name` or `org/name:config`, downloaded to the Hub cache; with `only_first` the first
+    rows of the first, unless it is there.
     Honors HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
     """
     import huggingface_hub
@@ -207,6 +228,10 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
             with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
                 card = info.card_data.to_dict() if info.card_data else {}
                 chosen, commit = _hub_choice(names, card, config, split, what), info.sha or "main"
+            if only_first:
+                cached = huggingface_hub.try_to_load_from_cache(name, chosen[0], cache, commit, kind)
+                path = Path(cached) if isinstance(cached, str) else first_rows(name, chosen[0], commit, len(chosen))
+                return _first_of(dataset, split, flag, chosen, commit, path)
             paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
         raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
@@ -217,6 +242,17 @@ def hub_files(dataset: str, split: str, flag: str) -> tuple[list, str]:
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
+
+
+def _first_of(dataset: str, split: str, flag: str, chosen: list, commit: str, path: Path) -> tuple[list, str]:
+    """What hub_files returns for the first rows of a split's first file."""
+    name, what = dataset.partition(":")[0], f"{flag} {dataset}"
+    about, moved = counted(path)
+    size = f"about {about:,}" if about else "all"
+    others = f", the first of {len(chosen)} files" if len(chosen) > 1 else ""
+    read = f", {moved / 2**10:,.0f} KiB" if moved else ""
+    said = f"{dataset} {split} at {commit[:12]} ({chosen[0]}{others}): its first rows of {size}{read}"
+    return [(_reader(chosen[0], what, split), path, f"{name}/{chosen[0]}")], said
 
 
 def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str) -> list[str]:

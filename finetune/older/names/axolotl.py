@@ -181,7 +181,8 @@ AXOLOTL: Names = {
     "bnb_config_kwargs": ByValue({"*": Instead("There are --quant_type, --double_quant and --n_bits.")}),
     "evals_per_epoch": ByValue({"1": "--eval_every auto", "*": LeftOut("--eval_every N evaluates every N steps.")}),
     "saves_per_epoch": LeftOut("--save_every N saves every N steps; the last step is saved."),
-    **instead(ALL_LAYERS, "peft_layers_to_transform", "peft_layers_pattern", "unfrozen_parameters", "lisa_n_layers"),
+    "peft_layers_to_transform": "layers_to_transform",
+    **instead(ALL_LAYERS, "peft_layers_pattern", "unfrozen_parameters", "lisa_n_layers"),
     **instead("Every layer has the same rank and alpha. Omit it.", "lora_rank_pattern", "lora_alpha_pattern"),
     **instead(
         "Name embeddings and head in --lora_target_modules, which trains adapters on them.",

@@ -1,18 +1,26 @@
 """Names of transformers' TrainingArguments, 5.23, and of older versions that are still typed."""
 
+from finetune.config import OPTIMIZERS as OPTIMIZER_WORDS
+from finetune.config import SCHEDULES as SCHEDULE_WORDS
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
 
 IN_THE_FILE = LeftOut("metrics.jsonl in --output_dir has them in any case.")
 ADAMW = ("adamw", "adamw_torch", "adamw_hf", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused")
-PAGED = ("paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit")
 OPTIMIZERS = ByValue(
     {
-        **dict.fromkeys((*ADAMW, "adamw_torch_xla", *PAGED), "--optimizer adamw"),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "--optimizer adamw_8bit"),
-        **{name: f"--optimizer {name}" for name in ("adam", "sgd", "adadelta")},
-        "*": Instead("There are adamw, adam, sgd, adadelta and adamw_8bit."),
+        **dict.fromkeys((*ADAMW, "adamw_torch_xla"), "--optimizer adamw"),
+        "adamw_bnb_8bit": "--optimizer adamw_8bit",
+        "paged_adamw": "--optimizer paged_adamw_32bit",
+        **dict.fromkeys(("lion_32bit", "lion_pytorch"), "--optimizer lion"),
+        **dict.fromkeys(("lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "--optimizer lion"),
+        **{name: f"--optimizer {name}" for name in OPTIMIZER_WORDS},
+        "*": Instead(f"There are {', '.join(OPTIMIZER_WORDS)}."),
     },
-    dict.fromkeys(PAGED, "nothing is paged out of its memory"),
+    {
+        "lion_8bit": "its moment is fp32 here",
+        "paged_lion_8bit": "its moment is fp32 here, and is not paged",
+        "paged_lion_32bit": "its moment is not paged",
+    },
 )
 SCHEDULES = ByValue(
     {
@@ -22,13 +30,16 @@ SCHEDULES = ByValue(
         "cosine_with_restarts": "--lr_scheduler cosine_with_restarts | --cosine_min_lr_ratio 0",
         "polynomial": Instead("Here polynomial falls with the square to 0: --lr_scheduler polynomial, or linear."),
         "cosine_with_min_lr": "--lr_scheduler cosine",
-        "*": Instead("There are constant, linear, cosine, cosine_with_restarts, polynomial and exponential."),
+        "inverse_sqrt": "--lr_scheduler inverse_sqrt",
+        **dict.fromkeys(("warmup_stable_decay", "wsd"), "--lr_scheduler wsd"),
+        "*": Instead(f"There are {', '.join(SCHEDULE_WORDS)}."),
     },
     {
         "cosine": "there it falls to 0",
         "cosine_with_restarts": "it has two cycles here",
         "cosine_with_min_lr": "--cosine_min_lr_ratio says how far it falls",
         "constant_with_warmup": "with --warmup_steps",
+        **dict.fromkeys(("warmup_stable_decay", "wsd"), "--wsd_decay_ratio says how long it decays"),
     },
 )
 LOGGED = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -102,13 +113,14 @@ REENTRANT = Computed(reentrant, "`--reentrant_checkpointing`")
 
 HF: Names = {
     **same("output_dir", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps"),
-    **same("seed", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    **same("seed", "data_seed", "neftune_noise_alpha", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"),
     "warmup_steps": WARMUP,
     "per_device_train_batch_size": "batch_size",
     "per_gpu_train_batch_size": "batch_size",
     "num_train_epochs": "num_epochs",
     "lr_scheduler_type": SCHEDULES,
     "optim": OPTIMIZERS,
+    "label_smoothing_factor": "label_smoothing",
     "bf16": PRECISION_OF_BF16,
     "fp16": PRECISION_OF_FP16,
     "gradient_checkpointing": "use_gradient_checkpointing",
@@ -160,14 +172,13 @@ HF: Names = {
         {"true": LeftOut("--push_to_hub makes a private repository."), "*": Instead("Make it public on the Hub.")}
     ),
     # What is asked for by these is not here.
-    **instead("Label smoothing is not here. Omit it.", "label_smoothing_factor"),
-    **instead("Noise on embeddings (NEFTune) is not here. Omit it.", "neftune_noise_alpha"),
     **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optim_args"),
     **instead("GaLore and APOLLO are not here; --train_type lora trains few weights. Omit it.", "optim_target_modules"),
     **instead(
-        "A schedule has --warmup_steps, --warmup_ratio and --cosine_min_lr_ratio. Omit it.", "lr_scheduler_kwargs"
+        "A schedule has --warmup_steps, --warmup_ratio, --cosine_min_lr_ratio, --wsd_decay_ratio and --wsd_decay_type. "
+        "Omit it.",
+        "lr_scheduler_kwargs",
     ),
-    **instead("One seed, --seed, shuffles rows and draws dropout and adapters. Omit it.", "data_seed"),
     **instead(
         "Rows are shuffled. Omit it, and see --batch_layout.",
         "group_by_length",

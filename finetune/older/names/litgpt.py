@@ -89,7 +89,7 @@ LITGPT: Names = {
     **left_out("Tied weights stay tied.", "train.tie_embeddings"),
     **left_out("The model is evaluated before and after training.", "eval.initial_validation", "eval.final_validation"),
     **left_out("All validation rows are evaluated.", "eval.max_iters", "eval.evaluate_example"),
-    **left_out(
-        "One seed, --seed.", "data.seed", "data.init_args.seed", "data.num_workers", "data.init_args.num_workers"
-    ),
+    **left_out("Rows are prepared while the device computes.", "data.num_workers", "data.init_args.num_workers"),
+    "data.seed": "data_seed",
+    "data.init_args.seed": "data_seed",
 }

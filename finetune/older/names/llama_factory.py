@@ -90,6 +90,7 @@ def quantized(value) -> str | Instead:
 
 LLAMA_FACTORY: Names = {
     **{name: entry for name, entry in HF.items()},
+    "use_muon": ByValue({"true": "--optimizer muon", "false": ""}),
     **same("lora_rank", "lora_alpha", "lora_dropout", "loraplus_lr_ratio", "use_rslora", "use_dora", "streaming"),
     **same("train_on_prompt", "simpo_gamma", "master_addr", "master_port", "profiler_warmup_steps"),
     "model_name_or_path": "model_name",
@@ -185,8 +186,8 @@ LLAMA_FACTORY: Names = {
     **instead("Unsloth is not used here. Omit it.", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths"),
     **instead("Vocabularies are not changed. Omit it.", "resize_vocab", "add_tokens", "add_special_tokens"),
     **instead(
-        "There are adamw, adam, sgd, adadelta and adamw_8bit.",
-        *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
+        "GaLore, APOLLO, BAdam and Adam-mini are not here; --optimizer has others that keep less. Omit it.",
+        *("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
     ),
     **instead("There are LoRA, DoRA, rsLoRA and LoRA+. Omit it.", "module_dropout", "oft_rank", "oft_target"),
     **instead(

@@ -1,5 +1,6 @@
 """Names of mlx_lm.lora, 0.32: its flags and the keys of its YAML. Nested keys are joined by dots."""
 
+from finetune.config import SCHEDULES
 from finetune.older.names.entries import ByValue, Instead, LeftOut, Names, instead, left_out, same
 from finetune.older.names.hf import OPTIMIZERS, TRACKERS
 
@@ -19,15 +20,8 @@ MLX_LM: Names = {
     "mask_prompt": ByValue(
         {"true": LeftOut("Only answers are learned by default."), "false": "--train_on_prompt true"}
     ),
-    "num_layers": ByValue(
-        {
-            "-1": LeftOut("All layers have adapters."),
-            "*": Instead(
-                "All layers have adapters; --lora_target_modules takes a regex, such as '.*layers\\.2[0-9]\\..*'."
-            ),
-        }
-    ),
-    "lora_layers": ByValue({"-1": LeftOut("All layers have adapters."), "*": Instead("All layers have adapters.")}),
+    "num_layers": "num_layers",
+    "lora_layers": "num_layers",
     "iters": ByValue({"*": "--max_steps {}"}, {"*": "here they are optimizer steps"}),
     "steps_per_report": "log_every_n_steps",
     "steps_per_eval": "eval_every",
@@ -51,7 +45,7 @@ MLX_LM: Names = {
             "cosine_decay": "--lr_scheduler cosine | --cosine_min_lr_ratio 0",
             "linear_schedule": "--lr_scheduler linear",
             "exponential_decay": "--lr_scheduler exponential",
-            "*": Instead("There are constant, linear, cosine, cosine_with_restarts, polynomial and exponential."),
+            "*": Instead(f"There are {', '.join(SCHEDULES)}."),
         }
     ),
     "lr_schedule.warmup": "warmup_steps",

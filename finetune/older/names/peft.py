@@ -13,7 +13,8 @@ INITS = ByValue(
     {"pissa_niter_16": "computed exactly"},
 )
 ALL_LAYERS = (
-    "Every layer has adapters; --lora_target_modules takes a regex on names, such as '.*layers\\.[0-3]\\..*proj'."
+    "--num_layers and --layers_to_transform choose layers; --lora_target_modules takes a regex on names, such as "
+    "'.*layers\\.[0-3]\\..*proj'."
 )
 
 PEFT: Names = {
@@ -21,7 +22,8 @@ PEFT: Names = {
     "init_lora_weights": INITS,
     "r": "lora_rank",
     "target_modules": "lora_target_modules",
-    **instead(ALL_LAYERS, "layers_to_transform", "layers_pattern", "exclude_modules"),
+    "layers_to_transform": "layers_to_transform",
+    **instead(ALL_LAYERS, "layers_pattern", "exclude_modules"),
     **instead("Every layer has the same rank and alpha. Omit it.", "rank_pattern", "alpha_pattern"),
     **instead(
         "Name embeddings and head in --lora_target_modules, which trains adapters on them.",

@@ -1,5 +1,6 @@
 """Keys of torchtune's recipes, 0.6. Nested keys are joined by dots; `_component_` is left out of the names."""
 
+from finetune.config import OPTIMIZERS, SCHEDULES
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
 from finetune.older.names.trl import DTYPES
 
@@ -20,16 +21,20 @@ def model_of(value) -> str:
 
 def optimizer_of(value) -> str | Instead:
     word = str(value).rsplit(".", 1)[-1].lower()
-    known = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "adamw8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit"}
+    known = {
+        **{name: name for name in ("adamw", "adam", "sgd", "adadelta", "adafactor", "muon")},
+        **{"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw32bit": "paged_adamw_32bit"},
+        **{"pagedadamw": "paged_adamw_32bit", "lion": "lion", "adamwschedulefree": "schedule_free_adamw"},
+    }
     if word not in known:
-        return Instead("There are adamw, adam, sgd, adadelta and adamw_8bit.")
+        return Instead(f"There are {', '.join(OPTIMIZERS)}.")
     return f"--optimizer {known[word]}"
 
 
 def schedule_of(value) -> str | Instead:
     if str(value).endswith("get_cosine_schedule_with_warmup"):
         return "--lr_scheduler cosine --cosine_min_lr_ratio 0"
-    return Instead("There are constant, linear, cosine, cosine_with_restarts, polynomial and exponential.")
+    return Instead(f"There are {', '.join(SCHEDULES)}.")
 
 
 def loss_of(value) -> str | LeftOut | Instead:
@@ -110,7 +115,7 @@ TORCHTUNE: Names = {
     "profiler.with_stack": "with_stack",
     "profiler.record_shapes": "with_shapes",
     "profiler.profile_memory": "profile_memory",
-    **instead("Label smoothing is not here. Omit it.", "loss.label_smoothing"),
+    "loss.label_smoothing": "label_smoothing",
     **instead("The optimizer steps after the backward pass. Omit it.", "optimizer_in_bwd"),
     **instead("Training computes in fp32, bf16 or fp16. Omit it.", "quantizer", "enable_fp8_training"),
     **left_out(

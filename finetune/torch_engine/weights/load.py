@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import quantization_wrapper
+from finetune.adapters.targets import in_layers
 from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
@@ -68,6 +69,7 @@ def layers_of(model, folder, trains: Trains) -> Layers:
     if not isinstance(trains, Adapter):
         return Layers(new, linears, moe, [], False)
     adapted = target_names(model, trains.targets, trains.dora)
+    adapted = in_layers(adapted, linears, trains.last_layers, trains.layers)
     return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_full_base)
 
 

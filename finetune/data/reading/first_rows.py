@@ -1,0 +1,104 @@
+"""The first rows of a file on the Hub, by range requests, as a file of the same kind here: what a dry run reads."""
+
+import itertools
+import json
+from pathlib import Path
+
+from finetune.errors import PlanError
+from finetune.model_files.hub_ranges import RemoteFile, looks_folder
+from finetune.system.files import replace
+from finetune.system.json_files import read_json
+from finetune.system.untrusted import untrusted
+
+FIRST_BYTES = 2**18  # of text: some hundred rows
+PARQUET_ROWS, PARQUET_BUFFER = 128, 2**16
+SMALL_BYTES = 2**20  # a file that is read in full, of whatever kind
+LINES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".md")
+COUNT = ".count.json"  # beside the rows: about how many the file has, and what was read of it
+
+
+class NotReadError(PlanError):
+    """A file whose first rows are not to be had without the whole."""
+
+
+def first_rows(repo_id: str, name: str, commit: str, files: int = 1) -> Path:
+    """A file with the first rows of a dataset's file, the first of so many, kept for the next dry run. Raises
+    NotReadError, and what huggingface_hub does.
+    """
+    target = looks_folder("dataset", repo_id, commit) / name
+    count = target.with_name(target.name + COUNT)
+    if target.is_file() and count.is_file():
+        return target
+    remote = RemoteFile(repo_id, name, commit, "dataset")
+    content, rows = _first(remote, target.suffix.lower(), f"{repo_id}/{name}")
+    if files > 1:  # taken to be as long as this one
+        rows = files * (rows or content.count(b"\n"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replace(target) as file:
+        file.write(content)
+    with replace(count) as file:
+        file.write(json.dumps({"rows": rows, "moved": remote.moved}).encode())
+    return target
+
+
+def counted(path: Path) -> tuple[int | None, int]:
+    """(about how many rows there are on the Hub, None if these are all; bytes that were read of it)."""
+    file = path.with_name(path.name + COUNT)
+    found = read_json(file, {}) if file.is_file() else {}
+    return found.get("rows"), found.get("moved", 0)
+
+
+def _first(remote: RemoteFile, suffix: str, label: str) -> tuple[bytes, int | None]:
+    """(content of a file with the first rows, about how many there are; None if these are all)."""
+    if suffix == ".parquet":
+        return _of_parquet(remote, label)
+    start = remote.read_range(0, FIRST_BYTES)
+    if len(start) == remote.size:
+        return start, None
+    if suffix in LINES or (suffix == ".json" and start.lstrip().startswith(b"{") and b"}\n{" in start):
+        kept = _complete_lines(start, quotes=suffix in (".csv", ".tsv"))
+    elif suffix == ".json" and start.lstrip().startswith(b"["):
+        kept = _complete_entries(start)
+    elif remote.size <= SMALL_BYTES:
+        return remote.read_range(0, SMALL_BYTES), None
+    else:
+        raise NotReadError(f"{label} is {remote.size / 2**20:,.0f} MiB of {suffix}, which has to be read in full")
+    if not kept:
+        raise NotReadError(f"{label} has no end of a row in its first {FIRST_BYTES >> 10} KiB")
+    rows = kept.count(b"\n")
+    return kept, round(rows * remote.size / len(kept))
+
+
+def _complete_lines(start: bytes, quotes: bool) -> bytes:
+    """Up to the last line that is complete; with `quotes`, that does not end within a quoted field."""
+    end = start.rfind(b"\n") + 1
+    while quotes and end and start.count(b'"', 0, end) % 2:
+        end = start.rfind(b"\n", 0, end - 1) + 1
+    return start[:end]
+
+
+def _complete_entries(start: bytes) -> bytes:
+    """The complete entries at the start of a JSON array, one a line, as an array of their own."""
+    text, decoder, found = start.decode("utf-8", "ignore"), json.JSONDecoder(), []
+    at = text.index("[") + 1
+    while True:
+        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
+        try:
+            entry, at = decoder.raw_decode(text, at)
+        except ValueError:
+            break
+        found.append(json.dumps(entry))
+    return ("[" + ",\n".join(found) + "\n]").encode() if found else b""
+
+
+def _of_parquet(remote: RemoteFile, label: str) -> tuple[bytes, int | None]:
+    import pyarrow
+    from pyarrow import parquet
+
+    with untrusted(f"{label}: cannot be read", "Download it and give a local file."):
+        file = parquet.ParquetFile(remote, pre_buffer=False, buffer_size=PARQUET_BUFFER)
+        total = file.metadata.num_rows
+        batches = list(itertools.islice(file.iter_batches(PARQUET_ROWS), 1))
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(pyarrow.Table.from_batches(batches, file.schema_arrow), sink)
+    return sink.getvalue().to_pybytes(), total if total > PARQUET_ROWS else None

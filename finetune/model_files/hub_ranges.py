@@ -1,0 +1,184 @@
+"""Parts of files on the Hub, by HTTP range requests: what a dry run reads of a model or a dataset that is not here."""
+
+import io
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import PlanError
+from finetune.model_files.files import (
+    GENERATION,
+    INDEX,
+    MAX_JSON_BYTES,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    ModelFiles,
+    index_shards,
+    read_folder,
+)
+from finetune.model_files.hub import (
+    answer_in_time,
+    cache_root,
+    endpoint,
+    hub_errors,
+    hub_unreachable,
+    looks_like_hub_id,
+)
+from finetune.system.files import is_plain_name, new_folder
+from finetune.system.untrusted import untrusted
+
+FIRST_BYTES = 2**16  # of a weight file: most headers are shorter
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+AT_ONCE = 8
+PLACEHOLDERS = (".bin", ".pt", ".pth", ".gguf")  # what a folder is refused for, by its names alone
+BNB_STATE = ".quant_state.bitsandbytes__"
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of a Hub repository as one that can be read and sought, each read a range request.
+
+    `kind`: model or dataset. `moved`: bytes of content that came over the network. Raises what huggingface_hub does.
+    """
+
+    def __init__(self, repo_id: str, name: str, revision: str, kind: str = "model"):
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(repo_id, name, repo_type=kind, revision=revision, endpoint=endpoint())
+        self.name, self.url, self.at, self.moved = name, url, 0, 0
+        self._size: int | None = None
+
+    def read_range(self, first: int, length: int) -> bytes:
+        """At most `length` bytes from `first` on: fewer at the end of the file."""
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        headers = build_hf_headers() | {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        found = bytearray()
+        with get_session().stream("GET", self.url, headers=headers, follow_redirects=True) as response:
+            if response.status_code == 416:  # nothing from there on
+                return b""
+            hf_raise_for_status(response)
+            whole = response.status_code == 200  # a server that knows no ranges sends all: the rest is left
+            total = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
+            self._size = int(total[1]) if total else int(response.headers.get("Content-Length", 0))
+            skip = first if whole else 0
+            for piece in response.iter_bytes():
+                self.moved += len(piece)
+                found += piece
+                if len(found) >= skip + length:
+                    break
+        return bytes(found[skip : skip + length])
+
+    @property
+    def size(self) -> int:
+        if self._size is None:
+            self.read_range(0, 1)
+        assert self._size is not None
+        return self._size
+
+    # ---- io.RawIOBase, for pyarrow
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.size)[whence] if whence else offset
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, length: int = -1) -> bytes:
+        length = self.size - self.at if length is None or length < 0 else length
+        found = self.read_range(self.at, length) if length else b""
+        self.at += len(found)
+        return found
+
+    def readinto(self, buffer: Any) -> int:
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
+    """Where what was read of a repository at a commit is kept for the next dry run. PlanError for no commit's name."""
+    if not is_plain_name(commit):
+        raise PlanError(f"{repo_id}: {endpoint()} names the commit {commit[:80]!r}. Use another HF_ENDPOINT.")
+    return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit
+
+
+def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | None, str]:
+    """(a Hub model by its config, tokenizer and the headers of its weights, None if the Hub cannot be reached; a line
+    that says what was read, or why not).
+
+    The weights' files have their headers and their sizes, and no content: only a dry run may see them. Raises PlanError
+    for a repository that is not there, or that a run would refuse.
+    """
+    said = f"--model_name {repo_id}"
+    if not looks_like_hub_id(repo_id):
+        return None, ""
+    if problem := hub_unreachable():
+        return None, problem
+    from huggingface_hub import HfApi
+
+    answer_in_time()
+    with hub_errors(repo_id, revision, said):
+        info = HfApi(endpoint=endpoint()).model_info(repo_id, revision=revision)
+        commit, names = str(info.sha), {f.rfilename for f in info.siblings or ()}
+        folder, moved = looks_folder("model", repo_id, commit), 0
+        if not (folder / "config.json").is_file():
+            moved = _read_model(repo_id, commit, names, folder, said)
+    files = read_folder(folder, repo_id, commit, "hub", said)
+    here = f"{moved / 2**20:.1f} MiB read" if moved >= 2**20 else f"{moved / 2**10:.0f} KiB read"
+    size = sum(path.stat().st_size for path in files.weight_files)
+    what = f"{here} of its {size / 2**30:,.2f} GiB" if moved else "read before"
+    return files, f"{repo_id} is not on this disk: its config and the headers of its weights, {what}"
+
+
+def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: str) -> int:
+    """Writes `folder`; bytes that moved."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    moved = 0
+    with new_folder(folder) as made:
+        texts = [n for n in ("config.json", "adapter_config.json", INDEX, GENERATION, *TOKENIZER_FILES) if n in names]
+        for name in texts:
+            remote = RemoteFile(repo_id, name, commit)
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            (made / name).write_bytes(remote.read_range(0, MAX_JSON_BYTES + 1))
+            moved += remote.moved
+        for name in names:
+            if "/" not in name and Path(name).suffix in PLACEHOLDERS:
+                (made / name).touch()
+        shards = [WEIGHTS] if WEIGHTS in names else index_shards(made, said) if INDEX in names else []
+        if missing := [name for name in shards if name not in names]:
+            raise PlanError(f"{said}: {missing[0]} is missing on {endpoint()}. Give another model.")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            moved += sum(pool.map(lambda name: _read_header(repo_id, name, commit, made / name, said), shards))
+    return moved
+
+
+def _read_header(repo_id: str, name: str, commit: str, path: Path, said: str) -> int:
+    """Writes a weight file's header, and the size of the file as a hole; bytes that moved."""
+    remote = RemoteFile(repo_id, name, commit)
+    start = remote.read_range(0, FIRST_BYTES)
+    with untrusted(f"{said}: {name} is damaged", "Give another model."):
+        length = 8 + int.from_bytes(start[:8], "little")
+        if length > min(MAX_HEADER_BYTES, remote.size):
+            raise ValueError(f"its header would have {length:,} bytes")
+        if length > len(start):
+            start += remote.read_range(len(start), length - len(start))
+        header = json.loads(start[8:length])
+        state = next((tensor for tensor in header if BNB_STATE in tensor), None)
+        first, last = header[state]["data_offsets"] if state else (0, 0)
+    with open(path, "wb") as file:
+        file.write(start[:length])
+        file.truncate(remote.size)
+        if last > first:  # says how the weights are quantized
+            file.seek(length + first)
+            file.write(remote.read_range(length + first, min(last - first, FIRST_BYTES)))
+    return remote.moved
