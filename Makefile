@@ -1,5 +1,5 @@
 # make train: set up and run the demo.  make test: set up and run the default suite; test-fast: two minutes of it.
-# make test-rig: the rig, see docs/reliability.md.  make test-gpu: the tests of a GPU, on it.
+# make test-rig: the rig, see docs/reliability.md.  make test-gpu: the tests of a GPU, on it.  make docs: the site, in outputs/site.
 PYTHON ?= python3
 BIN := .venv/bin
 # What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
@@ -7,7 +7,7 @@ QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/prom
 # Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-.PHONY: train test test-fast test-gpu test-all test-rig mutations tiers lint setup setup-test clean
+.PHONY: train test test-fast test-gpu test-all test-rig mutations tiers lint docs setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
@@ -47,6 +47,10 @@ lint: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Builds the site of docs/; a link or an anchor that leads nowhere ends it.
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 setup: .venv/.installed
 setup-test: .venv/.installed-test
 
@@ -60,6 +64,10 @@ setup-test: .venv/.installed-test
 
 .venv/.installed-test: requirements-test.txt .venv/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+.venv/.installed-docs: requirements-docs.txt | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-docs.txt
 	touch $@
 
 clean:

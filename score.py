@@ -36,6 +36,12 @@ def build_parser() -> Parser:
         "--dataset_format", default="auto", choices=DATASET_FORMATS, help="(default: auto, from the columns)"
     )
     parser.add_argument(
+        "--columns",
+        metavar="FIELD=COLUMN,...",
+        help="which of your columns to use, as in training: question=Q,answer=A",
+    )
+    parser.add_argument("--ignore_columns", metavar="NAME,...", help="columns and message fields to leave out")
+    parser.add_argument(
         "--split", default="test", metavar="NAME", help="split of a folder or Hub dataset (default: test)"
     )
     parser.add_argument("--samples", type=int, default=-1, metavar="N", help="score the first N rows (default: all)")
@@ -78,7 +84,8 @@ def check(args) -> None:
 
         check_lm_eval(args.lm_eval)
     if args.dataset is None:
-        given = next((n for n in ("metric", "pattern", "predictions", "show") if getattr(args, n)), None)
+        of_rows = ("metric", "pattern", "predictions", "show", "columns", "ignore_columns")
+        given = next((n for n in of_rows if getattr(args, n)), None)
         if args.lm_eval is None or given:
             what = f"--{given}: is of rows, and there are none" if given else "--dataset: is required, or --lm_eval"
             raise PlanError(f"{what}. See --help.")
@@ -93,14 +100,15 @@ def parsed(argv):
 def prepared(args, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
-    from finetune.data.columns import RowOptions
+    from finetune.data.columns import RowOptions, parse_columns, parse_names
     from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
     from finetune.run import scoring
 
     args.metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
-    args.raw, args.options = None, RowOptions(args.dataset_format)
+    columns, ignored = parse_columns(args.columns), parse_names(args.ignore_columns)
+    args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
     if args.dataset is not None:
         args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
         check_columns(args.raw, args.options, f"--dataset {args.dataset}")

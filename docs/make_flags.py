@@ -17,7 +17,7 @@ The same names are the keys of a `--config` YAML file and the arguments of `fine
 equivalent. A boolean flag without a value means true; its values are `true|false|1|0|yes|no|on|off`. `unset` means
 none, or that the plan chooses; whatever the plan changes is printed with its reason before anything is loaded. An
 unknown flag is an error that names the nearest known one, if they share a word; names of
-[other programs](migration.md) are understood. `python train.py --help` shows the flags of every day, `--help all` every
+[other programs](migration.md) are understood. `python train.py --help` shows everyday flags, `--help all` every
 flag, and `--help lora_rank` what to know about one.
 """
 

@@ -1,6 +1,7 @@
 """Expected failures of a run, each with a stable exit code for scripts."""
 
 import errno
+from typing import NamedTuple
 
 
 def first_line(error: BaseException) -> str:
@@ -92,3 +93,54 @@ EXPECTED = (
     CheckpointDamagedError,
     OutputClosedError,
 )
+
+
+class ExitCode(NamedTuple):
+    """What an exit code says, and what to do then. Rows of the page that docs/make_trouble.py writes."""
+
+    meaning: str
+    remedy: str
+
+
+EXIT_CODES = {
+    0: ExitCode("finished, or already complete", "Ask the model: the last line has the command."),
+    1: ExitCode("a bug in this program, with a traceback", "Report it with `run_plan.json` of the output folder."),
+    PlanError.exit_code: ExitCode(
+        "something you can fix, found before training: a flag, the plan, the model, the data, a missing file",
+        "Do what the line says: it names the flag or file, the fact and the remedy.",
+    ),
+    NonFiniteError.exit_code: ExitCode(
+        "the loss or gradient is not finite; names the step, its rows and the last good checkpoint",
+        "Look at those rows, halve `--lr`, or use `--precision bf16` or fp32 in place of fp16.",
+    ),
+    DivergedError.exit_code: ExitCode(
+        "with `--stop_on_divergence`: the loss is finite and far above its start; names the last checkpoint",
+        "Start again with a third of `--lr`.",
+    ),
+    RankLostError.exit_code: ExitCode(
+        "another rank died or stopped responding; names it",
+        "Look at that rank's output, then run the same command with `--resume auto`.",
+    ),
+    OutOfMemoryError.exit_code: ExitCode(
+        "out of memory; names what to lower",
+        "Lower `--microbatch_tokens` first, which never changes the result; `--dry_run` lists every change that fits.",
+    ),
+    StorageError.exit_code: ExitCode(
+        "disk full, or a write failed; earlier checkpoints are intact",
+        "Make room, then run the same command with `--resume auto`.",
+    ),
+    OutputDirInUseError.exit_code: ExitCode(
+        "another live process uses this `--output_dir`", "Wait for it, end it, or give another folder."
+    ),
+    CheckpointDamagedError.exit_code: ExitCode(
+        "the checkpoint is damaged and no older one verifies",
+        "Restore the folder from a copy, or start again; a published file that you edited is used once its "
+        "`manifest.json` is deleted.",
+    ),
+    130: ExitCode("stopped by SIGINT, as by Ctrl-C; saved", "Run the same command with `--resume auto`."),
+    143: ExitCode("stopped by SIGTERM, as by a scheduler; saved", "Run the same command with `--resume auto`."),
+    OutputClosedError.exit_code: ExitCode(
+        "what reads the output has closed it, as in `| head -1`; the checkpoints are as a kill leaves them",
+        "Run the same command with `--resume auto`.",
+    ),
+}

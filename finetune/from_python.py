@@ -155,6 +155,8 @@ class Result(TrainState):
         *,
         metric: str | None = None,
         pattern: str | None = None,
+        columns: str | None = None,
+        ignore_columns: str | None = None,
         samples: int = -1,
         split: str = "test",
         max_new_tokens: int = 128,
@@ -162,14 +164,15 @@ class Result(TrainState):
         batch_size: int = 32,
     ) -> dict:
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
-        from finetune.data.columns import RowOptions
+        from finetune.data.columns import RowOptions, parse_columns, parse_names
         from finetune.data.prepare import check_columns
         from finetune.data.reading.sources import read_rows
         from finetune.run import scoring
         from finetune.run.scored_rows import score_rows
 
         name = as_file(dataset, "score(dataset)") if is_rows(dataset) else str(dataset)
-        raw, options = read_rows(name, samples=samples, split=split), RowOptions("auto")
+        options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
+        raw = read_rows(name, samples=samples, split=split)
         check_columns(raw, options, f"score({name})")
         how = self._args(
             dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,

@@ -74,12 +74,12 @@ EVERYDAY: dict[str, dict[str, str]] = {
 PAGES = {
     "model": "docs/models.md",
     "data": "docs/data.md",
-    "steps": "docs/getting_started.md",
-    "adapter": "docs/getting_started.md",
+    "steps": "docs/choosing.md",
+    "adapter": "docs/choosing.md",
     "memory": "docs/memory.md",
     "machine": "docs/parallelism.md",
     "output": "docs/checkpoint_format.md",
-    "logging": "docs/getting_started.md",
+    "logging": "docs/monitoring.md",
     "profile": "docs/getting_started.md",
     "ask": "docs/getting_started.md",
     **dict.fromkeys(

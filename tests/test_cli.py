@@ -1,5 +1,6 @@
 """Command lines and config files: parsed, or refused in one line."""
 
+import re
 import subprocess
 import sys
 import time
@@ -268,3 +269,20 @@ def test_an_unreadable_number_is_answered_with_a_number():
     for name, example in (("lr", "1e-4"), ("max_steps", "-1"), ("lora_rank", "16")):
         with pytest.raises(PlanError, match=f"Give one, such as {example}"):
             parse_value(name, "abc")
+
+
+def test_a_file_without_its_flag_is_named_with_it(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("question,answer\n")
+    for path, advice in ((str(file), f"Use --dataset {file}."), (str(tmp_path / "none.csv"), "See --help.")):
+        with pytest.raises(PlanError, match=re.escape(f"takes no positional arguments. {advice}")):
+            parse_overrides([path], build_parser())
+
+
+def test_a_python_without_the_requirements_is_one_line():
+    """-S leaves out the packages of the environment; --help is answered even so."""
+    bare = [sys.executable, "-S", str(ROOT / "train.py")]
+    done = subprocess.run([*bare, "--dataset", "x.csv"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: numpy: is not installed for ") and not done.stdout
+    assert done.stderr.count("\n") == 1 and "source .venv/bin/activate" in done.stderr
+    assert subprocess.run([*bare, "--help"], capture_output=True).returncode == 0

@@ -83,6 +83,17 @@ def test_rows_of_every_kind_are_the_same_file():
     assert is_rows([{"name": "Ann", "text": "x"}])
 
 
+def test_the_arguments_of_trl_s_trainers_are_understood(tiny_model, tmp_path, capsys):
+    """SFTTrainer(model, train_dataset, eval_dataset) with the fields of its configs; what is not taken is named."""
+    given = dict(model=str(tiny_model), train_dataset=ROWS, eval_dataset=ROWS[:2], learning_rate=2e-4, lora_r=4)
+    planned = fine_tune(**given, num_train_epochs=2, backend="cpu", dry_run=True, output_dir=str(tmp_path / "o"))
+    shown = capsys.readouterr().out
+    assert planned.status == "planned" and "data, validation" in shown and "each of 8 rows is read 2 times" in shown
+    for name in ("args", "peft_config", "processing_class", "callbacks"):
+        with pytest.raises(PlanError, match=rf"fine_tune\({name}=...\)"):
+            fine_tune(**given, **{name: {"r": 8}})
+
+
 def test_values_that_json_lacks_become_its_or_are_named():
     row = {
         "a": np.float32(0.5),

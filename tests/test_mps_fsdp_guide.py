@@ -18,24 +18,25 @@ def blocks() -> list[str]:
     return [part.partition("```")[0] for part in parts]
 
 
-class OnEmulatedDevice(ast.NodeTransformer):
-    """The same code with `device_type="emulated"`, and "emulated" in place of "mps"."""
+class OnDevice(ast.NodeTransformer):
+    """The same code with `device_type=` this device, and its name in place of "mps"."""
+
+    def __init__(self, device: str):
+        self.device = device
 
     def visit_Call(self, node):
         self.generic_visit(node)
         if getattr(node.func, "id", None) in TAKES_DEVICE_TYPE:
-            node.keywords.append(ast.keyword("device_type", ast.Constant(emulated_device.NAME)))
+            node.keywords.append(ast.keyword("device_type", ast.Constant(self.device)))
         return node
 
     def visit_Constant(self, node):
-        return ast.Constant(
-            {"mps": emulated_device.NAME, "mps_available": "gloo_available"}.get(node.value, node.value)
-        )
+        return ast.Constant({"mps": self.device, "mps_available": "gloo_available"}.get(node.value, node.value))
 
 
-def script() -> str:
-    tree = OnEmulatedDevice().visit(ast.parse("\n".join(blocks())))
-    begin = "from tests.support import emulated_device\nemulated_device.load()\n"
+def script(device: str = emulated_device.NAME) -> str:
+    tree = OnDevice(device).visit(ast.parse("\n".join(blocks())))
+    begin = "from tests.support import emulated_device\nemulated_device.load()\n" if device != "cpu" else ""
     return begin + ast.unparse(ast.fix_missing_locations(tree)) + "\nprint('all blocks ran')\n"
 
 
@@ -53,6 +54,14 @@ def test_every_block_runs_in_one_process(tmp_path):
         cwd=tmp_path,
         env=emulated_device.environment(),
     )
+    assert done.returncode == 0 and "all blocks ran" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_every_block_runs_on_a_cpu_as_the_page_says(tmp_path):
+    (tmp_path / "guide.py").write_text(script("cpu"))
+    argv = [sys.executable, "-W", "ignore::FutureWarning", tmp_path / "guide.py"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=emulated_device.environment())
     assert done.returncode == 0 and "all blocks ran" in done.stdout, done.stderr[-3000:]
 
 

@@ -374,10 +374,10 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
             f"Use the columns of a format: {known}."
         )
-    prompt, completion = likely_pair(tuple(map(str, columns)))
+    question, answer = likely_pair(tuple(map(str, columns)))
     return (
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns prompt={prompt},completion={completion}, or rename them to match one: {known}."
+        f"--columns question={question},answer={answer}, or rename them to match one: {known}."
     )
 
 

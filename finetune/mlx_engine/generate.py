@@ -28,11 +28,11 @@ def restrict(logits_BV, how: Sampling) -> mx.array:
     return logits_BV
 
 
-def choose(logits_BV, how: Sampling, key) -> mx.array:
-    """The next token of each row."""
+def choose(logits_BV, how: Sampling, keys) -> mx.array:
+    """The next token of each row. `keys()`: a new random key, taken only where one is drawn with."""
     if how.temperature <= 0:
         return mx.argmax(logits_BV, axis=-1)
-    return mx.random.categorical(restrict(logits_BV, how), key=key)
+    return mx.random.categorical(restrict(logits_BV, how), key=keys())
 
 
 def answers_together(model, pad_id: int, vocab_size: int, limit: int | None) -> bool:
@@ -73,7 +73,7 @@ def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token
         ids = ids[:, step:]
     new = NewTokens(len(prompts), eos_ids, stop_row, on_token)
     for _ in range(max_new_tokens):
-        tokens = choose(model(ids, cache=cache)[:, -1].astype(mx.float32), how, keys())
+        tokens = choose(model(ids, cache=cache)[:, -1].astype(mx.float32), how, keys)
         if new.add(tokens.tolist()):
             break
         ids = tokens[:, None]

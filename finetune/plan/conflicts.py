@@ -408,13 +408,13 @@ TRAIN_TYPE = (
 )
 
 NO_VALIDATION = Condition(
-    "without --validation_dataset and --validation_split",
+    "no `--validation_dataset` and no `--validation_split`",
     lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
 )
 VALIDATION = (
     *(
         Conflict(
-            name, when, NO_VALIDATION, "needs validation rows", "Add --validation_dataset or --validation_split auto"
+            name, when, NO_VALIDATION, "needs validation rows", "Add --validation_dataset or --validation_split 0.1"
         )
         for name, when in (("early_stopping", over(0)), ("load_best", is_one_of("true")))
     ),
@@ -663,6 +663,7 @@ TABLES = {
     "Data": DATA,
     "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
+    "Validation": VALIDATION,
     "Optimizers": OPTIMIZER,
     "Several ranks": (*PARALLELISM, *REPLICATED, *SHARDED),
     "accelerate and DeepSpeed": ACCELERATE,

@@ -21,9 +21,48 @@ WINDOW = 5  # steps whose mean loss is compared while a run goes on
 DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
 
 
+# Of each kind of finding: when it is printed, and what to look at first. docs/make_trouble.py writes them to a page.
+KINDS = {
+    "rows alike": (
+        "up to one distinct text in twenty training rows; said at the start and at the end",
+        "the file, and `--columns`: another column may be the text",
+    ),
+    "answers alike": (
+        "all training rows have one answer; said at the start and at the end",
+        "the file, and `--columns`: another column may be the answer",
+    ),
+    "held-out rows in training": (
+        "more than a tenth of the validation or scored rows are training rows; said at the start and at the end",
+        "hold other rows out, or let `--validation_split auto` do it",
+    ),
+    "answers of one token": (
+        "each answer is one token, and the loss is no better than by how often each occurs",
+        "whether the prompts tell the answers apart; then more steps",
+    ),
+    "validation rose": (
+        "the validation loss ends 5 % and 0.02 nats over its lowest; names the step and the folder `best/`",
+        "`--early_stopping 2`, more rows, or a lower `--lr` if step 0 was the best",
+    ),
+    "loss above its start": (
+        "the training loss ends 10 % and 0.1 nats above its start, and the validation loss, if any, is no better",
+        "a lower `--lr`",
+    ),
+    "gradients exploded": ("at the end, over thirty times the norm of the start", "a lower `--lr`"),
+    "gradients vanished": (
+        "at the end, under a thousandth of the norm of the start while the loss stays; or zero in every step",
+        "the rows, then a lower `--lr`",
+    ),
+    "steps skipped": ("more than a fifth of the steps, as fp16 gradients overflowed", "`--precision bf16` or fp32"),
+    "answers repeat themselves": (
+        "half of the sampled answers go round in loops that the expected ones do not have, or all are the same",
+        "fewer steps, or a lower `--lr`",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Finding:
-    """`kind`: a word for programs; `text`: the line."""
+    """`kind`: one of KINDS; `text`: the line."""
 
     kind: str
     text: str

@@ -4,6 +4,7 @@ No framework is imported here: libraries read the environment at import.
 
 import contextlib
 import errno
+import importlib.util
 import locale
 import os
 import signal
@@ -15,6 +16,7 @@ from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanE
 from finetune.system.imports import lighten
 from finetune.system.terminal import log_error
 
+REQUIRED = ("numpy", "safetensors", "yaml", "torch", "transformers")
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 
@@ -138,12 +140,23 @@ def out_of_memory(error) -> str | None:
 
 
 def parse_or_exit(parser) -> None:
-    """Exits for --help, and with one error line for an invalid command line; returns for a valid one."""
+    """Exits for --help, and with one error line for an invalid command line or a Python without the requirements."""
     open_standard_streams()
     try:
         parser.parse_args()
+        check_installed()
     except PlanError as error:
         exit_with(lambda error=error: _raise(error))
+
+
+def check_installed() -> None:
+    """Raises PlanError if this Python lacks a package that every run imports, as one beside .venv does."""
+    for name in REQUIRED:
+        if importlib.util.find_spec(name) is None:
+            raise PlanError(
+                f"{name}: is not installed for {sys.executable}. Run source .venv/bin/activate after make setup, or "
+                "pip install -r requirements.txt."
+            )
 
 
 def _raise(error):

@@ -32,7 +32,7 @@ def test_unknown_columns_are_named_beside_the_known_formats():
     with pytest.raises(PlanError) as error:
         detect_format(["foo", "bar"], "x.csv")
     assert str(error.value).startswith(
-        "x.csv: columns foo, bar match no format. Say which is which, as in --columns prompt=foo,completion=bar, or "
+        "x.csv: columns foo, bar match no format. Say which is which, as in --columns question=foo,answer=bar, or "
         "rename them to match one: chat (messages|conversations|conversation"
     )
     assert "alpaca (instruction + output|response + [input|context]" in str(error.value)

@@ -503,7 +503,7 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "columns about rows": (
         {"a.jsonl": lines({"request": "Add.", "generation": "5", "model_name": "x", "id": 3})},
-        "--columns prompt=request,completion=generation, or rename them",
+        "--columns question=request,answer=generation, or rename them",
         {},
     ),
     "an answer that may be wrong": (
@@ -535,7 +535,7 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "unknown columns": (
         {"a.jsonl": lines({"foo": "a", "bar": "b"})},
-        "--dataset: columns foo, bar match no format. Say which is which, as in --columns prompt=foo,completion=bar",
+        "--dataset: columns foo, bar match no format. Say which is which, as in --columns question=foo,answer=bar",
         {},
     ),
     "a column that is not there": (

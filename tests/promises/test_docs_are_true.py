@@ -27,10 +27,12 @@ from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import detect_format
 from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
+from finetune.older import translate
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import TrainState
 from finetune.recipe import of_flat, read_arguments, read_recipe
+from finetune.run.diagnostics import KINDS
 from tests.support.commands import ROOT
 
 AT_TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/LOG.md")
@@ -43,6 +45,7 @@ PARSERS = {name: script.build_parser() for name, script in SCRIPTS.items()}
 KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in parser._option_string_actions}
 # Of other programs, which pages name in running text; --config-name is Hydra's word, for pretrain.py; pytest has ours.
 FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
+FOREIGN_FLAGS |= {"--requeue", "--num_workers", "--max_failures"}  # SLURM's and examples/clusters/ray_train.py's
 FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--logdir", "--from", "--nproc_per_node"}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
@@ -54,6 +57,11 @@ def named(path: Path) -> str:
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     """(info string, content) of a page's fenced blocks in these languages."""
     return [(info, text) for info, text in FENCE.findall(page.read_text()) if info.split(" ")[0] in languages]
+
+
+def files_of(page: Path) -> set[str]:
+    """The files that a page's blocks are: the word after the language, as in ```python rows.py."""
+    return {name for info, _ in FENCE.findall(page.read_text()) for name in info.split(" ")[1:] if "." in name}
 
 
 def commands(text: str) -> list[list[str]]:
@@ -133,7 +141,22 @@ def test_every_command_parses_and_its_plan_settles(where, words):
         case ["python", "-m", "pytest", *_]:
             assert importlib.util.find_spec("pytest")
         case ["python", script, *_]:
+            assert (ROOT / script).is_file() or script in files_of(ROOT / where)
+        case ["docker", "build", *rest]:
+            assert rest[0] == "--build-arg" and rest[1].partition("=")[0] in (ROOT / "Dockerfile").read_text()
+        case ["docker", "run", *rest]:
+            ours = rest[rest.index("finetune") :]
+            importlib.import_module(COMMANDS[ours[1]].module).build_parser().parse_args(ours[2:])
+        case ["python", "examples/clusters/ray_train.py" as script, *rest]:
             assert (ROOT / script).is_file()
+            PARSERS["train.py"].parse_args(rest[rest.index("--") + 1 :])
+        case ["kubectl", "apply", "-f", file] | ["sky", "jobs", "launch", "-n", _, file, *_]:
+            assert (ROOT / file).is_file()
+        case ["modal", "run", "--detach", file, "--flags", flags]:
+            assert (ROOT / file).is_file()
+            PARSERS["train.py"].parse_args(shlex.split(flags))
+        case ["python3", "-m", "venv", ".venv"] | ["source", ".venv/bin/activate"]:
+            pass
         case ["make", *targets]:
             assert all(re.search(rf"^{t}:", (ROOT / "Makefile").read_text(), re.M) for t in targets)
         case ["pip", "install", "-r", file]:
@@ -193,6 +216,15 @@ def test_pages_have_commands_and_snippets_at_all():
     assert len(SHELL) > 25 and len(PYTHON) >= 3
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_is_of_a_language_that_a_test_reads(page):
+    """What a program prints is `text` or has no language. Rows of data.md are files of its own test."""
+    read = {"bash", "python", "yaml", "json", "text", ""}
+    for info, _ in FENCE.findall(page.read_text()):
+        language = info.split(" ")[0]
+        assert language in read or (page.name == "data.md" and " " in info), f"{named(page)}: {info}"
+
+
 @pytest.mark.promise("CLI_17")
 def test_no_comment_follows_a_continued_line():
     for page in [*PAGES, *RECIPES]:
@@ -225,7 +257,8 @@ def test_snippets_import_what_exists_and_run_if_they_are_cheap(page, info, text,
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), f"{page}: {ast.unparse(node)}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "fine_tune":
-            assert {k.arg for k in node.keywords} <= {*NAMES, "on_step", "on_eval", "on_save", "datset"}, page
+            ours = {*NAMES, "on_step", "on_eval", "on_save", "datset"}
+            assert all(k.arg in ours or isinstance(translate.known(k.arg), str) for k in node.keywords), page
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
             assert node.attr in TrainState.__dataclass_fields__, page
     if "no-run" not in info:
@@ -294,12 +327,23 @@ def test_every_flag_a_page_names_is_one_of_ours(page):
 # ---- tables
 
 
-@pytest.mark.parametrize("name", ["flags", "conflicts", "migration"])
-def test_the_generated_page_is_up_to_date(name):
+def script_of(name):
+    """docs/make_NAME.py as a module."""
     spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / f"docs/make_{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / f"docs/{name}.md").read_text() == module.page(), f"run python docs/make_{name}.py"
+    return module
+
+
+@pytest.mark.parametrize("name", ["flags", "conflicts", "migration", "trouble", "choosing"])
+def test_the_generated_page_is_up_to_date(name):
+    assert (ROOT / f"docs/{name}.md").read_text() == script_of(name).page(), f"run python docs/make_{name}.py"
+
+
+def test_the_picture_of_the_results_is_drawn_from_their_table():
+    script = script_of("results")
+    assert script.PICTURE.read_text() == script.picture(), "run python docs/make_results.py"
+    assert len(script.rows()) == 4 and script.picture().count("<rect") == 1 + 4 * 3
 
 
 def test_flags_are_fields_are_rows_of_the_page():
@@ -311,8 +355,14 @@ def test_flags_are_fields_are_rows_of_the_page():
 
 def test_every_exit_code_is_documented():
     codes = {c.exit_code for c in vars(errors).values() if isinstance(c, type) and hasattr(c, "exit_code")}
-    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/getting_started.md").read_text(), re.M)
-    assert {int(c) for row in rows for c in row.split(",")} == codes | {0, 1, 130, 143}
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/trouble.md").read_text(), re.M)
+    assert {int(row) for row in rows} == codes | {0, 1, 130, 143} == set(errors.EXIT_CODES)
+
+
+def test_every_kind_of_finding_is_in_the_table_that_the_page_is_made_of():
+    tree = ast.parse((ROOT / "finetune/run/diagnostics.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"]
+    assert {call.args[0].value for call in calls} == set(KINDS)
 
 
 def test_defaults_on_the_migration_page_are_the_defaults():

@@ -186,6 +186,20 @@ def test_a_file_of_predictions_that_cannot_be_written_is_refused_before_anything
         score.main([*map(str, argv), str(tmp_path / "none" / "p.jsonl")])
 
 
+def test_columns_are_named_as_in_training(scored):
+    """Rows under other names, with a column left out, score as the rows themselves do."""
+    renamed = [{"Frage": row["prompt"], "Antwort": row["completion"], "label": 1} for row in ROWS[:4]]
+    found = scored(renamed, "--columns", "prompt=Frage,completion=Antwort", "--ignore_columns", "label")
+    plain = scored(ROWS[:4])
+    assert {name: found[name] for name in ("rows", "loss", "exact_match")} == {
+        name: plain[name] for name in ("rows", "loss", "exact_match")
+    }
+    with pytest.raises(PlanError, match="has no column .Nothing. that --columns names"):
+        scored(renamed, "--columns", "prompt=Nothing,completion=Antwort", "--ignore_columns", "label")
+    with pytest.raises(PlanError, match="--columns: is of rows, and there are none"):
+        score.main(["--checkpoint", "x", "--columns", "prompt=a,completion=b"])
+
+
 def test_rows_of_text_have_no_answers_to_score(scored):
     rows = [{"text": "a b c d"}] * 4
     assert scored(rows)["exact_match"] is None

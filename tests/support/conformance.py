@@ -133,9 +133,12 @@ def _check_not_finite(engine, batches) -> None:
 
 
 def _check_generation(engine) -> None:
+    before, _ = _copy(_state(engine))
     with engine.full_weights():
         greedy = engine.generate([[3, 4, 5], [6, 7]], 5, set())
     assert [len(ids) for ids in greedy] == [5, 5]
+    after, _ = _copy(_state(engine))  # answers between steps must not change the dropout of those that follow
+    assert all(map(_equal, before, after))
     assert engine.generate([[3, 4, 5]], 5, {greedy[0][2]})[0] == greedy[0][: greedy[0].index(greedy[0][2])]
     stopped = engine.generate([[3, 4, 5]], 5, set(), lambda row, ids: len(ids) >= 2)
     assert len(stopped[0]) <= 3
