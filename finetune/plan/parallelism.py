@@ -51,6 +51,9 @@ def resolve_parallelism(draft: Draft) -> None:
         no_generation(draft, "pipeline parallelism", "--pp_degree")
     if draft.dims.ep > 1 and values["score_dataset"]:
         no_generation(draft, "expert parallelism", "--ep_degree")
+    if draft.dims.pp * draft.dims.ep > 1 and (values["validation_dataset"] or values["validation_split"]):
+        where = "pipeline" if draft.dims.pp > 1 else "expert"
+        draft.adjust("eval_samples", 0, f"generation is not supported under {where} parallelism")
     if draft.distribution.startswith("zero"):
         draft.notices.append("memory is predicted as for DDP replicas; DeepSpeed's ZeRO needs less")
     elif draft.dims.shards == 1:

@@ -161,3 +161,10 @@ def test_the_cpu_fallback_of_mps_is_refused_with_several_ranks():
     with pytest.raises(PlanError, match=r"PYTORCH_ENABLE_MPS_FALLBACK=1: .*\(pytorch#173808\). Unset it"):
         on_macs({"PYTORCH_ENABLE_MPS_FALLBACK": "1"}, world_size=2)
     on_macs({"PYTORCH_ENABLE_MPS_FALLBACK": "1"}, world_size=1)
+
+
+def test_no_prompts_are_answered_at_evaluations_where_generation_is_not_supported():
+    """The ranks of a pipeline crashed at the first evaluation with validation rows."""
+    assert plan_of(world_size=2, pp_degree=2, validation_dataset="v.jsonl").settings.eval_samples == 0
+    assert plan_of(world_size=2, tp_degree=2, validation_dataset="v.jsonl").settings.eval_samples == 4
+    assert plan_of(world_size=2, pp_degree=2, dataset="rows.jsonl").settings.eval_samples == 4
