@@ -43,7 +43,7 @@ class Noise:
 
     def _add(self, module, inputs, output_BSH):
         documents, self.documents = self.documents, []
-        if not module.training or not documents:
+        if not module.training or not documents or output_BSH.is_meta:  # on meta: of another stage of a pipeline
             return output_BSH
         hidden = output_BSH.shape[-1]
         noise = torch.zeros_like(output_BSH).detach().view(-1, hidden)
