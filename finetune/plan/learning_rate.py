@@ -22,8 +22,8 @@ ALPHA = FIELDS["lora_alpha"].default
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
-# What starts from the base's own directions moves farther per step than what starts at zero.
 FACTOR_OF_OPTIMIZER = {"lion": 0.1}  # its update is a sign: three to ten times less (Chen et al. 2023)
+# What starts from the base's own directions moves farther per step than what starts at zero.
 FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
 
 
