@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     def _check_known(self, flag: str) -> None:
         if not flag.startswith("-"):
             rows = "--dataset" in self._option_string_actions and os.path.exists(flag)
-            advice = f"Use --dataset {shown(flag)}." if rows else "See --help."
+            advice = f"Use --dataset {flag}." if rows else "See --help."
             raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. {advice}")
         if flag not in self._option_string_actions:
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")

@@ -298,6 +298,7 @@ def test_a_checkpoint_that_cannot_be_written_or_does_not_fit_is_one_line_on_ever
         assert "is not a checkpoint of this wrapper" in said["no optimizer"]
 
 
+@pytest.mark.slow
 def test_what_is_damaged_or_no_model_to_wrap_is_one_line_and_changes_nothing(tmp_path):
     (tmp_path / "files").mkdir()
     found = ranks.run(1, wrapper_cases.hostile, tmp_path / "ranks", folder=str(tmp_path / "files"))[0]

@@ -77,7 +77,7 @@ BAD_FLAGS = {
         {"train_type": "qlora", "n_bits": 3},
         "--group_size 64: does not divide the 96 columns of model.layers.0.mlp.down_proj",
     ),
-    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no adaptable layer of this model"),
+    "targets": ({"lora_target_modules": "nope"}, "--lora_target_modules nope: no weight of this model has that name"),
     "config": ({"config": "nowhere.yaml"}, "--config nowhere.yaml: no such file"),
     "resume": ({"resume": "nowhere"}, "--resume nowhere: no such folder"),
     "validation": ({"validation_dataset": "nowhere.jsonl"}, "--validation_dataset nowhere.jsonl: "),

@@ -157,9 +157,8 @@ def test_kills_at_random_moments_fail_no_restart_and_change_no_step(long_run, tm
     same_files(tmp_path / "out" / last, whole / last, WHOLE_STATE)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_once_and_its_code_is_the_exit_code(long_run, tmp_path, number, code):
     argv = command(long_run[0], "--save_every 0", output_dir=tmp_path / "out")
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)

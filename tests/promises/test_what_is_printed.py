@@ -22,6 +22,7 @@ def own_endpoint():
     return "http://user:SECRETSECRET@127.0.0.1:9"
 
 
+@pytest.mark.slow
 def test_escape_sequences_of_rows_columns_and_names_are_shown_as_escapes(flags, tmp_path):
     rows = [{"prompt": f"{TITLE} {i}", "completion": f"{TITLE}!"} for i in range(8)]
     (tmp_path / f"a{TITLE}.jsonl").write_bytes(json_lines(*rows))

@@ -21,6 +21,7 @@ def failures(answers: list[dict]) -> str:
     return "\n".join(f"{a['kind']}:{a['seed']}: {what}: {text}" for a in answers for what, text in a["failures"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_kind(MUTANTS))
 def test_a_mutant_that_once_failed_does_not_fail_again(name, pool):
     kept = by_kind(MUTANTS)[name]

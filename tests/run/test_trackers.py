@@ -134,7 +134,8 @@ def leveldb_records(data: bytes):
 READERS = {"csv": in_csv, "tensorboard": in_tensorboard, "mlflow": in_mlflow, "trackio": in_trackio, "wandb": in_wandb}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "csv" else pytest.mark.slow) for n in READERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
 def test_its_own_reader_returns_the_numbers_of_the_log_after_a_kill_and_a_resume(name, tiny_model, rows_file, tmp_path):
     if not installed(name):
         pytest.skip(f"{name} is not installed")

@@ -21,7 +21,10 @@ def main():
 """
 
 
-@pytest.mark.parametrize("end, imported", [("process.exit_with(main)", False), ("main()", True)])
+WITH_IT = pytest.param("main()", True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("end", "imported"), [("process.exit_with(main)", False), WITH_IT])
 def test_a_program_imports_the_engine_without_the_compiler_that_hqq_would_bring(end, imported):
     pytest.importorskip("hqq", reason="hqq is not installed")
     done = subprocess.run([sys.executable, "-c", CODE.format(end)], cwd=ROOT, capture_output=True, text=True)

@@ -18,7 +18,9 @@ from tests.support.engine_access import trainable_params
 from tests.support.engines import batches, engine
 from tests.support.plans import plan_of
 
+ALSO_FULL = ("adamw", "adafactor", "schedule_free_adamw", "muon")
 EVERY = [(kind, name) for name in OPTIMIZERS for kind in ("full", "lora") if (kind, name) != ("lora", "muon")]
+FEW = [pytest.param(k, n, marks=() if k == "lora" or n in ALSO_FULL else pytest.mark.slow) for k, n in EVERY]
 
 
 def needs(optimizer: str) -> None:
@@ -28,7 +30,7 @@ def needs(optimizer: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize(("train_type", "optimizer"), EVERY)
+@pytest.mark.parametrize(("train_type", "optimizer"), FEW)
 def test_every_optimizer_learns_and_restores_its_saved_state_bitwise(optimizer, train_type, device):
     needs(optimizer)
     lr = {"sgd": 0.5, "adadelta": 3.0 if train_type == "full" else 30.0, "lion": 1e-3}.get(optimizer, 5e-3)

@@ -10,8 +10,8 @@ TABLE = (
         "an unavailable backend is noticed after its model is looked for",
         "finetune/plan/make.py",
         '    manager, skipped = select_backend(overrides.get("backend"))\n'
-        "    files = find_model_of(overrides, fetch=prepare)\n",
-        "    files = find_model_of(overrides, fetch=prepare)\n"
+        '    files, on_paper = find_model_of(overrides, fetch=prepare), ""\n',
+        '    files, on_paper = find_model_of(overrides, fetch=prepare), ""\n'
         '    manager, skipped = select_backend(overrides.get("backend"))\n',
     ),
     Mutation(

@@ -61,6 +61,7 @@ def test_a_message_of_another_shape_raises_on_both_ranks(tmp_path):
     assert found[0]["text"].endswith("rank 1 failed in recv of 5 float32 from rank 0")
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_named_and_nothing_hangs(tmp_path):
     found = ranks.run(3, staged_cases.failing, tmp_path, case="dead", folder=str(tmp_path), timeout_s=60)
     for rank in (found[0], found[2]):
