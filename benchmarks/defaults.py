@@ -17,8 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import cells
+from tasks import TASKS, write_pairs, write_splits
+
 RATES = (5e-4, 1.25e-3, 3e-3, 6e-3)
 PLAIN = {"early_stopping": 0, "eval_every": 0, "load_best": "false"}  # a swept run is judged by its last weights
 EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8, **PLAIN}  # the defaults of 2026-11
@@ -34,22 +35,18 @@ PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
     """The last evaluation of a run of train.py with these flags; its seconds, and what it said went wrong."""
     from finetune.run.diagnostics import findings
-    from finetune.run.metrics import read_events
     from finetune.run.samples import read as read_samples
 
+    files = {"dataset": folder / "train.jsonl", "validation_dataset": folder / "validation.jsonl"}
+    files |= {"score_dataset": folder / "test.jsonl", "score_max_new_tokens": 40} if scored else {}
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, ROOT / "train.py", "--dataset", folder / "train.jsonl", "--output_dir", f"{out}/run"]
-        command += ["--validation_dataset", folder / "validation.jsonl", "--log_to", "stdout"]
-        command += ["--score_dataset", folder / "test.jsonl", "--score_max_new_tokens", "40"] if scored else []
-        command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        began = time.perf_counter()
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        run, began = Path(out) / "run", time.perf_counter()
+        try:
+            events, settled = cells.trained(files | flags, run)
+        except RuntimeError as error:
+            return {"error": str(error), "seconds": time.perf_counter() - began}
         seconds = time.perf_counter() - began
-        if done.returncode:
-            return {"error": done.stderr.strip()[-300:], "seconds": seconds}
-        events = read_events(Path(out) / "run")
-        settled = json.loads((Path(out) / "run" / "run_plan.json").read_text())["settled"]
-        said = [finding.text for finding in findings(events, read_samples(Path(out) / "run"), settled)]
+        said = [finding.text for finding in findings(events, read_samples(run), settled)]
     chosen = {name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank")}
     last = [event for event in events if event["event"] == "eval"][-1]
     kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
@@ -92,15 +89,13 @@ def run_trl(folder: Path, epochs: int) -> dict:
         if done.returncode:
             return {"error": done.stderr.strip()[-300:], "seconds": seconds}
         found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TRL "))[4:])
-        score = [sys.executable, ROOT / "score.py", "--checkpoint", out, "--dataset", folder / "test.jsonl"]
+        score = [sys.executable, cells.ROOT / "score.py", "--checkpoint", out, "--dataset", folder / "test.jsonl"]
         scored = subprocess.run([*map(str, score), "--max_new_tokens", "40"], capture_output=True, text=True)
     return {"loss": found["eval_loss"], "seconds": seconds, "score": scored.stdout.strip()[-300:]}
 
 
 def measure(args) -> None:
-    from tasks import TASKS, write_pairs, write_splits
-
-    done = {json.loads(line)["cell"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
+    done = cells.kept_in(args.out)
     for seed in args.seeds:
         for task in args.tasks or TASKS:
             for kind in args.kinds:
@@ -118,17 +113,14 @@ def measure(args) -> None:
                     else:
                         found = run_cell(folder, {**flags, "seed": 42 + seed}, scored=kind != "sweep" or args.scored)
                     line = {"cell": cell, "task": task, "seed": seed, "kind": kind, "flags": flags, **found}
-                    print(json.dumps(line), flush=True)
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    cells.keep(args.out, line)
 
 
 def table(file: Path) -> str:
     """Medians over seeds: loss and exact match of each kind, and the defaults' loss over the best of the sweep at their
     number of steps.
     """
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
+    lines = [line for line in cells.kept_in(file).values() if "loss" in line]
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     rows = ["| task | kind | loss | exact match | n | to the best of the sweep |", "|---|---|---|---|---|---|"]
     for task in tasks:
@@ -157,17 +149,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--tasks", type=words)
-    parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0])
+    parser.add_argument("--seeds", type=cells.numbers, default=[0])
     parser.add_argument("--kinds", type=words, default=["defaults", "sweep", "search", "earlier"])
     parser.add_argument("--rows", type=int, default=320)
     parser.add_argument("--scored", action="store_true", help="exact match of the sweep's cells too")
-    parser.add_argument("--out", type=Path, default=Path("defaults.jsonl"))
-    parser.add_argument("--table", type=Path, help="print the table of a file, and run nothing")
-    args = parser.parse_args()
-    if args.table:
-        print(table(args.table))
-    else:
-        measure(args)
+    cells.main(parser, measure, table, "defaults.jsonl")
 
 
 if __name__ == "__main__":

@@ -17,27 +17,32 @@ def default_targets(linears: list[str]) -> list[str]:
     )
 
 
-LAYER = re.compile(r"\.(\d+)\.")  # of a decoder layer within a name
+def layer_of(name: str) -> int | None:
+    """Number of the decoder layer that a module of this name is in; None if it is in none."""
+    found = re.search(r"\.(\d+)\.", f".{name}.")
+    return int(found[1]) if found else None
+
+
+def is_in_layers(name: str, count: int, last: int | None, layers: tuple[int, ...] | None) -> bool:
+    """Whether a module is in the last `last` of `count` decoder layers, or in `layers`; True if both are None."""
+    if last is None and layers is None:
+        return True
+    at = layer_of(name)
+    return at is not None and (at >= count - last if last is not None else at in (layers or ()))
 
 
 def in_layers(names: list[str], every: list[str], last: int | None, layers: tuple[int, ...] | None) -> list[str]:
-    """Those of `names` that are in the last `last` decoder layers, or in `layers`; all if both are None. `every`: names
-    of all layers, which say how many there are. Raises PlanError if none is left.
+    """Those of `names` that are so; `every`: names of all layers, which say how many there are. Raises PlanError
+    if none is left.
     """
     if last is None and layers is None:
         return names
-    count = num_layers(every)
-    chosen = set(range(max(0, count - last), count) if last is not None else layers or ())
-    found = [n for n in names if (at := LAYER.search(f".{n}.")) and int(at[1]) in chosen]
+    count = 1 + max((at for n in every if (at := layer_of(n)) is not None), default=-1)
+    found = [n for n in names if is_in_layers(n, count, last, layers)]
     if not found:
         flag = "layers_to_transform " + ",".join(map(str, layers)) if layers else f"num_layers {last}"
         raise PlanError(f"--{flag}: no layer with an adapter is among them: the model has layers 0 to {count - 1}.")
     return found
-
-
-def num_layers(names: list[str]) -> int:
-    """Number of decoder layers that these names of their modules say there are."""
-    return 1 + max((int(at[1]) for n in names if (at := LAYER.search(f".{n}."))), default=-1)
 
 
 def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:

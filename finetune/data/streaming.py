@@ -128,8 +128,7 @@ def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:
 
 
 def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedFile]:
-    only_first = plan.first_rows
-    files = find_files(source.name, source.split or split, "--dataset", plan.text_unit, only_first)[0]
+    files = find_files(source.name, source.split or split, "--dataset", plan.text_unit, plan.first_rows)[0]
     return [StreamedFile(*file) for file in files]
 
 

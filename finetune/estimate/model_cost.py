@@ -5,7 +5,7 @@ settings.
 import re
 from dataclasses import dataclass, field
 
-from finetune.adapters.targets import LAYER
+from finetune.adapters.targets import is_in_layers, layer_of
 from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import KnownShape
 from finetune.plan.parts import Adapter, AllWeights, Parts
@@ -61,8 +61,7 @@ class ModelCost:
 
     def __post_init__(self):
         found = adapted_linears(self.shape, None if self.full else self.adapter.targets)
-        if not self.full:
-            found = [item for item in found if in_its_layers(self.adapter, self.shape, item[0])]
+        found = [item for item in found if self.full or self.in_its_layers(item[0])]
         object.__setattr__(self, "adapted", tuple(found))
 
     @property
@@ -70,10 +69,14 @@ class ModelCost:
         """What is counted per adapted layer, also of added layers, which have none."""
         return self.plan.trains if isinstance(self.plan.trains, Adapter) else Adapter()
 
+    def in_its_layers(self, name: str) -> bool:
+        """Whether a module of this name is in the decoder layers that the adapter is limited to."""
+        return is_in_layers(name, self.shape.num_layers, self.adapter.last_layers, self.adapter.layers)
+
     @property
     def learning_layers(self) -> int:
         """Decoder layers from the first one on that learns: those before it keep nothing for a backward pass."""
-        first = min((int(at[1]) for name, _, _ in self.adapted if (at := LAYER.search(name))), default=0)
+        first = min((at for name, _, _ in self.adapted if (at := layer_of(name)) is not None), default=0)
         return self.shape.num_layers if self.full else self.shape.num_layers - first
 
     @property
@@ -107,18 +110,6 @@ class ModelCost:
         return self.shape.num_kv_heads * self.shape.head_dim
 
 
-def in_its_layers(adapter: Adapter, shape: KnownShape, name: str) -> bool:
-    """True if a layer of this name is in the decoder layers that the adapter is limited to."""
-    if adapter.last_layers is None and adapter.layers is None:
-        return True
-    at = LAYER.search(name)
-    if at is None:
-        return False
-    if adapter.last_layers is not None:
-        return int(at[1]) >= shape.num_layers - adapter.last_layers
-    return int(at[1]) in (adapter.layers or ())
-
-
 def named(targets: str, name: str) -> bool:
     """True if `targets`, a list of names or suffixes or a regex on full names, matches this layer."""
     if re.fullmatch(r"[\w.,\s]+", targets):
@@ -147,9 +138,8 @@ def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     if m.full or m.shape.new_layers or m.adapter.dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]
-    chosen = [targets == "all" or named(targets, name) for name in names]
     return [
         matrix
-        for matrix, name, is_named in zip(matrices, names, chosen, strict=True)
-        if is_named and in_its_layers(m.adapter, m.shape, name)
+        for matrix, name in zip(matrices, names, strict=True)
+        if (targets == "all" or named(targets, name)) and m.in_its_layers(name)
     ]

@@ -136,6 +136,22 @@ def test_the_rate_is_divided_by_what_multiplies_the_change_of_a_weight():
     assert rate(lora_rank=64, use_rslora=True) == pytest.approx(rate() / gain, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (dict(init_lora_weights="pissa"), 1 / 10),
+        (dict(init_lora_weights="olora"), 1 / 10),
+        (dict(init_lora_weights="loftq", train_type="qlora"), 1 / 2),
+        (dict(loraplus_lr_ratio=16.0), 1 / 4),
+        (dict(optimizer="lion"), 1 / 10),
+        *((dict(preference=name), 1 / 20) for name in ("dpo", "kto")),
+        *((dict(preference=name), 1 / 10) for name in ("orpo", "simpo")),
+    ],
+)
+def test_starts_optimizers_and_preferences_take_the_part_of_the_rate_that_the_page_says(flags, part):
+    assert rate(max_steps=200, **flags) == pytest.approx(rate(max_steps=200) * part, rel=0.05)
+
+
 def test_the_reason_names_what_the_rate_is_of():
     plan = planned(300, lora_alpha=64, use_dora=True)
     assert adjustment(plan, "lr").reason == "DoRA on a model of width 2048, 114 steps of 8 rows, alpha 64"
