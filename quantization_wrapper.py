@@ -277,6 +277,13 @@ def rows_independent(config: QuantizationConfig, columns: int) -> bool:
     return config.bits not in METHODS[config.backend].needs_full_matrix
 
 
+def columns_independent(config: QuantizationConfig, columns: int, parts: int) -> bool:
+    """True if quantizing each of `parts` slices of the columns equals slicing the quantized matrix."""
+    if per_channel(config.backend, config.bits) or config.double_quant:  # scales, or their range, of full rows
+        return False
+    return rows_independent(config, columns) and columns % (parts * config.group_size) == 0
+
+
 def quantized_linear(
     weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
 ):

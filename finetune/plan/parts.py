@@ -501,15 +501,6 @@ class Parts:
 
 def loads_full_model(plan: Parts) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
-    parallel, quantization, trains = plan.parallel, plan.quantization, plan.trains
-    if parallel.tp * parallel.pp > 1:
-        return "TP/PP first record the full model's logits to compare against"
-    if parallel.ep > 1 and quantization and (quantization.double_quant or quantization.needs_full_matrix):
-        return "EP divides experts by rows, and this quantizer's values belong to full matrices"
-    if isinstance(trains, AddedLayers):
-        return "the added layers are verified to be identities on the loaded weights"
-    if isinstance(trains, Adapter) and trains.init.needs_data:
+    if isinstance(plan.trains, Adapter) and plan.trains.init.needs_data:
         return "eva initializes from activations of the unquantized model"
-    if isinstance(trains, Adapter) and trains.init.changes_base:
-        return f"{trains.init.word} changes full weight matrices before they are quantized"
     return None

@@ -2,6 +2,7 @@
 The chunked head and a distributed model reproduce its logits.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,11 +19,13 @@ from finetune.torch_engine.forward import (
     PADDED_INPUTS,
     Layout,
     ModelForward,
+    OwnLogits,
     base_model,
     document_bounds,
     no_autocast,
     padded_logits,
 )
+from finetune.torch_engine.layerwise import Reference, probe, starts_at_zero
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
@@ -65,16 +68,17 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
 
     Leaves the model in evaluation mode, with the layout's attention.
     """
-    model, call = forward.model, partial(_call, parallel)
+    model, run = forward.model, OwnLogits(forward.model, forward.device, forward.pipeline)
+    call = partial(_call, parallel)
     model.eval()
-    call(check_causal, model, forward.autocast)
-    call(check_sparse_attention, model, forward.autocast, forward.context_length)
+    call(check_causal, model, forward.autocast, run)
+    call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
     packed, bounds = Check(False, "requested"), False
     if batch_layout != "padded":
         lengths = forward.context_length, forward.row_length
-        packed = call(check_padding_free, model, forward.autocast, *lengths, False, forward.attention)
+        packed = call(check_padding_free, model, forward.autocast, *lengths, False, forward.attention, run)
         if not packed.holds and forward.groups.dims.cp == 1:
-            told = call(check_padding_free, model, forward.autocast, *lengths, True, forward.attention)
+            told = call(check_padding_free, model, forward.autocast, *lengths, True, forward.attention, run)
             bounds = told.holds
             more = "" if told.reason.split("(")[0] == packed.reason.split("(")[0] else f"; {told.reason}"
             packed = told if told.holds else Check(False, packed.reason + more)
@@ -82,17 +86,49 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
         raise PlanError(f"--batch_layout padding_free: {packed.reason}. Use auto or padded.")
     layout = Layout(packed.holds, packed.reason, passes_bounds=bounds)
     if not layout.padding_free:
-        inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id)
+        inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
         layout = replace(layout, padded_inputs=inputs)
-    model.set_attn_implementation(per_document.NAME if packed.holds else per_document.own_implementation(model))
-    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds, forward.attention)
+    own = per_document.own_implementation(model)
+    model.set_attn_implementation(per_document.NAME if packed.holds else own)
+    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds, forward.attention, run)
     return replace(layout, chunked_head=head.holds)
 
 
-def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
-    """Runs the checks while each rank computes the full model, and records the logits its shards must give."""
-    forward.layout = check_model(forward, batch_layout, parallel)
-    forward.recorded = forward.layout, _call(parallel, forward.logits, _reference_batch(forward))
+def record_reference(forward: ModelForward, batch_layout: str, parallel=None, reference: Reference | None = None):
+    """Runs the checks, and records the logits of the full model that its shards must give: while each rank computes the
+    full model, or by the `reference` of a model that is distributed already. Collective.
+    """
+    forward.layout = layout = check_model(forward, batch_layout, parallel)
+    batch = _reference_batch(forward)
+    if reference is not None:
+        forward.recorded = layout, reference.logits(layout, batch, forward.groups, forward.pad_id)
+        return
+    with _probed(forward.model, parallel):
+        forward.recorded = layout, _call(parallel, forward.logits, batch)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def _probed(model, parallel=None):
+    """Context in which adapters' zero factors have the values of layerwise.probe: otherwise no slice of an adapter
+    would show in the logits.
+    """
+    names, held = starts_at_zero(model), {}
+    if parallel is None:
+        parameters = dict(model.named_parameters())
+        held = {name: parameters[name].clone() for name in names}
+        for name in names:
+            parameters[name].copy_(probe(name, held[name].shape))
+    else:
+        place = parallel.placement
+        held = {name: place.local_shard(name).clone() for name in names if name in place.of_stage}
+        for name in held:
+            parallel.copy_weight(name, probe(name, place.full_shape(name)).numpy())
+    try:
+        yield
+    finally:
+        for name, before in held.items():
+            (parameters[name] if parallel is None else parallel.placement.local_shard(name)).copy_(before)
 
 
 def _call(parallel, work, *args):
@@ -121,7 +157,8 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
     groups, batch, expected = forward.groups, _reference_batch(forward), forward.recorded[1]
     work = partial(forward.logits, batch)
     forward.pipeline.set_hidden_dtype(parallel.call, work)
-    logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
+    with _probed(forward.model, parallel):
+        logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
     parallel.reshard()
     off = 0.0
     if logits is not None:
@@ -134,7 +171,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
         if len(expected):
             off = ((logits[real] - expected).abs().max() / forward.recorded[1].abs().max()).item()
     off, forward.recorded = groups.all_reduce_max(off), None
-    exact = _is_exact(forward.model, forward.autocast)
+    exact = _is_exact(forward.model, forward.autocast, forward.device)
     if not off <= (1e-4 if exact else 5e-2):
         raise PlanError(
             f"{groups.dims}: the distributed model does not give the logits of the full one (max diff {off:.1e}). "
@@ -151,10 +188,10 @@ def _reraise_if_not_the_models(error: Exception) -> None:
         raise error
 
 
-def _is_exact(model, autocast) -> bool:
-    """True if products are fp32's: not cast by autocast, nor rounded to TF32."""
+def _is_exact(model, autocast, device: torch.device | None = None) -> bool:
+    """True if products are fp32's: not cast by autocast, nor rounded to TF32. `device`: None: the model's."""
     in_fp32 = autocast is no_autocast and weights_dtype(model) == torch.float32
-    return in_fp32 and not rounds_to_tf32(model.device)
+    return in_fp32 and not rounds_to_tf32(device or model.device)
 
 
 def _first_line(error: Exception) -> str:
@@ -162,13 +199,14 @@ def _first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def check_causal(model, autocast) -> None:
+def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
     """Raises PlanError if the loaded model does not run, or if a token sees later ones.
 
     Bitwise in every dtype: other tokens after it keep the shapes of a causal model's products, and what is masked adds
-    zeros.
+    zeros. `run`, here and below: what computes the logits of a distributed model.
     """
-    ids = torch.arange(3, 16)[None].to(model.device) % model.get_input_embeddings().weight.shape[0]
+    run = run or OwnLogits(model)
+    ids = torch.arange(3, 16)[None].to(run.device) % model.get_input_embeddings().weight.shape[0]
     middle, name = 6, type(model).__name__
     other_end, other_start = ids.clone(), ids.clone()
     other_end[0, middle + 1 :] = 2
@@ -178,10 +216,10 @@ def check_causal(model, autocast) -> None:
         with autocast():
             # Always five: a forward over shards is collective, and ranks need not agree on what is equal.
             own, leaked, seen, short = (
-                model(input_ids=i, use_cache=False).logits[0, : middle + 1].float()
+                run(input_ids=i, use_cache=False)[0, : middle + 1].float()
                 for i in (ids, other_end, other_start, ids[:, : middle + 1])
             )
-            _run_in_training_mode(model, ids)
+            _run_in_training_mode(run, ids)
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         raise PlanError(
@@ -198,7 +236,7 @@ def check_causal(model, autocast) -> None:
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
             "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
         )
-    exact = _is_exact(model, autocast)
+    exact = _is_exact(model, autocast, run.device)
     limit = 1e-4 if exact else 0.1
     scale = max((own - seen)[middle].abs().max().item(), 1e-30)
     # An expert multiplies as many rows as were routed to it, and rounding may depend on their number: 3e-7 of the
@@ -217,7 +255,7 @@ def check_causal(model, autocast) -> None:
 
 
 @torch.no_grad()
-def check_sparse_attention(model, autocast, context_length: int) -> None:
+def check_sparse_attention(model, autocast, context_length: int, run: OwnLogits | None = None) -> None:
     """Raises PlanError if an attention that picks tokens picks others when more tokens follow a document.
 
     Among scores that are equal, as ReLU makes them, top-k picks by the length of the row. Documents are longer than
@@ -226,16 +264,17 @@ def check_sparse_attention(model, autocast, context_length: int) -> None:
     picked = limit_of(model, SPARSE)
     if not picked or picked >= context_length:
         return
+    run = run or OwnLogits(model)
     length, vocab = 3 * picked, model.get_input_embeddings().weight.shape[0]
     shape = max(1, min(16, 2**10 // picked)), 2 * length
-    ids = torch.randint(3, max(4, vocab), shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(3, max(4, vocab), shape, generator=torch.Generator().manual_seed(0)).to(run.device)
     with autocast():
         longer, alone, again = (
-            model(input_ids=ids[:, :n], use_cache=False).logits[:, :length].flatten(0, 1).float()
+            run(input_ids=ids[:, :n], use_cache=False)[:, :length].flatten(0, 1).float()
             for n in (2 * length, length, length + 1)
         )
     off = max(_largest_difference(longer, alone), _largest_difference(again, alone))
-    if not off <= (1e-4 if _is_exact(model, autocast) else 5e-2):
+    if not off <= (1e-4 if _is_exact(model, autocast, run.device) else 5e-2):
         raise PlanError(
             f"--model_name: {type(model).__name__} picks {picked} tokens by its sparse attention, and of longer "
             f"documents it picks others when more tokens follow (logits move by {off:.0e}). Add --context_length "
@@ -249,14 +288,14 @@ def _decoder_remedy(model) -> str:
     return "Give another."
 
 
-def _run_in_training_mode(model, ids) -> None:
+def _run_in_training_mode(run: OwnLogits, ids) -> None:
     """Raises what the model raises only while it trains, as Reformer does of lengths; random numbers are not spent."""
-    with torch.random.fork_rng(random_states(model.device)):
-        model.train()
+    with torch.random.fork_rng(random_states(run.device)):
+        run.model.train()
         try:
-            model(input_ids=ids, use_cache=False)
+            run(input_ids=ids, use_cache=False)
         finally:
-            model.eval()
+            run.model.eval()
 
 
 @torch.no_grad()
@@ -267,6 +306,7 @@ def check_padding_free(
     row_length: int = 0,
     passes_bounds: bool = False,
     attention: Attention | None = None,
+    run: OwnLogits | None = None,
 ) -> Check:
     """Two packed documents give the logits of the same two alone, by the model's own attention.
 
@@ -275,6 +315,7 @@ def check_padding_free(
     positions in the model: then one is tried.
     """
     per_document.register()
+    run = run or OwnLogits(model)
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
@@ -285,19 +326,19 @@ def check_padding_free(
     try:
         with autocast():
             alone, padded = (
-                torch.cat([_logits(model, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
+                torch.cat([_logits(run, torch.cat([d, d[:more]]))[: len(d)] for d in (one, two)]) for more in (0, 7)
             )
             model.set_attn_implementation(per_document.NAME)
-            packed, changed = (_packed_logits(model, [first, two], passes_bounds, attention) for first in (one, other))
+            packed, changed = (_packed_logits(run, [first, two], passes_bounds, attention) for first in (one, other))
             positions = table_of_positions(model) or row_length
             last = packed[-len(two) :]
             if positions < row_length:  # as many tokens as the table has room for, and some more
                 documents = [*[one] * -(-positions // len(one)), two]
-                last = _packed_logits(model, documents, passes_bounds, attention)[-len(two) :]
+                last = _packed_logits(run, documents, passes_bounds, attention)[-len(two) :]
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"this model does not support packed documents: {_first_line(error)}")
-    rounding = _rounding(model, autocast, padded, alone)
+    rounding = _rounding(model, autocast, padded, alone, run.device)
     leak = _largest_difference(changed[first_length:], packed[first_length:])
     off = max(_largest_difference(packed, alone), _largest_difference(last, alone[-len(two) :]))
     # Equal shapes round equally, except of experts, which multiply as many rows as were routed to them.
@@ -314,8 +355,8 @@ def check_padding_free(
 ROUNDING_FACTOR = 8
 
 
-def _logits(model, ids) -> torch.Tensor:
-    return model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
+def _logits(run: OwnLogits, ids) -> torch.Tensor:
+    return run(input_ids=ids[None].to(run.device), use_cache=False)[0].float()
 
 
 def _largest_difference(logits_TV, expected_TV) -> float:
@@ -324,10 +365,11 @@ def _largest_difference(logits_TV, expected_TV) -> float:
     return ((logits_TV - expected_TV).norm(dim=-1) / norms).max().item()
 
 
-def _rounding(model, autocast, longer_TV, alone_TV) -> float:
+def _rounding(model, autocast, longer_TV, alone_TV, device: torch.device | None = None) -> float:
     """What more tokens after a document change of its logits: rounding, measured on this model, in this dtype."""
-    dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(model.device.type)
-    in_tf32 = dtype == torch.float32 and rounds_to_tf32(model.device)
+    device = device or model.device
+    dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(device.type)
+    in_tf32 = dtype == torch.float32 and rounds_to_tf32(device)
     return max(_largest_difference(longer_TV, alone_TV), TF32_EPS if in_tf32 else torch.finfo(dtype).eps)
 
 
@@ -369,15 +411,16 @@ def packed_inputs(documents, device, passes_bounds: bool = False, attention: Att
     }
 
 
-def _packed_logits(model, documents, passes_bounds, attention):
-    return model(**packed_inputs(documents, model.device, passes_bounds, attention)).logits[0].float()
+def _packed_logits(run: OwnLogits, documents, passes_bounds, attention):
+    return run(**packed_inputs(documents, run.device, passes_bounds, attention))[0].float()
 
 
 @torch.no_grad()
-def choose_padded_inputs(model, autocast, pad_id: int) -> str:
+def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = None) -> str:
     """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
     Raises PlanError if none of them does.
     """
+    run = run or OwnLogits(model)
     model.set_attn_implementation(per_document.own_implementation(model))
     vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
     generator = torch.Generator().manual_seed(0)
@@ -387,14 +430,14 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
     real = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(real, ids, pad_id)
     with autocast():
-        alone = [_logits(model, row[:n]) for row, n in zip(ids, lengths, strict=True)]
-        longer = [_logits(model, torch.cat([row[:n], row[:7]]))[:n] for row, n in zip(ids, lengths, strict=True)]
-        rounding = _rounding(model, autocast, torch.cat(longer), torch.cat(alone))
+        alone = [_logits(run, row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        longer = [_logits(run, torch.cat([row[:n], row[:7]]))[:n] for row, n in zip(ids, lengths, strict=True)]
+        rounding = _rounding(model, autocast, torch.cat(longer), torch.cat(alone), run.device)
         for word in PADDED_INPUTS:
             try:
                 given = {"ids": ids, "positions": positions, "real": real.long()}
-                given = {name: tensor.to(model.device) for name, tensor in given.items()}
-                rows = padded_logits(model, word, **given, lengths=list(lengths))
+                given = {name: tensor.to(run.device) for name, tensor in given.items()}
+                rows = padded_logits(run, word, **given, lengths=list(lengths))
             except MODEL_ERRORS as error:
                 _reraise_if_not_the_models(error)
                 off[word] = _first_line(error)
@@ -409,24 +452,32 @@ def choose_padded_inputs(model, autocast, pad_id: int) -> str:
 
 
 @torch.no_grad()
-def check_head(model, layout, autocast, passes_bounds: bool = False, attention: Attention | None = None) -> Check:
+def check_head(
+    model,
+    layout,
+    autocast,
+    passes_bounds: bool = False,
+    attention: Attention | None = None,
+    run: OwnLogits | None = None,
+) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
     head = loss.Head.of(model)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
-    inputs = packed_inputs([torch.arange(3, 12)], model.device, passes_bounds, attention)
+    run = run or OwnLogits(model)
+    inputs = packed_inputs([torch.arange(3, 12)], run.device, passes_bounds, attention)
     if layout == "padded":
         inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
     try:
         with autocast():
-            own = head.logits(base_model(model)(**inputs).last_hidden_state[0]).float()
-            theirs = model(**inputs).logits[0].float()
+            own = run.by(lambda **given: head.logits(base_model(model)(**given).last_hidden_state), **inputs)[0].float()
+            theirs = run(**inputs)[0].float()
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"the decoder does not run without the model around it ({_first_line(error)})")
     if own.shape != theirs.shape:
         return Check(False, "the decoder gives other hidden states than the head takes")
     off = (own - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
-    if not off <= (1e-4 if _is_exact(model, no_autocast) else 2e-2):
+    if not off <= (1e-4 if _is_exact(model, no_autocast, run.device) else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")
     return Check(True, "logits computed in chunks equal the model's own")

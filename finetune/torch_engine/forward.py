@@ -47,14 +47,28 @@ def document_bounds(positions_T, device) -> dict:
 PADDED_INPUTS = ("positions", "mask", "rows")
 
 
-def padded_logits(model, word: str, ids, positions, real, lengths: list[int]) -> torch.Tensor:
+class OwnLogits:
+    """The model's own logits [B, S, V] for its keyword arguments, on every rank of a pipeline; collective there."""
+
+    def __init__(self, model, device: torch.device | None = None, pipeline=None):
+        self.model, self.device, self.pipeline = model, device or model.device, pipeline or SingleStage()
+
+    def __call__(self, **inputs) -> torch.Tensor:
+        return self.by(lambda **given: self.model(**given).logits, **inputs)
+
+    def by(self, work, **inputs) -> torch.Tensor:
+        """What `work(**inputs)` computes of the model."""
+        return self.pipeline.everywhere(work, inputs)
+
+
+def padded_logits(run: OwnLogits, word: str, ids, positions, real, lengths: list[int]) -> torch.Tensor:
     """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says.
     `lengths`: of the rows, which `real` marks the tokens of.
     """
     if word == "rows":
-        return [model(input_ids=row[None, :n], use_cache=False).logits[0] for row, n in zip(ids, lengths, strict=True)]
+        return [run(input_ids=row[None, :n], use_cache=False)[0] for row, n in zip(ids, lengths, strict=True)]
     known = {"position_ids": positions} if word == "positions" else {}
-    return model(input_ids=ids, attention_mask=real, use_cache=False, **known).logits
+    return run(input_ids=ids, attention_mask=real, use_cache=False, **known)
 
 
 class Targets(NamedTuple):
@@ -257,7 +271,8 @@ class ModelForward:
     def _logits_at(self, inputs, targets: Targets, batch: Batch):
         if self._row_by_row:
             lengths = (batch.document_ids_BS >= 0).sum(1).tolist()
-            logits = padded_logits(self.model, "rows", inputs["input_ids"], None, inputs["attention_mask"], lengths)
+            own = OwnLogits(self.model, self.device)
+            logits = padded_logits(own, "rows", inputs["input_ids"], None, inputs["attention_mask"], lengths)
             columns = [torch.from_numpy(targets.columns_T[targets.rows_T == i]) for i in range(len(lengths))]
             columns = indices_to_device(columns, self.device)
             return torch.cat([row.index_select(0, index) for row, index in zip(logits, columns, strict=True)])

@@ -171,10 +171,12 @@ def inside_blocks(name: str, blocks: list[str]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def unfreeze_blocks(model, blocks: list[str]) -> None:
-    """Makes the added blocks trainable, in fp32."""
+def unfreeze_blocks(model, blocks: list[str], local_shards=None) -> None:
+    """Makes the added blocks trainable, in fp32. `local_shards`: this rank's part of a model on meta."""
     for name in blocks:
-        model.get_submodule(name).to(torch.float32).requires_grad_(True)
+        block = model.get_submodule(name).to(torch.float32).requires_grad_(True)
+        if local_shards is not None:
+            local_shards.cast(block.parameters(), torch.float32)
 
 
 @torch.no_grad()
@@ -190,4 +192,4 @@ def attach_blocks(model, folder, local_shards=None) -> None:
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
                 "its base."
             )
-        assign(local_shards, name, parameters[name], tensor)
+        assign(local_shards, name, parameters[name], lambda tensor=tensor: tensor)

@@ -24,9 +24,10 @@ def load_model(folder, plan, groups, local_shards=None, batches=None, initial_ad
     with memory_advice(on_loading(folder, plan)):
         model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing)
         layers = load.layers_of(model, folder, plan.trains)
-        for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards):
+        residual = load.residual_init(model, layers, plan, device, initial_adapter)
+        for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
             log(f"  note: {notice}")
-        starts = load.init_from_base(model, layers, plan, device, batches, initial_adapter)
+        starts = residual.starts if residual else load.init_from_data(model, layers, plan, device, batches)
         load.make_trainable(model, layers, plan, device, starts, local_shards)
     return model
 

@@ -123,15 +123,16 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         on_meta = case.read_full or all(p.is_meta or p.ndim == 0 for p in model.parameters())
         kept = sum(t.nbytes for t in share.kept.values()) if share else None
         own = torch_engine(model, settings, CPU, ranks=ranks, share=share)
-        assert share is None or not share.kept
+        assert share is None or not share.kept and not share.made
         result = {"case": f"{layout}, {kind}, {Path(folder).name}", "on_meta": on_meta}
-        one, two = (dict(e.model.named_parameters(remove_duplicate=False)) for e in (full, own))
+        one, two = (trained_or_here(engine.model) for engine in (full, own))
         result["names"] = list(one) == list(two)
         result["different"] = different_parameters(one, two)
         result["tied"] = len(set(one.values())) == len(set(two.values()))
         one, two = (dict(e.model.named_buffers()) for e in (full, own))
         result["buffers"] = one.keys() == two.keys() and all(torch.equal(bits(two[n]), bits(one[n])) for n in one)
-        held = {n: placement.local_shard(p.detach()).nbytes for n, p in own.model.named_parameters() if p.ndim}
+        base = {n: p for n, p in own.model.named_parameters() if p.ndim and ".lora_" not in n and not p.is_meta}
+        held = {n: placement.local_shard(p.detach()).nbytes for n, p in base.items()}  # adapters are made when taken
         result["bytes"] = case.read_full or kept == sum(held.values())
         trained = []
         for engine in (full, own):
@@ -141,9 +142,15 @@ def loading(rank: int, size: int, wanted: list) -> list[dict]:
         result["losses"] = trained[0]["losses"] == trained[1]["losses"]
         result["norms"] = trained[0]["norms"] == trained[1]["norms"]
         one, two = (trained[i]["gradients"] for i in (0, 1))
-        result["gradients"] = all(torch.equal(one[n], two[n]) for n in one)
+        result["gradients"] = all(torch.equal(one[n], two[n]) for n in one if one[n] is not None)
         found.append(result)
     return found
+
+
+def trained_or_here(model) -> dict:
+    """{name: parameter} of those that train, and of those that this rank's pipeline stage holds."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if p.requires_grad or not p.is_meta}
 
 
 def different_parameters(one: dict, two: dict) -> list[str]:
@@ -152,6 +159,8 @@ def different_parameters(one: dict, two: dict) -> list[str]:
     for name, theirs in one.items():
         mine = two[name]
         same = (mine.dtype, mine.shape, mine.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
+        if mine.is_meta and theirs.is_meta:
+            continue
         rows, others = placement.local_shard(mine), placement.local_shard(theirs)
         if not (same and rows.shape == others.shape and torch.equal(bits(rows), bits(others))):
             different.append(name)

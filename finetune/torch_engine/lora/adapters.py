@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,13 +38,13 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
         if isinstance(base, nn.Embedding):
             layer = LoRAEmbedding(base, adapter.rank, adapter.alpha, adapter.rslora, adapter.dora)
             with torch.no_grad():  # as in PEFT: A zero, B normal
-                drawn = sampled(name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
+                drawn = partial(sampled, name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
                 assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
             how = adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora
             layer = LoRALinear(base, *how)
             initialize(layer, name, starts.get(name), layer.in_features, adapter, local_shards)
-            if adapter.dora and layer.start is not None:  # the magnitude of the original base
+            if adapter.dora and layer.start is not None and local_shards is None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         model.set_submodule(name, layer)
@@ -58,7 +59,7 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
     local_shards.magnitudes_are_known = not adapter.dora
     for name, parameter in adapter_parameters(model).items():
         if not local_shards.has(parameter):
-            local_shards.give(name, parameter, torch.zeros(parameter.shape))
+            local_shards.give(name, parameter, partial(torch.zeros, parameter.shape))
 
 
 @contextlib.contextmanager
@@ -163,7 +164,7 @@ def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: 
                 raise PlanError(
                     f"{file}: {name} is {list(tensors[name].shape)}, this base needs {list(parameter.shape)}."
                 )
-            assign(local_shards, own_name, parameter, tensors[name])
+            assign(local_shards, own_name, parameter, lambda name=name: tensors[name])
             parameter.requires_grad_(False)
     if local_shards is not None:
         local_shards.magnitudes_are_known = True
@@ -180,4 +181,4 @@ def _copy_outer_weights(model, tensors: dict, file, local_shards=None) -> None:
             raise PlanError(
                 f"{file}: contains {name} {list(saved.shape)}, which this base does not have. Merge it with peft first."
             )
-        assign(local_shards, f"{name}.weight", weight, saved)
+        assign(local_shards, f"{name}.weight", weight, lambda saved=saved: saved)

@@ -1,6 +1,7 @@
 """How adapters start: Kaiming or Gaussian, EVA from the data, PiSSA, OLoRA and LoftQ from the base weights."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,28 +17,30 @@ from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
 
 
-def assign(local_shards, name: str, parameter, value) -> None:
-    """Sets a parameter, or this rank's shard of it."""
+def assign(local_shards, name: str, parameter, make: Callable[[], torch.Tensor]) -> None:
+    """Sets a parameter to the full value that `make` returns; of a rank's shards, once its shard is taken."""
     if local_shards is None:
-        parameter.copy_(value)
+        parameter.copy_(make())
     else:
-        local_shards.give(name, parameter, value)
+        local_shards.give(name, parameter, make)
 
 
 @torch.no_grad()
 def initialize(layer, name: str, start, in_features: int, adapter: Adapter, local_shards=None) -> None:
+    shape, seed = layer.lora_A.shape, adapter.init.seed
     if isinstance(start, tuple):
         layer.start = tuple(t.detach().float().cpu().clone() for t in start)
-        layer.lora_A.copy_(start[0])
-        layer.lora_B.copy_(start[1])
+        assign(local_shards, f"{name}.lora_A", layer.lora_A, lambda: layer.start[0])
+        assign(local_shards, f"{name}.lora_B", layer.lora_B, lambda: layer.start[1])
     elif start is not None:
         layer.lora_A.copy_(start)
     elif adapter.init.is_gaussian:  # as in PEFT: normal with standard deviation 1/r
-        drawn = sampled(name, layer.lora_A.shape, "normal", adapter.init.seed)
-        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / adapter.rank)
+        assign(
+            local_shards, f"{name}.lora_A", layer.lora_A, lambda: sampled(name, shape, "normal", seed) / adapter.rank
+        )
     else:  # as in PEFT: Kaiming uniform with a = sqrt(5), i.e. +-1/sqrt(I)
-        drawn = sampled(name, layer.lora_A.shape, "uniform", adapter.init.seed)
-        assign(local_shards, f"{name}.lora_A", layer.lora_A, drawn / math.sqrt(in_features))
+        root = math.sqrt(in_features)
+        assign(local_shards, f"{name}.lora_A", layer.lora_A, lambda: sampled(name, shape, "uniform", seed) / root)
 
 
 def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
@@ -47,56 +50,79 @@ def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
     return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
 
 
-@torch.no_grad()
-def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict | None, device) -> dict:
-    """{name: (A_0, B_0)} by pissa, olora or loftq; subtracts their product from the still dense base weights.
+class ResidualInit:
+    """Initial adapters by pissa, olora or loftq, whose product is subtracted from full, still dense matrices.
 
-    `config`: quantization of the base, or None; `saved`: a checkpoint's tensors, whose initial adapter is reused.
+    `names`: the adapted layers of `model`, whose weights come one at a time, in the order of the layers. `config`:
+    quantization of the base, or None; `saved`: a checkpoint's tensors, whose initial adapter is reused; `device`: of
+    the arithmetic. `starts`: {name: (A_0, B_0)} of those that were subtracted.
     """
-    init, modules, starts = adapter.init, dict(model.named_modules()), {}
-    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
-    device = fp64_device(device)
 
-    def quantized(weight):
-        layer = quantization_wrapper.quantized_linear(weight, None, config)
-        return layer.weight_of(layer.stored(), torch.float32)
+    def __init__(self, model, names: list[str], adapter: Adapter, config, saved: dict | None, device):
+        self.model, self.names, self.adapter, self.config, self.saved = model, names, adapter, config, saved
+        self.scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
+        self.device, self.modules, self.starts = fp64_device(device), dict(model.named_modules()), {}
+        linears = {f"{name}.weight": name for name in names if name in self.modules}
+        embeddings = {f"{n}.weight" for n in names if isinstance(self.modules.get(n), nn.Embedding)}
+        self.owner = {name: name for name in names if name not in self.modules} | linears
+        self.owner = {name: layer for name, layer in self.owner.items() if name not in embeddings}
+        self.peft_names = {name: PREFIX + peft_owner(name, names, self.modules) for name in self.owner.values()}
 
-    def part(name, weight, number=0, count=1):
-        """Subtracts the product from one weight [O, I], a view of the parameter; returns its factors."""
-        if saved is not None:
-            key = PREFIX + peft_owner(name, names, modules)
-            _, a = factors.halves_a(torch.from_numpy(saved[key + ".lora_A.weight"]), count)
-            _, b = factors.halves_b(torch.from_numpy(saved[key + ".lora_B.weight"]), count)
+    def changes(self, name: str) -> bool:
+        """True if the parameter's matrix becomes a residual."""
+        return name in self.owner
+
+    @torch.no_grad()
+    def subtract(self, name: str, weight: torch.Tensor) -> None:
+        """Subtracts the product from the full `weight` of the parameter, in place."""
+        layer = self.owner[name]
+        if layer in self.modules:
+            turned = not isinstance(self.modules[layer], nn.Linear)
+            self.starts[layer] = self._part(layer, weight.t() if turned else weight)
+            return
+        weight = weight.transpose(1, 2) if self.modules[layer.rpartition(".")[0]].is_transposed else weight
+        pairs = [self._part(layer, w, e, len(weight)) for e, w in enumerate(weight)]
+        a = torch.cat([a for a, _ in pairs])
+        b = torch.stack([b for _, b in pairs], -1)
+        self.starts[layer] = (a, b.reshape(b.shape[0], -1))
+
+    def _part(self, name: str, weight, number: int = 0, count: int = 1):
+        """Subtracts the product from one matrix [O, I], a view of the parameter; returns its factors."""
+        device, adapter, scaling = self.device, self.adapter, self.scaling
+        if self.saved is not None:
+            key = self.peft_names[name]
+            _, a = factors.halves_a(torch.from_numpy(self.saved[key + ".lora_A.weight"]), count)
+            _, b = factors.halves_b(torch.from_numpy(self.saved[key + ".lora_B.weight"]), count)
             a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[..., number]
             a, b = a.to(device), b.to(device)
         else:
             label = f"{name}.{number}" if count > 1 else name
-            a, b = factors.factors(weight.to(device), init.word, adapter.rank, scaling, init.seed, label, quantized)
+            how = adapter.init.word, adapter.rank, scaling, adapter.init.seed, label, self._quantized
+            a, b = factors.factors(weight.to(device), *how)
         weight.copy_((weight.to(device).float() - scaling * (b @ a)).to(weight.dtype))
         return a, b
 
-    for name in names:
-        if name in modules:
-            module = modules[name]
-            if isinstance(module, nn.Embedding):
-                continue
-            if module is model.get_output_embeddings() and tied(model):
-                raise PlanError(
-                    f"--init_lora_weights {init.word}: changes the weights of {name}, which are tied to the "
-                    "embedding. Remove it from --lora_target_modules, or use --init_lora_weights default."
-                )
-            weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
-            starts[name] = part(name, weight.detach())
-        else:
-            owner, _, parameter = name.rpartition(".")
-            module = modules[owner]
-            weight = getattr(module, parameter).detach()
-            weight = weight.transpose(1, 2) if module.is_transposed else weight
-            pairs = [part(name, w, e, len(weight)) for e, w in enumerate(weight)]
-            a = torch.cat([a for a, _ in pairs])
-            b = torch.stack([b for _, b in pairs], -1)
-            starts[name] = (a, b.reshape(b.shape[0], -1))
-    return starts
+    def _quantized(self, weight):
+        layer = quantization_wrapper.quantized_linear(weight, None, self.config)
+        return layer.weight_of(layer.stored(), torch.float32)
+
+    def check_ties(self) -> None:
+        """Raises PlanError if the head was to change and is tied to the embedding, once the weights are loaded."""
+        head = next((n for n in self.names if self.modules.get(n) is self.model.get_output_embeddings()), None)
+        if head is not None and tied(self.model):
+            raise PlanError(
+                f"--init_lora_weights {self.adapter.init.word}: changes the weights of {head}, which are tied to the "
+                "embedding. Remove it from --lora_target_modules, or use --init_lora_weights default."
+            )
+
+
+def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict | None, device) -> dict:
+    """{name: (A_0, B_0)} of a loaded, dense model, whose weights become residuals. Arguments as of ResidualInit."""
+    residual, parameters = ResidualInit(model, names, adapter, config, saved, device), dict(model.named_parameters())
+    residual.check_ties()
+    for name in residual.owner:
+        residual.subtract(name, parameters[name].detach())
+    return {name: residual.starts[name] for name in names if name in residual.starts}
 
 
 def eva_init(model, names: list[str], rank: int, batches) -> dict[str, torch.Tensor]:

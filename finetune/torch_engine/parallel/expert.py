@@ -114,22 +114,18 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
     """
     base = module.base if isinstance(module, Experts) else module
     path = f"{name}.base" if base is not module else name
-    first, last = fused.weight_names(base)
-    halves = 2 if base.has_gate and base.is_concatenated else 1  # gate and up, one after the other
-    for weight_name in (first, last):
-        side = None if group == "ep" else 0 if weight_name == first else 1  # dim of [O, I] that is sliced
-        blocks = halves if side == 0 else 1
-        weight = getattr(base, weight_name)
+    first, halves = fused.weight_names(base)[0], _halves(base)
+    cuts = _slices(base, group)
+    for weight_name in fused.weight_names(base):
+        weight, bias = getattr(base, weight_name), weight_name + "_bias"
         if isinstance(weight, QuantizedExperts):
-            _slice_quantized(weight, side, blocks, groups, slices)
+            _slice_quantized(weight, *side_of(base, weight_name), group, groups, slices)
         else:
-            dim = 0 if side is None else 2 - side if base.is_transposed else 1 + side
-            slices.keep(base, weight_name, Slice(dim, blocks, group), groups, path)
-        if base.has_bias and side != 1:
-            cut = Slice(0 if side is None else 1, blocks, group)
-            slices.keep(base, weight_name + "_bias", cut, groups, path)
+            slices.keep(base, weight_name, cuts[weight_name], groups, path)
+        if bias in cuts:
+            slices.keep(base, bias, cuts[bias], groups, path)
         elif base.has_bias:
-            slices.partial.add(f"{path}.{weight_name}_bias")
+            slices.partial.add(f"{path}.{bias}")
     for weight_name, pair in module.pairs().items() if isinstance(module, Experts) else ():
         owner = name if pair is module else f"{name}.base_layer"
         if group == "ep":  # A [E * R, I], B [O, R * E]
@@ -143,19 +139,61 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
             slices.partial.add(f"{owner}.lora_B")
 
 
-def _slice_quantized(weight: QuantizedExperts, side, blocks: int, groups: ProcessGroups, slices: LayerSlices) -> None:
-    stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
-    if side is None:
+def slices_of(model, group: str) -> dict[str, Slice]:
+    """{parameter: its Slice} of all experts of a model on meta without adapters. `group`: see slice_experts."""
+    return {
+        f"{name}.{leaf}": cut
+        for name, base in fused.reachable(model).items()
+        for leaf, cut in _slices(base, group).items()
+    }
+
+
+def _slices(base, group: str) -> dict[str, Slice]:
+    """{weight or bias of a transformers experts module: its Slice}, as it is stored."""
+    found = {}
+    for weight_name in fused.weight_names(base):
+        side, blocks = (None, 1) if group == "ep" else side_of(base, weight_name)
+        dim = 0 if side is None else 2 - side if base.is_transposed else 1 + side
+        found[weight_name] = Slice(dim, blocks, group)
+        if base.has_bias and side != 1:
+            found[weight_name + "_bias"] = Slice(0 if side is None else 1, blocks, group)
+    return found
+
+
+def side_of(base, weight_name: str) -> tuple[int, int]:
+    """(dim of an expert's [O, I] that tensor parallelism slices, blocks in it)."""
+    return (0, _halves(base)) if weight_name == fused.weight_names(base)[0] else (1, 1)
+
+
+def _halves(base) -> int:
+    """2 if gate and up are one after the other in one tensor."""
+    return 2 if base.has_gate and base.is_concatenated else 1
+
+
+def _slice_quantized(
+    weight: QuantizedExperts, side: int, blocks: int, group: str, groups: ProcessGroups, slices: LayerSlices
+) -> None:
+    if slices.local_shards is not None:
+        sizes = slices.local_shards.sizes.get(weight)
+        if sizes is not None:  # else another stage's
+            weight.num_experts, weight.out_features, weight.in_features = sizes
+    elif group == "tp":
+        slice_parts(weight, side, blocks, groups)
+    else:
         _check_divides(weight.num_experts, groups.dims.ep)
-        if not stacked:
+        if len(weight.parts) == weight.num_experts:
             (mine,) = Slice(0, 1, "ep").slices(weight.num_experts, groups)
             weight.parts = weight.parts[mine]
-        elif slices.local_shards is not None:
-            slices.slice_rows(weight.parts[0], Slice(0, 1, "ep"), groups)
         else:
             slice_quantized(weight.parts[0], Slice(0, 1, "ep"), groups)
         weight.num_experts //= groups.dims.ep
-        return
+
+
+def slice_parts(weight: QuantizedExperts, side: int, blocks: int, groups: ProcessGroups) -> None:
+    """Slices rows (`side` 0) or columns of every expert over the tensor-parallel group. ValueError if they do not
+    divide.
+    """
+    stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
     for part in weight.parts:
         experts_in_part = weight.num_experts if stacked else 1
         slice_quantized(part, Slice(side, blocks * experts_in_part if side == 0 else 1), groups)

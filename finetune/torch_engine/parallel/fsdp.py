@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
+from finetune.torch_engine.lora.layers import weight_norm
 from finetune.torch_engine.parallel.parallelism import Local
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -79,18 +80,19 @@ def shard(
     if not supports_integer_params(groups):
         view_as_bf16(model)
     mesh = _mesh(groups, groups.mesh, "shard")
-    other_stages = local_shards is None  # what is on meta belongs to other pipeline stages
-    ignored = {p for p in model.parameters() if p.ndim == 0 or p.is_meta and other_stages}
+
+    def elsewhere(p) -> bool:  # what is on meta without a value belongs to other pipeline stages
+        return p.is_meta and (local_shards is None or not local_shards.has(p))
+
+    ignored = {p for p in model.parameters() if p.ndim == 0 or elsewhere(p)}
     root = FSDPRoot(model, reshard_after_forward)
     policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device)) if offload else OffloadPolicy()
-    layers = decoder_layers(model)
-    if other_stages:
-        layers = [layer for layer in layers if not any(p.is_meta for p in layer.parameters())]
+    layers = [layer for layer in decoder_layers(model) if not any(elsewhere(p) for p in layer.parameters())]
     refuse_shared(layers)
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
     for name in experts:
         module = model.get_submodule(name)
-        before = [] if other_stages else list(module.named_parameters())
+        before = [] if local_shards is None else list(module.named_parameters())
         if groups.dims.expert_shards > 1:
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
             fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
@@ -101,7 +103,7 @@ def shard(
             module.load_state_dict({leaf: new}, strict=False, assign=True)
         ignored |= set(module.parameters())
     for module, shard_module in units(root, layers, reshard_after_forward, **options):
-        before = [] if other_stages else list(module.named_parameters(remove_duplicate=False))
+        before = [] if local_shards is None else list(module.named_parameters(remove_duplicate=False))
         shard_module()
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
@@ -147,7 +149,7 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
     """
     names = {}
     for name, parameter in before:
-        if parameter.is_meta and not isinstance(parameter, DTensor):
+        if local_shards is not None and local_shards.has(parameter):
             names.setdefault(parameter, []).append(name)
     for parameter, tied in names.items():
         sharded = module.get_parameter(tied[0])
@@ -158,30 +160,50 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
 
 
 @torch.no_grad()
-def init_dora_magnitudes(root, groups: ProcessGroups) -> None:
-    """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own rows: one gathered layer at a time.
-    Collective.
+def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) -> None:
+    """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own part: of one layer at a time, gathered
+    over the shards of `root`, and of one matrix at a time, gathered over the tensor-parallel group. Collective.
+    `slices`: {parameter: its Slice}.
     """
+    names = {module: name for name, module in model.named_modules()}
     rows = {
         m: local_shard(m.lora_magnitude_vector.detach())
-        for m in root.modules()
-        if getattr(m, "lora_magnitude_vector", None) is not None
+        for m in model.modules()
+        if getattr(m, "lora_magnitude_vector", None) is not None and not m.lora_magnitude_vector.is_meta
     }
 
     def init(module):
         if module in rows:
-            norm = module.weight_norm()
+            norm = _full_norm(module, names[module], slices, groups)
             rows.pop(module).copy_(norm[groups.local_rows(len(norm))])
 
     def init_all():
-        for layer in decoder_layers(root.model):
-            layer.unshard()
-            layer.apply(init)
-            layer.reshard()
-        root.apply(init)
+        for layer in decoder_layers(model):
+            if isinstance(layer, FSDPModule):
+                layer.unshard()
+                layer.apply(init)
+                layer.reshard()
+        model.apply(init)
 
-    root(init_all)
-    root.reshard()
+    if root is None:
+        init_all()
+    else:
+        root(init_all)
+        root.reshard()
+
+
+def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
+    """|w| of the full rows of this rank's slice: computed as one process does, so that the bits are the same."""
+    by_rows, by_columns = slices.get(f"{name}.lora_B"), slices.get(f"{name}.lora_A")
+    if by_rows is None and by_columns is None:
+        return module.weight_norm()
+    weight_OI, a, b = module.exact_weight(), module.lora_A, module.lora_B
+    if by_columns is not None:
+        weight_OI, a = groups.tp_all_gather(weight_OI, 1), groups.tp_all_gather(a, 1)
+    else:
+        weight_OI, b = groups.tp_all_gather(weight_OI, 0), groups.tp_all_gather(b, 0)
+    norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
+    return norm_O if by_rows is None else by_rows.take(norm_O, groups)
 
 
 def decoder_layers(model) -> list[nn.Module]:

@@ -1,20 +1,22 @@
 """Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
 from finetune.errors import PlanError
-from finetune.plan.parts import ParallelPlan, Parts
+from finetune.plan.parts import Adapter, ParallelPlan, Parts
 from finetune.torch_engine import checks
 from finetune.torch_engine.compile import compile_layers
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.kernels import fuse
+from finetune.torch_engine.layerwise import Reference
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
 from finetune.torch_engine.parallel.parallelism import Local, Parallelism
-from finetune.torch_engine.parallel.pipeline import Stage
+from finetune.torch_engine.parallel.pipeline import Stage, stages_of
 from finetune.torch_engine.parallel.placement import Placement
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from finetune.torch_engine.weights.load import cache_dequantized
 
 
 def parallelize(
@@ -28,11 +30,13 @@ def parallelize(
     forward.not_fused = fuse.fuse(model, groups.device, DTYPES[plan.precision.compute])
 
     # Only a full model can show what its shards must compute: its checks and the logits to compare against.
-    if dims.tp * dims.pp > 1 or dims.ep > 1 and local_shards is None:
+    divided = dims.tp * dims.pp * dims.ep > 1
+    if divided and local_shards is None:
         checks.record_reference(forward, layout)
+    if local_shards is not None and dims.pp > 1 and isinstance(plan.trains, Adapter) and plan.trains.init.changes_base:
+        local_shards.share_starts(model, stages_of(model, dims.pp))
 
-    slices = tensor_parallel.shard_layers(model, groups)
-    slices.local_shards = local_shards
+    slices = tensor_parallel.shard_layers(model, groups, local_shards)
     expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, how.pp_schedule)
@@ -45,8 +49,13 @@ def parallelize(
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
         root = fsdp.shard(model, groups, how.reshard_after_forward, local_shards, memory.offload, slices.experts)
-    if local_shards is not None and not local_shards.magnitudes_are_known:
-        fsdp.init_dora_magnitudes(root, groups)
+    elif local_shards is not None:
+        local_shards.assign(model)
+    if local_shards is not None:
+        if not local_shards.magnitudes_are_known:
+            fsdp.init_dora_magnitudes(model, groups, slices.slices, root)
+        if memory.cache_dequantized:
+            cache_dequantized(model, DTYPES[plan.precision.compute])
 
     placement = Placement(model, groups, slices, forward.pipeline)
     if not placement.of_stage and dims.pp > 1:
@@ -54,10 +63,11 @@ def parallelize(
             f"--pp_degree {dims.pp}: nothing trains on stage {forward.pipeline.number}. Use a smaller degree."
         )
     parallel = _around(forward, placement, root, how)
-    if dims.cp > 1:
+    if dims.cp > 1 or divided:
         if forward.recorded is None:
-            checks.record_reference(forward, layout, parallel)
-        forward.shards_sequences = True
+            from_files = Reference(plan, *local_shards.source) if divided else None
+            checks.record_reference(forward, layout, parallel, from_files)
+        forward.shards_sequences = dims.cp > 1
     return parallel
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune.errors import PlanError
+from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.torch_engine.parallel.fsdp import decoder_layers
-from finetune.torch_engine.parallel.process_groups import DTYPES, ProcessGroups
+from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 
 
 class SingleStage:
@@ -42,6 +42,9 @@ class SingleStage:
 
     def forward_only(self, call, work, shape: tuple):
         return call(work)
+
+    def everywhere(self, work, inputs: dict):
+        return work(**inputs)
 
     def set_hidden_dtype(self, call, work) -> None:
         pass
@@ -191,11 +194,54 @@ class Stage:
         self._wait_for_sends()
         return out
 
+    @torch.no_grad()
+    def everywhere(self, work, inputs: dict) -> torch.Tensor:
+        """work(**inputs), which calls the model, of the last stage, after all stages before it; given to every stage.
+        What one stage's layers raise is raised on all, as RuntimeError. Collective over all ranks.
+        """
+        failed, shape = None, inputs["input_ids"].shape
+        width = self.model.config.get_text_config().hidden_size
+
+        def attempt():
+            nonlocal failed
+            try:
+                return work(**self.inputs(inputs))
+            except MODEL_ERRORS as error:
+                if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
+                    raise
+                failed = first_line(error)
+            empty = torch.zeros(*shape, width, dtype=self.dtype, device=self.device)
+            if self.last:
+                return empty
+            raise _StageOutput(empty)
+
+        if self.dtype is None:
+            self.set_hidden_dtype(_directly, attempt)
+        out = self.forward_only(_directly, attempt, shape)
+        failures = [said for said in self.groups.all_gather_object(failed) if said is not None]
+        if failures:
+            raise RuntimeError(failures[0])
+        last, group = self.groups.dims.group(self.groups.rank, "pp")[-1], self.groups.process_groups["pp"]
+        header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+        if self.last:
+            header[: out.ndim + 2] = torch.tensor([DTYPES.index(out.dtype), out.ndim, *out.shape])
+        dist.broadcast(header, last, group=group)
+        dtype, ndim, *shape = header.tolist()
+        if not self.last:
+            out = torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=self.device)
+        out = out.contiguous()
+        dist.broadcast(out, last, group=group)
+        return out
+
     def set_hidden_dtype(self, call, work) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
         with torch.no_grad():
             dtype = DTYPES.index(call(self.forward, work, (1, 1)).dtype) if self.first else None
         self.dtype = DTYPES[self.groups.broadcast_object(dtype)]
+
+
+def _directly(work, *args):
+    return work(*args)
 
 
 def stages_of(model, count: int) -> dict[str, tuple]:

@@ -217,6 +217,11 @@ class ProcessGroups:
     def sharded(self) -> bool:
         return self.dims.shards > 1
 
+    @property
+    def divides_weights(self) -> bool:
+        """True if no rank holds the full model."""
+        return self.sharded or self.dims.tp * self.dims.pp > 1
+
     # ---- over all ranks
 
     def all_gather_scalars(self, numbers: list) -> np.ndarray:

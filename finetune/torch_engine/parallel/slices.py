@@ -53,7 +53,7 @@ class LayerSlices:
     """{parameter: its Slice}, and the parameters whose gradients are partial sums on each tensor-parallel rank.
 
     `experts`: names of the modules whose experts are sliced over the expert-parallel group. `local_shards`: holds this
-    rank's rows already, and the parameters are on meta.
+    rank's part of every tensor already, and the parameters are on meta in their full shapes.
     """
 
     slices: dict = field(default_factory=dict)
@@ -66,25 +66,19 @@ class LayerSlices:
         old = getattr(module, leaf, None)
         if old is None:
             return
-        _check(old.shape[cut.dim], cut, groups)
-        self._replace(module, leaf, cut.take(old.detach(), groups))
+        check_divides(old.shape[cut.dim], cut, groups)
+        new = nn.Parameter(cut.take(old.detach(), groups), requires_grad=old.requires_grad)
+        if self.local_shards is not None:
+            self.local_shards.sliced(old, new, cut)
+        setattr(module, leaf, new)
         self.slices[f"{path}.{leaf}"] = cut
 
-    def slice_rows(self, layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> None:
-        """Slices the rows of packed tensors that all extend along them, which may be on meta."""
-        for name in layer.names:
-            _check(getattr(layer, name).shape[0], cut, groups)
-            self._replace(layer, name, cut.take(getattr(layer, name).detach(), groups))
-        layer.out_features //= groups.place(cut.group)[1]
-        keywords = layer.dequantize.keywords | {"shape": (layer.out_features, layer.in_features)}
-        layer.dequantize = partial(layer.dequantize.func, **keywords)
-
-    def _replace(self, module, leaf: str, tensor: torch.Tensor) -> None:
-        old = getattr(module, leaf)
-        new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        if self.local_shards is not None:
-            self.local_shards.rename(old, new)
-        setattr(module, leaf, new)
+    def slice_quantized(self, layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> list[str]:
+        """See slice_quantized. Ranks that read their part have sliced the codes, and only the sizes change."""
+        if self.local_shards is None:
+            return slice_quantized(layer, cut, groups)
+        layer.out_features, layer.in_features = self.local_shards.sizes[layer]
+        return list(layer.names)
 
 
 def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> list[str]:
@@ -93,7 +87,7 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
     Which tensors extend along the inputs depends on the method: candidates are tried and the weights compared.
     """
     sizes = (layer.out_features, layer.in_features)
-    _check(sizes[cut.dim], cut, groups)
+    check_divides(sizes[cut.dim], cut, groups)
     wanted = cut.take(layer.weight_of(layer.stored(), torch.float32), groups)
     shape = tuple(wanted.shape)
     dequantize = partial(
@@ -121,7 +115,8 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
     return list(chosen)
 
 
-def _check(size: int, cut: Slice, groups: ProcessGroups) -> None:
+def check_divides(size: int, cut: Slice, groups: ProcessGroups) -> None:
+    """Raises ValueError if a dimension of `size` is not divisible into this many slices."""
     if not cut.divides(size, groups):
         what = ("rows", "columns", "columns")[cut.dim]
         raise ValueError(f"its {size} {what} are not divisible by {cut.blocks * groups.place(cut.group)[1]}")

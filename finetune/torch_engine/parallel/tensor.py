@@ -4,6 +4,7 @@ Column-parallel linears hold some output rows, row-parallel ones some input colu
 Embeddings, norms and head are replicated; each rank computes the logits of some of the target positions.
 """
 
+import contextlib
 import re
 import weakref
 from functools import partial
@@ -19,7 +20,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.parallel import expert
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.slices import LayerSlices, Slice, slice_quantized
+from finetune.torch_engine.parallel.slices import LayerSlices, Slice
 
 COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
@@ -108,32 +109,24 @@ class SharedInput:
 # ---- sharding a model
 
 
-def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
-    """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide."""
+def shard_layers(model, groups: ProcessGroups, local_shards=None) -> LayerSlices:
+    """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
+    `local_shards`: holds this rank's slices already, and the parameters are on meta.
+    """
+    pieces, shared, said = LayerSlices(local_shards=local_shards), SharedInput(), f"--tp_degree {groups.dims.tp}"
     if groups.dims.tp == 1:
-        return LayerSlices()
-    pieces, shared, said = LayerSlices(), SharedInput(), f"--tp_degree {groups.dims.tp}"
-    plan = plan_of(model, said)
+        return pieces
     for name, module in fused.reachable(model).items():
         _split_experts(name, module, groups, shared, pieces, said)
-    head = model.get_output_embeddings()
-    outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     met = set()
-    for name, module in list(model.named_modules()):
-        kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
-        if kind is None or module is head or any(name.startswith(o + ".") for o in outer):
-            continue
+    for name, kind in kinds_of(model, said).items():
+        module = model.get_submodule(name)
         met.add(kind)
         if kind == PARTIAL:
             pieces.partial |= {f"{name}.{n}" for n, _ in module.named_parameters()}
         elif kind in COLUMN + ROW:
-            try:
+            with refusing(said, name):
                 _split_linear(name, module, kind, groups, shared, pieces)
-            except ValueError as error:
-                raise PlanError(
-                    f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
-                    "or another quantizer."
-                ) from None
         else:
             raise PlanError(f"{said}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
     if not met & set(COLUMN + ROW) and not fused.reachable(model):
@@ -142,6 +135,42 @@ def shard_layers(model, groups: ProcessGroups) -> LayerSlices:
             "--dp_shards instead."
         )
     return pieces
+
+
+@contextlib.contextmanager
+def refusing(said: str, name: str):
+    """Context in which a ValueError means that a layer cannot be sliced: raises PlanError."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
+            "or another quantizer."
+        ) from None
+
+
+def kinds_of(model, said: str) -> dict[str, str]:
+    """{module: its kind in the plan}, adapters by the layer that they wrap. PlanError as `plan_of`."""
+    plan, head, found = plan_of(model, said), model.get_output_embeddings(), {}
+    outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
+    for name, module in model.named_modules():
+        kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
+        if kind is not None and module is not head and not any(name.startswith(o + ".") for o in outer):
+            found[name] = kind
+    return found
+
+
+def slices_of(model, degree: int) -> dict[str, Slice]:
+    """{parameter: its Slice} of a model on meta without adapters. PlanError as `plan_of`."""
+    found = expert.slices_of(model, "tp")
+    for name, kind in kinds_of(model, f"--tp_degree {degree}").items():
+        if kind in COLUMN:
+            found |= {f"{name}.weight": Slice(0), f"{name}.bias": Slice(0)}
+        elif kind in ROW:
+            found[f"{name}.weight"] = Slice(1)
+    return found
 
 
 def plan_of(model, said: str) -> dict[str, str]:
@@ -186,13 +215,8 @@ def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput
     if base.has_post_expert_norm:
         raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
     run = expert.runner(module)
-    try:
+    with refusing(said, name):
         expert.slice_experts(name, module, "tp", groups, pieces)
-    except ValueError as error:
-        raise PlanError(
-            f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
-            "or another quantizer."
-        ) from None
     run = partial(run, last_bias=groups.coordinate("tp") == 0)
     module.forward = partial(_experts, base, run, groups, shared)
 
@@ -205,7 +229,7 @@ def _split_linear(
     base = module.base if isinstance(module, LoRALinear) else module
     path = f"{name}.base" if base is not module else name
     if isinstance(base, QuantizedLinear):
-        pieces.slices |= {f"{path}.{n}": cut for n in slice_quantized(base, cut, groups)}
+        pieces.slices |= {f"{path}.{n}": cut for n in pieces.slice_quantized(base, cut, groups)}
     elif isinstance(base, nn.Linear):
         pieces.keep(base, "weight", cut, groups, path)
         base.out_features, base.in_features = base.weight.shape

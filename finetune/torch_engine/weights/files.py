@@ -67,8 +67,8 @@ class WeightFiles:
             for part in decoded.parts_of(self.decoded, stored):
                 del self.file_of[part]
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or a slice of its rows, reading only those (of a decoded one: all of it)."""
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """The tensor, or what `index` is of it, reading only that (of a decoded one: all of it)."""
         if name in self.decoded:
             one = self.decoded[name]
             tensors = {a: self._open[self.stored_in[part]].get_tensor(part) for a, part in one.parts.items()}
@@ -77,11 +77,11 @@ class WeightFiles:
                 if not weight.isfinite().all():
                     odd = [a for a, t in tensors.items() if t.is_floating_point() and not t.float().isfinite().all()]
                     raise ValueError(f"{one.parts[odd[0]] if odd else name} has numbers that are not finite")
-            return weight.contiguous() if rows is None else weight[rows].contiguous()
+            return weight.contiguous() if index is None else weight[index].contiguous()
         if name in self.cut:
-            return torch.from_numpy(self.cut[name][... if rows is None else rows])
+            return torch.from_numpy(self.cut[name][... if index is None else index])
         file = self._open[self.file_of[name]]
-        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
     def mlx_format(self, layer: str) -> tuple[int, int]:
         """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""

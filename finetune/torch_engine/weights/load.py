@@ -20,7 +20,7 @@ from finetune.torch_engine import llama_pro, memory_stats
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused, load_balancing
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
-from finetune.torch_engine.lora.init import eva_init, residual_init
+from finetune.torch_engine.lora.init import ResidualInit, eva_init
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.targets import linear_names, read_by_code, target_names
 from finetune.torch_engine.parallel import expert as expert_parallel
@@ -33,8 +33,8 @@ from finetune.torch_engine.weights.stream import empty_model, load_weights
 class Layers:
     """A model's layers by name: new blocks, linears and experts that qlora quantizes, layers that get an adapter.
 
-    `quantize_last`: adapters start from unquantized weights, or from what flows through them, so the base is quantized
-    only after it was loaded in full.
+    `quantize_last`: adapters start from what flows through unquantized weights, so the base is quantized only after it
+    was loaded in full.
     """
 
     new_blocks: list
@@ -70,29 +70,29 @@ def layers_of(model, folder, trains: Trains) -> Layers:
         return Layers(new, linears, moe, [], False)
     adapted = target_names(model, trains.targets, trains.dora)
     adapted = in_layers(adapted, linears, trains.last_layers, trains.layers)
-    return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_full_base)
+    return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
 
 
-def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_shards=None) -> list[str]:
+def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_shards=None, residual=None) -> list[str]:
     """Streams the weights in, each quantized as it arrives; notices to print.
 
     Raises PlanError if they do not fit the config.
 
-    `local_shards`: keeps this rank's rows only, and the parameters stay on meta.
+    `local_shards`: keeps this rank's part only, and the parameters stay on meta. `residual`: see residual_init.
     """
-    dtype, memory, quantized = DTYPES[plan.precision.weights], plan.memory, {}
+    dtype, memory = DTYPES[plan.precision.weights], plan.memory
     config = plan.quantization and plan.quantization.config
     # What is read and dropped leaves no holes between the weights that stay. Quantizers' blocks are smaller: mapping
     # those too, each faulted in anew, takes three times as long.
     memory_stats.map_blocks_from(2**18 if memory.low_memory else 2**20 + 2**18)
     if local_shards is not None:
-        local_shards.experts = {name: module.num_experts for name, module in fused.reachable(model).items()}
-    if config and not layers.quantize_last:
-        quantized = {f"{n}.weight": config for n in layers.linears}
-        in_experts = [n for n in fused.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
-        quantized |= dict.fromkeys(in_experts, config)
+        local_shards.prepare(model)
+        local_shards.source = (folder, residual.saved if residual else None)
+    quantized = {} if layers.quantize_last else quantized_weights(model, layers, plan)
     workers = 1 if memory.low_memory else memory.loading_workers
-    notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards)
+    notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards, residual)
+    if residual is not None:
+        residual.check_ties()
     if config and not layers.quantize_last:
         for name in layers.experts:
             fused.wrapped(model, name)
@@ -109,19 +109,34 @@ def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_
     return notices
 
 
-def init_from_base(model, layers: Layers, plan: Parts, device, batches=None, initial_adapter=None) -> dict | None:
-    """{layer: A, or (A, B)} of adapters that start from the base; quantizes it afterwards. None for other inits.
+def quantized_weights(model, layers: Layers, plan: Parts) -> dict:
+    """{parameter: QuantizationConfig} of the weights that the plan quantizes."""
+    config = plan.quantization and plan.quantization.config
+    if not config:
+        return {}
+    in_experts = [n for n in fused.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
+    return dict.fromkeys([*(f"{n}.weight" for n in layers.linears), *in_experts], config)
 
-    `batches`: the first ones of the data, for eva; `initial_adapter`: a checkpoint's, for inits that change the base.
+
+def residual_init(model, layers: Layers, plan: Parts, device, initial_adapter=None) -> ResidualInit | None:
+    """What makes residuals of the weights as they are read; None for inits that leave the base as it is.
+    `initial_adapter`: a checkpoint's.
+    """
+    if not (layers.adapted and plan.trains.init.changes_base):
+        return None
+    config = plan.quantization and plan.quantization.config
+    return ResidualInit(model, layers.adapted, plan.trains, config, initial_adapter, device)
+
+
+def init_from_data(model, layers: Layers, plan: Parts, device, batches=None) -> dict | None:
+    """{layer: A} of adapters that start from the first `batches` of the data, by eva; quantizes the base afterwards.
+    None for other inits.
     """
     if not layers.quantize_last:
         return None
     config, adapter = plan.quantization and plan.quantization.config, plan.trains
-    if adapter.init.needs_data:
-        linears = [n for n in layers.adapted if n in layers.linears]
-        starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
-    else:
-        starts = residual_init(model, layers.adapted, adapter, config, initial_adapter, device)
+    linears = [n for n in layers.adapted if n in layers.linears]
+    starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
     if config:
         quantization_wrapper.quantize_model(model, config, layers.linears, device=device)
         fused.quantize(model, config, layers.experts, device)
@@ -137,17 +152,22 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
         return
     if local_shards is None:
         model.to(device)
-    if plan.memory.cache_dequantized:
+    if plan.memory.cache_dequantized and local_shards is None:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     if layers.new_blocks:
-        llama_pro.unfreeze_blocks(model, layers.new_blocks)
+        llama_pro.unfreeze_blocks(model, layers.new_blocks, local_shards)
     else:
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
     if plan.precision.casts_buffers:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    setattr(module, name, buffer.to(torch.bfloat16))
+        cast_buffers(model)
+
+
+def cast_buffers(model) -> None:
+    """Floating-point buffers in bf16."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(torch.bfloat16))
 
 
 def new_blocks(model, folder, trains: Trains) -> list[str]:

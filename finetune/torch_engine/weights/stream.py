@@ -26,6 +26,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import memory_stats, transformers_internals
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
 
@@ -105,11 +106,12 @@ class _WeightTask:
 
 
 def load_weights(
-    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, local_shards=None
+    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, local_shards=None, residual=None
 ) -> list[str]:
     """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
 
-    `local_shards`: this rank's local shards; the parameters then stay on meta. None: the full model.
+    `local_shards`: this rank's part of each tensor; the parameters then stay on meta. None: the full model.
+    `residual`: subtracts initial adapters from full matrices before they are quantized, see lora.init.
 
     `quantized`: {parameter name: QuantizationConfig} of weights to quantize. `hold(module, name, tensor, config)`
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
@@ -120,18 +122,20 @@ def load_weights(
     weights, extra = assign_tensors(model, checkpoint, wanted)
     said = f"--model_name {model.name_or_path}"
     check_tensors(said, checkpoint, weights, wanted)
-    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards)
+    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards, residual)
     place.compare_tied(weights)
-    missing = set(wanted) - {t for w in weights for t in place.targets_of(w)}
+    found = {t for w in weights for t in place.targets_of(w)}
+    missing = set(wanted) - found
     with verified(Path(folder), files_of(folder)):
-        _run(place, weights, workers)
-    missing |= {name for name, p in model.named_parameters() if place.lacks(p)}
+        # One at a time where random numbers are drawn, in the order of the layers.
+        _run(place, [w for w in weights if place.wants(w)], 1 if residual else workers)
+    missing |= {name for name, p in model.named_parameters() if place.lacks(name, p, found)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
     missing -= _share_quantized(model)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
-    lost = sorted(name for name, p in model.named_parameters() if place.lacks(p))
+    lost = sorted(name for name, p in model.named_parameters() if place.lacks(name, p, found))
     if lost:
         raise PlanError(
             f"{said}: lacks {len(lost)} weights that its config requires, such as {lost[0]}. "
@@ -254,8 +258,8 @@ def check_tensors(said, checkpoint, weights, wanted) -> None:
 class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
-    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None):
-        self.local_shards = local_shards
+    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None, residual=None):
+        self.local_shards, self.residual = local_shards, residual
         self.digests = {}  # of full, possibly tied weights: ranks see only their rows
         self.model, self.checkpoint, self.dtype, self.device, self.said = model, checkpoint, dtype, device, said
         self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
@@ -285,10 +289,12 @@ class WeightLoader:
                     return
                 made = {weight.target: prequantized.dense(*found)}
             else:
-                rows = self.local_rows(weight.target)
-                made = {weight.target: self.checkpoint.read(weight.names[0], rows)}
-                if rows is not None:
-                    self.put(weight.target, made.pop(weight.target), part=True)
+                index = self.local_index(weight.target)
+                if index is None:
+                    made = {weight.target: self.checkpoint.read(weight.names[0])}
+                else:
+                    self.put(weight.target, self.read_blocks(weight, index), part=True)
+                    made = {}
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(
@@ -300,21 +306,36 @@ class WeightLoader:
         if weight.target in self.quantized:  # quantizers' freed blocks lie between the weights that stay
             memory_stats.trim_heap()
 
-    def lacks(self, parameter) -> bool:
-        return parameter.is_meta and not (self.local_shards is not None and self.local_shards.has(parameter))
+    def is_here(self, name: str) -> bool:
+        return self.local_shards is None or self.local_shards.is_here(name)
 
-    def local_rows(self, name: str) -> slice | None:
-        """The local rows to read of a dense weight; None if the full weight is needed."""
+    def wants(self, weight: _WeightTask) -> bool:
+        """True unless other pipeline stages hold all that this weight provides, and no rank compares it in full."""
+        return any(self.is_here(name) or name in self.digests for name in self.targets_of(weight))
+
+    def lacks(self, name: str, parameter, found: set[str]) -> bool:
+        """True if nothing was read for a parameter. `found`: what the files provide, for other stages too."""
+        if not parameter.is_meta or self.local_shards is None:
+            return parameter.is_meta
+        return not self.local_shards.has(parameter) and (self.is_here(name) or name not in found)
+
+    def local_index(self, name: str) -> list[tuple[slice, ...]] | None:
+        """What this rank reads of a dense weight, see LocalShards.index; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module, shape = self.model.get_submodule(parent), self.shape_of(name)
         if self.local_shards is None or leaf in module._buffers or name in self.digests or not shape:
             return None
-        rows, config = self.local_shards.rows(name, shape[0]), self.config_of(name)
-        linear = config is None or isinstance(module, nn.Linear)
-        if not linear or config is not None and not quantization_wrapper.rows_independent(config, shape[1]):
+        if self.residual is not None and self.residual.changes(name):
             return None
-        # Neither files nor quantizers support zero rows: use one as a placeholder.
-        return rows if rows.start < rows.stop else slice(0, 1)
+        config = self.config_of(name)
+        linear = config is None or isinstance(module, nn.Linear)
+        if not linear or not self.local_shards.reads_part(name, shape, config):
+            return None
+        return self.local_shards.index(name, shape)
+
+    def read_blocks(self, weight: _WeightTask, index: list[tuple[slice, ...]]) -> torch.Tensor:
+        blocks = [self.checkpoint.read(weight.names[0], block) for block in index]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, len(index[0]) - 1)
 
     def compare_tied(self, weights) -> None:
         """With local shards: records digests of full weights that the config ties and the files hold twice."""
@@ -349,28 +370,30 @@ class WeightLoader:
             )
 
     def put(self, name: str, tensor: torch.Tensor, part: bool = False) -> None:
-        """Sets a parameter, quantizing it if configured. `part`: the tensor holds only the rows of `rows_of`."""
+        """Sets a parameter, quantizing it if configured. `part`: the tensor holds only what `local_index` is."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         old = getattr(module, leaf)
         if not part:
             self.check_shape(name, tensor)
-        if tensor.is_floating_point():
-            low = self.fp32 is None or not self.fp32.search(name)
-            tensor = tensor.to(self.dtype if low else torch.float32)
+        tensor = self.cast(name, tensor)
         if name in self.digests:
             self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+        if not self.is_here(name):
+            return
+        if self.residual is not None and self.residual.changes(name):
+            self.residual.subtract(name, tensor)
         config = self.config_of(name)
         if (
             config is not None
             and leaf == "weight"
             and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
         ):
-            self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module)), part)
+            self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module), part), part)
+        elif config is not None and self.local_shards is not None:
+            self.local_shards.hold_experts(name, module, leaf, tensor.to(self.device), config, self.hold)
         elif config is not None:
             self.hold(module, leaf, tensor.to(self.device), config)
-            if self.local_shards is not None:
-                self.local_shards.module(name, getattr(module, leaf))
         else:
             buffer = leaf in module._buffers
             shared = self.local_shards is not None and not buffer and old.ndim
@@ -386,10 +409,23 @@ class WeightLoader:
                     # The linear may have been replaced by a quantized one meanwhile.
                     setattr(self.model.get_submodule(parent), leaf, parameter)
 
-    def quantize(self, name, tensor, config, conv1d):
+    def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight in the dtype in which it stays, or is quantized."""
+        if not tensor.is_floating_point():
+            return tensor
+        low = self.fp32 is None or not self.fp32.search(name)
+        return tensor.to(self.dtype if low else torch.float32)
+
+    def reads_rows(self, weight: _WeightTask) -> bool:
+        """True if the weight is one tensor in the files, as it is in the model."""
+        return weight.mapping is None and not prequantized.parts(weight.names[0], self.checkpoint)
+
+    def quantize(self, name, tensor, config, conv1d, part):
         weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
         try:
-            rows = self.shape_of(name)[0] if not conv1d else None  # `tensor` may be a slice of them
+            rows = None
+            if self.local_shards is not None and not conv1d:  # `tensor` may be some rows of this rank's slice
+                rows = self.local_shards.num_rows(name, self.shape_of(name)[0], part)
             return quantization_wrapper.quantized_linear(weight_OI, None, config, conv1d, rows)
         except ValueError as error:
             raise PlanError(
@@ -401,7 +437,7 @@ class WeightLoader:
         """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
         path = name.rpartition(".")[0]
         if self.local_shards is not None:
-            self.local_shards.module(path, layer, layer.out_features if part else None)
+            self.local_shards.linear(name, layer, self.shape_of(name)[0] if part else None)
         with self.lock:
             layer.bias = self.model.get_submodule(path).bias
             self.model.set_submodule(path, layer.eval())
@@ -409,8 +445,12 @@ class WeightLoader:
 
 def parameter_counts(model) -> tuple[int, int]:
     """(trainable, all) parameters; a packed weight counts as the parameters it represents."""
+    experts = [m for m in model.modules() if isinstance(m, fused.QuantizedExperts)]
+    parts = {part for m in experts for part in m.parts}
     packed = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     stored = {id(p) for m in packed for p in m.stored()}
     dense = [p for p in model.parameters() if id(p) not in stored]
     trainable = sum(p.numel() for p in dense if p.requires_grad)
-    return trainable, sum(p.numel() for p in dense) + sum(m.out_features * m.in_features for m in packed)
+    represented = sum(m.out_features * m.in_features for m in packed if m not in parts)
+    represented += sum(m.num_experts * m.out_features * m.in_features for m in experts)
+    return trainable, sum(p.numel() for p in dense) + represented
