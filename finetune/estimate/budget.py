@@ -104,7 +104,7 @@ def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: 
 def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:
     """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
 
-    Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its rows of the weights.
+    Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its part of the weights.
     """
     batch = data.largest_microbatch(plan, pad_id)
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
@@ -116,7 +116,8 @@ def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict
     found = predicted(plan, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
-    found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards if loads_own_shards else 1)
+    parts = (plan.dims.shards, plan.dims) if loads_own_shards else ()
+    found["items"]["loading"] = memory.loading_bytes(plan, shape, *parts)
     return found
 
 

@@ -18,18 +18,20 @@ from finetune.estimate.activations import (
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, logits_rows
+from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, HEAD_BYTES, logits_rows
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts, Quantization, loads_full_model
 from quantization_wrapper import METHODS, rows_independent
 
+ONE_RANK = ParallelDims()
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "paged_adamw_32bit": 8, "schedule_free_adamw": 8}
 OPTIMIZER_BYTES |= {"lion": 4, "muon": 8}
 EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
+RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
 KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM packing, thread buffers
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
@@ -252,8 +254,13 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
             lengths=tuple(-(-n // dims.cp) for n in microbatch.lengths),
             num_targets=-(-microbatch.num_targets // dims.cp),
         )
+    return model_per_rank(shape, dims), microbatch
+
+
+def model_per_rank(shape: KnownShape, dims: ParallelDims) -> KnownShape:
+    """One rank's part of the model under tensor and pipeline parallelism: of the largest stage."""
     if dims.tp * dims.pp == 1:
-        return shape, microbatch
+        return shape
     layers, linears = shape.num_layers // dims.pp, []
     for name, rows, columns in shape.linears:
         found = re.search(r"\.(\d+)\.", name)
@@ -267,7 +274,7 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
     if dims.pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
         weights -= shape.vocab_size * shape.hidden_size
-    part = replace(
+    return replace(
         shape,
         num_layers=layers,
         linears=tuple(linears),
@@ -279,7 +286,6 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
         intermediate_size=shape.intermediate_size and shape.intermediate_size // dims.tp,
         tied=shape.tied or dims.pp > 1,
     )
-    return part, microbatch
 
 
 def estimate(
@@ -383,46 +389,78 @@ def expert_bytes(m: ModelCost) -> tuple[int, int]:
 
 def _width_in_flight(m: ModelCost, quantization: Quantization) -> float:
     """Bytes per weight that is read and quantized: as stored, in the run's dtype if that differs, and the solver's."""
-    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
+    stored = _stored_width(m)
     solver = METHODS[quantization.method].solver_bytes
     return stored + (m.weight if m.weight != round(stored) else 0) + solver
 
 
-def _slices_in_flight(m: ModelCost, ranks: int) -> int:
-    """Bytes that a sharded rank holds beside its rows while loading: what two workers quantize, or cast.
+def _stored_width(m: ModelCost) -> float:
+    """Bytes per weight in the model's files."""
+    return (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
 
-    Rows that are read in the dtype they stay in are no copy.
+
+def _residual_bytes(m: ModelCost) -> int:
+    """Bytes of initial adapters that are subtracted from the base, and of the arithmetic on one full matrix."""
+    if m.full or not m.adapter.init.changes_base:
+        return 0
+    return frozen_extras(m) + RESIDUAL_WIDTH * m.shape.largest_linear()
+
+
+def _experts_in_flight(m: ModelCost) -> int:
+    """Weights in memory while experts are read: files store them one by one, and they are concatenated, twice."""
+    return 3 * max((rows * columns for rows, columns in m.shape.expert_matrices()), default=0)
+
+
+def _slices_in_flight(m: ModelCost, ranks: int) -> int:
+    """Bytes that a rank holds beside its part while loading: what two workers quantize, or cast.
+
+    Slices that are read in the dtype they stay in are no copy. `m`: of the full model; `ranks`: those that divide a
+    matrix.
     """
-    quantization, largest = m.plan.quantization, m.shape.largest_linear()
+    quantization, largest, experts = m.plan.quantization, m.shape.largest_linear(), _experts_in_flight(m)
     if quantization:
         by_rows = all(rows_independent(quantization.config, columns) for _, _, columns in m.shape.linears)
         read = -(-largest // ranks) if by_rows else largest
-        return int(LOADING_WORKERS * read * _width_in_flight(m, quantization)) + QUANTIZING_BYTES
-    size = 4 if m.full else m.weight
-    stored = (m.shape.stored_bytes or 2 * m.shape.num_weights) / m.shape.num_weights
-    return 0 if size == round(stored) else int(LOADING_WORKERS * -(-largest // ranks) * (stored + size))
+        return int(LOADING_WORKERS * max(read, experts) * _width_in_flight(m, quantization)) + QUANTIZING_BYTES
+    size, stored = 4 if m.full else m.weight, _stored_width(m)
+    copied = 0 if size == round(stored) else -(-largest // ranks) * (stored + size)
+    return int(LOADING_WORKERS * max(copied, experts * stored))
 
 
-def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1) -> int:
+def _proof_bytes(m: ModelCost) -> int:
+    """Bytes beside a rank's part while logits of the full model are computed: a decoder layer, its last matrix in
+    flight, and some rows of the head.
+    """
+    quantization, largest = m.plan.quantization, max(m.shape.largest_linear(), _experts_in_flight(m))
+    width = _width_in_flight(m, quantization) if quantization else 0
+    return int(unit_bytes(m)[0] + largest * width) + 2 * HEAD_BYTES
+
+
+def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: ParallelDims = ONE_RANK) -> int:
     """Peak host memory per rank while loading: the final base plus the unquantized weights in flight.
 
-    Adapter initializations from unquantized weights hold all of those first. Sharded ranks read only their own rows if
-    they can.
+    `ranks`: FSDP2 shards of each weight; `dims`: the other degrees. Each rank reads only its part if it can; before the
+    first step it then computes layers of the full model, one at a time. Adapters that start from what flows through the
+    unquantized model need all of it first.
     """
-    m, memory = ModelCost(shape, plan), plan.memory
-    ranks = 1 if loads_full_model(plan) else ranks
+    if loads_full_model(plan):
+        ranks, dims = 1, ONE_RANK
+    whole, memory = ModelCost(shape, plan), plan.memory
+    m = ModelCost(model_per_rank(shape, dims), plan)
     trainable = 4 * sum(trainable_tensors(m, ranks))
-    if ranks > 1:
-        return base_bytes(m, ranks) + trainable + _slices_in_flight(m, ranks) + LOADING_BYTES
-    if m.full or m.adapter.init.needs_full_base:
-        whole = shape.num_weights * m.weight
-        return whole + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
+    divided = dims.tp * dims.pp * dims.ep > 1
+    if ranks > 1 or divided:
+        in_flight = _slices_in_flight(whole, ranks * dims.tp) + _residual_bytes(whole)
+        in_flight = max(in_flight, _proof_bytes(whole) if divided else 0)
+        return int(base_bytes(m, ranks) + trainable + in_flight) + LOADING_BYTES
+    if m.full or m.adapter.init.needs_data:
+        dense = shape.num_weights * m.weight
+        return dense + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
     if plan.quantization is None:
-        return base_bytes(m) + LOADING_BYTES + trainable
-    width = _width_in_flight(m, plan.quantization)
-    # Files store experts one by one; they are concatenated, twice, before they are quantized. Embeddings are loaded
-    # first, when little memory is in use.
-    experts = 3 * max((rows * columns for rows, columns in shape.expert_matrices()), default=0)
+        return base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
     workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS
-    in_flight = int(max(shape.largest_linear(), experts) * width) * (1 if memory.low_memory else workers)
+    workers = 1 if memory.low_memory or m.adapter.init.changes_base else workers
+    # Embeddings are loaded first, when little memory is in use.
+    largest = max(shape.largest_linear(), _experts_in_flight(m))
+    in_flight = int(largest * _width_in_flight(m, plan.quantization)) * workers + _residual_bytes(m)
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

@@ -198,7 +198,7 @@ def report_lines(
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
         lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training")
-    loading = memory.loading_bytes(plan, shape, budget.ranks)
+    loading = memory.loading_bytes(plan, shape, budget.ranks, budget.dims)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(plan, shape, budget)
     source = "the file headers" if shape.exact else "config.json"

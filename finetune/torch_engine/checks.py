@@ -25,7 +25,7 @@ from finetune.torch_engine.forward import (
     no_autocast,
     padded_logits,
 )
-from finetune.torch_engine.layerwise import Reference, probe, starts_at_zero
+from finetune.torch_engine.layerwise import probe, starts_at_zero
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
@@ -48,14 +48,17 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
     other logits than the full one. Collective.
     """
-    layout = forward.recorded[0] if forward.recorded else check_model(forward, batch_layout, parallel)
     cp = forward.groups.dims.cp
+    if not forward.recorded and (forward.reference or cp > 1):
+        record_reference(forward, batch_layout, parallel)
+    layout = forward.recorded[0] if forward.recorded else check_model(forward, batch_layout, parallel)
     if cp > 1:
         if not layout.padding_free:
             raise PlanError(
                 f"--cp_degree {cp}: shards padding-free rows, and {layout.reason}. Use --dp_shards instead."
             )
         context.register()
+        forward.shards_sequences = True
     forward.use(layout)
     if forward.recorded:
         check_parallel_logits(forward, parallel)
@@ -94,14 +97,14 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     return replace(layout, chunked_head=head.holds)
 
 
-def record_reference(forward: ModelForward, batch_layout: str, parallel=None, reference: Reference | None = None):
+def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
     """Runs the checks, and records the logits of the full model that its shards must give: while each rank computes the
-    full model, or by the `reference` of a model that is distributed already. Collective.
+    full model, or layer by layer from the files of a model that is distributed already. Collective.
     """
     forward.layout = layout = check_model(forward, batch_layout, parallel)
     batch = _reference_batch(forward)
-    if reference is not None:
-        forward.recorded = layout, reference.logits(layout, batch, forward.groups, forward.pad_id)
+    if forward.reference is not None:
+        forward.recorded = layout, forward.reference.logits(layout, batch, forward.groups, forward.pad_id)
         return
     with _probed(forward.model, parallel):
         forward.recorded = layout, _call(parallel, forward.logits, batch)
@@ -132,13 +135,19 @@ def _probed(model, parallel=None):
 
 
 def _call(parallel, work, *args):
-    """work(*args); of a distributed model, what the forward gathered is freed."""
+    """work(*args); of a distributed model, what the forward gathered is freed, and a check holds if it does on every
+    rank: slices that are wrong may give each rank logits of its own.
+    """
     if parallel is None:
         return work(*args)
     try:
-        return parallel.call(work, *args)
+        found = parallel.call(work, *args)
     finally:
         parallel.reshard()
+    if isinstance(found, Check):
+        holds = not parallel.forward.groups.all_reduce_max(not found.holds)
+        return found if holds == found.holds else Check(holds, "it does not hold on another rank")
+    return found
 
 
 def _reference_batch(forward: ModelForward) -> Batch:

@@ -116,8 +116,9 @@ class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
     `layout` is None until `use` was called; `head`: our chunked head, None where the model's own computes logits.
-    `recorded`: the layout and logits of the full model, see checks.record_reference. `shards_sequences`: context
-    parallelism, once the model is distributed. `parameter_counts`: (trainable, all) of the full model. `not_fused`:
+    `recorded`: the layout and logits of the full model, see checks.record_reference; `reference`: computes them
+    from the model's files (layerwise.Reference), where no rank holds it. `shards_sequences`: context parallelism, once
+    these are known. `parameter_counts`: (trainable, all) of the full model. `not_fused`:
     why norms, SwiGLU and RoPE are transformers' own operations, see kernels.fuse; None if what could be is one each.
     """
 
@@ -132,6 +133,7 @@ class ModelForward:
         self.layout: Layout | None = None
         self.head: loss.Head | None = None
         self.recorded: tuple[Layout, torch.Tensor] | None = None
+        self.reference: object | None = None
         alpha = plan.objective.neftune_noise_alpha
         self.noise = Noise(model, alpha, plan.steps.seed) if alpha else None
         self.label_smoothing = plan.objective.label_smoothing

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.engine import Batch
+from finetune.estimate.engine_limits import HEAD_BYTES
 from finetune.plan.parts import Adapter, ParallelPlan, Parts
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import DTYPES
@@ -26,7 +27,6 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.weights import load, stream
 from finetune.torch_engine.weights.files import open_weights
 
-HEAD_BYTES = 2**25  # of the head's rows in memory at a time
 PROBE_STD = 0.02  # of adapters' zero factors while logits are compared
 
 

@@ -41,6 +41,8 @@ class LoadingCase:
     offloaded: bool = False
     # Offloaded weights that every rank reads in full.
     read_full: bool = False
+    # How adapters start: a word of --init_lora_weights.
+    init: str = "default"
 
     @property
     def id(self) -> str:
@@ -49,6 +51,7 @@ class LoadingCase:
             words += [self.method or self.train_type]
         words += [str(self.n_bits)] * bool(self.n_bits) + ["double"] * self.double_quant
         words += ["across rows"] * (self.group_size == 128) + ["embedding"] * self.embedding + ["bf16"] * self.bf16
+        words += [self.init] * (self.init != "default")
         return " ".join(words + ["offloaded"] * self.offloaded + ["whole"] * self.read_full)
 
     def settings(self, folder: Path) -> TrainConfig:
@@ -65,6 +68,7 @@ class LoadingCase:
             group_size=self.group_size,
             train_type=self.train_type,
             quant_type=None,
+            init_lora_weights=self.init,
         )
         found |= {name: value for name, value in quantized.items() if value}
         return dataclasses.replace(TrainConfig(), **(found | find_model(str(folder)).stored if self.stored else found))
@@ -101,7 +105,15 @@ OFFLOADED = by_id(
     LoadingCase(method="nf4", offloaded=True, read_full=True),
 )
 STORED = LoadingCase(stored=True)
-BY_ID = CASES | OFFLOADED | by_id(STORED)
+# Adapters whose product is subtracted from full matrices before those are quantized.
+RESIDUAL = by_id(
+    LoadingCase("lora", init="pissa"),
+    LoadingCase("lora", use_dora=True, init="olora"),
+    LoadingCase(method="nf4", init="pissa"),
+    LoadingCase(method="hqq", init="olora"),
+    LoadingCase(method="nf4", init="loftq"),
+)
+BY_ID = CASES | OFFLOADED | RESIDUAL | by_id(STORED)
 
 
 def bits(tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def parallelize(
     dims, forward = groups.dims, ModelForward(model, plan, groups, pad_id)
     forward.not_fused = fuse.fuse(model, groups.device, DTYPES[plan.precision.compute])
 
-    # Only a full model can show what its shards must compute: its checks and the logits to compare against.
+    # Only a full model can show what its shards must compute: where each rank has loaded it, it is asked here.
     divided = dims.tp * dims.pp * dims.ep > 1
     if divided and local_shards is None:
         checks.record_reference(forward, layout)
@@ -63,11 +63,8 @@ def parallelize(
             f"--pp_degree {dims.pp}: nothing trains on stage {forward.pipeline.number}. Use a smaller degree."
         )
     parallel = _around(forward, placement, root, how)
-    if dims.cp > 1 or divided:
-        if forward.recorded is None:
-            from_files = Reference(plan, *local_shards.source) if divided else None
-            checks.record_reference(forward, layout, parallel, from_files)
-        forward.shards_sequences = dims.cp > 1
+    if divided and local_shards is not None:
+        forward.reference = Reference(plan, *local_shards.source)
     return parallel
 
 

@@ -1,0 +1,461 @@
+"""Faults in a distributed model, each of which the comparison with the full model's logits has to find.
+
+A fault is either in the code that slices (`patch`, a context around loading and building) or in what a rank then holds
+or computes (`corrupt`, called with the engine on every rank).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from finetune.config import TrainConfig
+from finetune.distributed.env import RankEnv
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.errors import PlanError
+from finetune.plan.parts import Parts
+from finetune.torch_engine.parallel import context, expert, tensor
+from finetune.torch_engine.parallel.fsdp import decoder_layers
+from finetune.torch_engine.parallel.placement import local_shard
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.slices import Slice
+from finetune.torch_engine.weights.local_shards import LocalShards
+from tests.support import cases
+from tests.support.build import load_model, torch_engine
+
+CPU = cases.DEVICE
+LAYER = "model.layers.1."
+ATTENTION, MLP = LAYER + "self_attn.", LAYER + "mlp."
+
+
+@dataclass(frozen=True)
+class Fault:
+    """On a layout of cases.LAYOUTS, in a tiny model of this architecture, trained this way."""
+
+    layout: str
+    corrupt: Callable | None = None
+    patch: Callable | None = None
+    architecture: str = "llama"
+    kind: str = "lora"
+
+    @property
+    def settings(self) -> TrainConfig:
+        method = self.kind if self.kind in ("nf4", "hqq", "mlx") else None
+        quantized = dict(quantization_backend=method, group_size=32, quant_type=None) if method else {}
+        return dataclasses.replace(
+            TrainConfig(),
+            train_type="qlora" if method else "full" if self.kind == "full" else "lora",
+            use_dora=self.kind == "dora",
+            precision="fp32",
+            lora_rank=4,
+            cache_dequantized="false",
+            use_gradient_checkpointing="false",
+            **quantized,
+        )
+
+
+# ---- what a rank holds
+
+
+def _value(engine, name: str) -> torch.Tensor:
+    return local_shard(dict(engine.model.named_parameters(remove_duplicate=False))[name].detach())
+
+
+def _others(engine, value: torch.Tensor, group: str) -> torch.Tensor:
+    """The same tensor of the next rank of a group."""
+    index, size = engine.groups.place(group)
+    return engine.groups.all_gather_group(value.contiguous(), group)[(index + 1) % size]
+
+
+def wrong_half(name: str, group: str = "tp"):
+    """Each rank holds the slice of the next one."""
+
+    def corrupt(engine):
+        value = _value(engine, name)
+        value.copy_(_others(engine, value, group))
+
+    return corrupt
+
+
+def changed(name: str, change: Callable):
+    """On the ranks that have it, the value is `change(value)`."""
+
+    def corrupt(engine):
+        named = dict(engine.model.named_parameters(remove_duplicate=False))
+        if not named[name].is_meta:
+            value = local_shard(named[name].detach())
+            value.copy_(change(value.clone()))
+
+    return corrupt
+
+
+def transposed(name: str):
+    return changed(name, lambda value: value.t().reshape(value.shape))
+
+
+def shifted(name: str):
+    return changed(name, lambda value: value.roll(1, 0))
+
+
+def block_swapped(name: str, dim: int):
+    """The two blocks of a slice, of gate and up, in the other order."""
+    return changed(name, lambda value: value.roll(value.shape[dim] // 2, dim))
+
+
+def zeroed_on_last_rank(name: str, group: str = "tp"):
+    def corrupt(engine):
+        index, size = engine.groups.place(group)
+        if index == size - 1:
+            _value(engine, name).zero_()
+
+    return corrupt
+
+
+# ---- what a rank computes
+
+
+def without_reduce(name: str):
+    """The partial outputs of a row-parallel layer are not summed."""
+
+    def corrupt(engine):
+        layer = engine.model.get_submodule(name)
+        layer.forward = partial(type(layer).forward, layer)
+
+    return corrupt
+
+
+def reduced_twice(name: str):
+    def corrupt(engine):
+        layer, group = engine.model.get_submodule(name), engine.groups.process_groups["tp"]
+        forward = layer.forward
+
+        def twice(*args):
+            out = forward(*args).clone()
+            dist.all_reduce(out, group=group)
+            return out
+
+        layer.forward = twice
+
+    return corrupt
+
+
+def gathered_in_other_order(name: str):
+    def corrupt(engine):
+        layer = engine.model.get_submodule(name)
+        forward = layer.forward
+        layer.forward = lambda x: forward(x).roll(1, -1)
+
+    return corrupt
+
+
+def layers_swapped(engine):
+    """This stage runs its layers in the other order."""
+    stage, layers = engine.groups.coordinate("pp"), decoder_layers(engine.model)
+    each = len(layers) // engine.groups.dims.pp
+    first, second = layers[stage * each], layers[stage * each + 1]
+    first.forward, second.forward = partial(type(first).forward, second), partial(type(second).forward, first)
+
+
+def layer_skipped(engine):
+    """The last stage leaves out its last layer."""
+    if engine.groups.coordinate("pp") == engine.groups.dims.pp - 1:
+        decoder_layers(engine.model)[-1].forward = lambda hidden, *args, **kwargs: hidden
+
+
+def layer_twice(engine):
+    layer = decoder_layers(engine.model)[0]
+    if engine.groups.coordinate("pp") == 0:
+        forward = layer.forward
+        layer.forward = lambda hidden, *args, **kwargs: forward(forward(hidden, *args, **kwargs), *args, **kwargs)
+
+
+def hidden_rounded(engine):
+    """Hidden states reach the next stage with half of their digits."""
+    stage = engine.forward.pipeline
+    returned = stage._return_received
+
+    def rounded(*args, **kwargs):
+        return returned(*args, **kwargs).bfloat16().float()
+
+    for layer in decoder_layers(engine.model):
+        if not stage.first and layer.forward == returned:
+            layer.forward = rounded
+
+
+def no_final_norm(engine):
+    engine.model.model.norm.forward = lambda hidden: hidden
+
+
+def no_scale(name: str, factor: float):
+    """An adapter that is scaled by another factor than in one process."""
+
+    def corrupt(engine):
+        engine.model.get_submodule(name).scaling *= factor
+
+    return corrupt
+
+
+# ---- the code that slices
+
+
+@contextlib.contextmanager
+def patched(owner, name: str, value):
+    """`owner.name` is `value(what it was)` meanwhile."""
+    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _other_slices(before):
+    def slices(self, size, groups):
+        index, count = groups.place(self.group)
+        each = size // self.blocks // count
+        return [slice(s.start + each * (count - 1 - 2 * index), s.stop + each * (count - 1 - 2 * index))
+                for s in before(self, size, groups)]  # fmt: skip
+
+    return slices
+
+
+def _other_take(before):
+    def take(self, tensor, groups):
+        index, count = groups.place(self.group)
+        return tensor.unflatten(self.dim, (self.blocks, count, -1)).select(self.dim + 1, count - 1 - index).flatten(
+            self.dim, self.dim + 1
+        ).clone()  # fmt: skip
+
+    return take
+
+
+def _without_blocks(before):
+    def take(self, tensor, groups):
+        return before(dataclasses.replace(self, blocks=1), tensor, groups)
+
+    return take
+
+
+def _first_rows(before):
+    def local_rows(self, num_rows, group="shard"):
+        rows = before(self, num_rows, group)
+        return slice(0, rows.stop - rows.start)
+
+    return local_rows
+
+
+@contextlib.contextmanager
+def first_rows():
+    with patched(ProcessGroups, "local_rows", _first_rows):
+        yield
+
+
+def in_slices(change) -> Callable:
+    return partial(patched, Slice, "slices", change)
+
+
+def in_take(change) -> Callable:
+    return partial(patched, Slice, "take", change)
+
+
+def in_files() -> Callable:
+    """Of the ranks' own reading: the reference reads through another object."""
+
+    @contextlib.contextmanager
+    def reading():
+        from finetune.torch_engine.weights import stream
+
+        with patched(stream.WeightLoader, "read_blocks", _blocks_of_next_layer):
+            yield
+
+    return reading
+
+
+def _blocks_of_next_layer(before):
+    def read_blocks(self, weight, index):
+        other = dataclasses.replace(weight, names=[weight.names[0].replace(".layers.2.", ".layers.1.")])
+        return before(self, other, index)
+
+    return read_blocks
+
+
+@contextlib.contextmanager
+def experts_not_reduced():
+    class Identity:
+        @staticmethod
+        def apply(x, group):
+            return x
+
+    with patched(tensor, "_ReduceFromTensorParallelRegion", lambda _: Identity):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_not_gathered():
+    class Repeated:
+        @staticmethod
+        def apply(out, groups):
+            return torch.cat([out] * groups.dims.tp, -1)
+
+    with patched(tensor, "_GatherFromTensorParallelRegion", lambda _: Repeated):
+        yield
+
+
+@contextlib.contextmanager
+def inputs_not_scattered():
+    class First:
+        @staticmethod
+        def apply(x, groups):
+            return x[..., : x.shape[-1] // groups.dims.tp].contiguous()
+
+    with patched(tensor, "_ScatterToTensorParallelRegion", lambda _: First):
+        yield
+
+
+@contextlib.contextmanager
+def experts_in_other_order():
+    def by_expert(before):
+        def order(counts):
+            found, _ = before(counts)
+            return found, found  # not the inverse
+
+        return order
+
+    with patched(expert, "_by_expert", by_expert):
+        yield
+
+
+@contextlib.contextmanager
+def keys_by_rank():
+    """Gathered keys and values keep the order of the ranks, not that of the row."""
+
+    class Unordered:
+        @staticmethod
+        def apply(x_L, gathering):
+            gathered = [torch.empty_like(x_L) for _ in range(dist.get_world_size(gathering.group))]
+            dist.all_gather(gathered, x_L.contiguous(), group=gathering.group)
+            return torch.cat(gathered)
+
+    with patched(context, "_AllGatherSequence", lambda _: Unordered):
+        yield
+
+
+FAULTS = {
+    # column-parallel weights
+    "q_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.base.weight")),
+    "k_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "k_proj.base.weight")),
+    "v_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "v_proj.base.weight")),
+    "gate_proj holds the other half": Fault("TP 2", wrong_half(MLP + "gate_proj.base.weight")),
+    "up_proj holds the other half": Fault("TP 2", wrong_half(MLP + "up_proj.base.weight")),
+    "q_proj is transposed": Fault("TP 2", transposed(ATTENTION + "q_proj.base.weight")),
+    "gate_proj is a row further": Fault("TP 2", shifted(MLP + "gate_proj.base.weight")),
+    "a bias holds the other half": Fault(
+        "TP 2", wrong_half(ATTENTION + "q_proj.base.bias"), architecture="qwen2_biased"
+    ),
+    # row-parallel weights
+    "o_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.base.weight")),
+    "down_proj holds the other half": Fault("TP 2", wrong_half(MLP + "down_proj.base.weight")),
+    "o_proj is transposed": Fault("TP 2", transposed(ATTENTION + "o_proj.base.weight")),
+    "down_proj is missing on a rank": Fault("TP 2", zeroed_on_last_rank(MLP + "down_proj.base.weight")),
+    # collectives
+    "o_proj is not reduced": Fault("TP 2", without_reduce(ATTENTION + "o_proj")),
+    "down_proj is not reduced": Fault("TP 2", without_reduce(MLP + "down_proj")),
+    "down_proj is reduced twice": Fault("TP 2", reduced_twice(MLP + "down_proj")),
+    "outputs are not gathered": Fault("TP 2", patch=outputs_not_gathered, architecture="phi3"),
+    "inputs are not scattered": Fault("TP 2", patch=inputs_not_scattered, architecture="phi3"),
+    "outputs are gathered in another order": Fault(
+        "TP 2", gathered_in_other_order(ATTENTION + "qkv_proj"), architecture="phi3"
+    ),
+    # packed weights
+    "packed rows are the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.base.packed"), kind="nf4"),
+    "packed columns are the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.base.packed"), kind="nf4"),
+    "scales are the other half": Fault("TP 2", wrong_half(MLP + "down_proj.base.absmax"), kind="nf4"),
+    "zeros are the other half": Fault("TP 2", wrong_half(MLP + "up_proj.base.zero"), kind="hqq"),
+    "scales are a row further": Fault("TP 2", shifted(MLP + "gate_proj.base.scales"), kind="mlx"),
+    # adapters, whose second factor is zero at first
+    "lora_B of a column holds the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.lora_B")),
+    "lora_A of a row holds the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.lora_A")),
+    "lora_A differs between ranks": Fault("TP 2", zeroed_on_last_rank(ATTENTION + "v_proj.lora_A")),
+    "an adapter has another scale": Fault("TP 2", no_scale(MLP + "up_proj", 1.1)),
+    "magnitudes are the other half": Fault(
+        "TP 2", wrong_half(ATTENTION + "q_proj.lora_magnitude_vector"), kind="dora"
+    ),
+    # the code that slices
+    "ranges are another rank's": Fault("TP 2", patch=in_slices(_other_slices)),
+    "ranges are another rank's, of packed weights": Fault("TP 2", patch=in_slices(_other_slices), kind="nf4"),
+    "copies are another rank's": Fault("TP 2", patch=in_take(_other_take)),
+    "copies are another rank's, of full matrices": Fault("TP 2", patch=in_take(_other_take), kind="hqq"),
+    "a layer is read as the one before": Fault("TP 2", patch=in_files(), architecture="llama_deep"),
+    # experts
+    "gate and up are one block": Fault("TP 2", patch=in_take(_without_blocks), architecture="mixtral"),
+    "experts are not reduced": Fault("TP 2", patch=experts_not_reduced, architecture="mixtral"),
+    "experts' down_proj holds the other half": Fault(
+        "TP 2", wrong_half(MLP + "experts.base.down_proj"), architecture="mixtral"
+    ),
+    "experts' gate and up are swapped": Fault(
+        "TP 2", block_swapped(MLP + "experts.base.gate_up_proj", 1), architecture="mixtral"
+    ),
+    "experts are another rank's": Fault(
+        "EP 2", wrong_half(MLP + "experts.base.gate_up_proj", "ep"), architecture="mixtral"
+    ),
+    "experts are in another order": Fault("EP 2", shifted(MLP + "experts.base.down_proj"), architecture="mixtral"),
+    "experts' adapters are another rank's": Fault(
+        "EP 2", wrong_half(MLP + "experts.lora_A", "ep"), architecture="mixtral"
+    ),
+    "tokens return in another order": Fault("EP 2", patch=experts_in_other_order, architecture="mixtral"),
+    "packed experts are another rank's": Fault(
+        "EP 2", wrong_half(MLP + "experts.base.gate_up_proj.parts.0.packed", "ep"), architecture="mixtral", kind="nf4"
+    ),
+    # pipelines
+    "layers of a stage are swapped": Fault("PP 2", layers_swapped, architecture="llama_deep"),
+    "the last layer is left out": Fault("PP 2", layer_skipped),
+    "a layer runs twice": Fault("PP 2", layer_twice),
+    "hidden states lose digits": Fault("PP 2", hidden_rounded),
+    "the final norm is left out": Fault("PP 2", no_final_norm),
+    "the embedding is a row further": Fault("PP 2", shifted("model.embed_tokens.weight")),
+    "the head is a row further": Fault("PP 2", shifted("lm_head.weight")),
+    "a layer of the last stage is read as the one before": Fault(
+        "PP 2", patch=in_files(), architecture="llama_deep", kind="full"
+    ),
+    # several axes
+    "rows are another shard's": Fault(
+        "FSDP2 2 x TP 2", wrong_half(ATTENTION + "k_proj.base.weight", "shard"), kind="lora"
+    ),
+    "packed rows are another shard's": Fault(
+        "FSDP2 2 x TP 2", wrong_half(MLP + "down_proj.base.packed", "shard"), kind="nf4"
+    ),
+    "all shards have the first rows": Fault("FSDP2 2 x TP 2", patch=first_rows),
+    "a slice of a stage is the other half": Fault("PP 2 x TP 2", wrong_half(MLP + "up_proj.base.weight"), kind="lora"),
+    # sequences
+    "keys are in the order of the ranks": Fault("CP 2", patch=keys_by_rank),
+}
+CONTROLS = {
+    f"{fault.layout}, {fault.architecture}, {fault.kind}": dataclasses.replace(fault, corrupt=None, patch=None)
+    for fault in FAULTS.values()
+}
+
+
+def compare(rank: int, size: int, wanted: list[str], folders: dict[str, str]) -> dict:
+    """{name of a fault or a control: what the comparison says, None if it finds nothing}; called in every rank."""
+    known, found = FAULTS | CONTROLS, {}
+    for name in wanted:
+        fault = known[name]
+        dims: ParallelDims = cases.LAYOUTS[fault.layout]
+        groups, settings = ProcessGroups.of(RankEnv(rank, size), dims, CPU), fault.settings
+        share = LocalShards.of(groups, Parts(settings))
+        try:
+            with fault.patch() if fault.patch else contextlib.nullcontext():
+                model = load_model(folders[fault.architecture], settings, CPU, share=share, say=lambda line: None)
+                engine = torch_engine(model, settings, CPU, ranks=groups, share=share)
+                if fault.corrupt:
+                    with torch.no_grad():
+                        fault.corrupt(engine)
+                engine.verify("auto")
+            found[name] = None
+        except PlanError as error:
+            found[name] = str(error)
+    return found
