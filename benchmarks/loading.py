@@ -323,8 +323,8 @@ def main():
         print(f"making {folder}", flush=True)
         make(folder, args.shape)
     print(
-        "way              stored GiB  peak GiB  peak/stored  1.15 x stored + two slices  predicted GiB  error  proof GiB"
-        "  a layer  seconds"
+        "way              stored GiB  peak GiB  peak/stored  1.15 x stored + two slices  predicted GiB  error  "
+        "proof GiB  a layer  seconds"
     )
     for way in [w for _ in range(args.rounds) for w in (args.ways.split(",") if args.ways else ways_of_all())]:
         r = measured(way, folder, dims)

@@ -223,7 +223,9 @@ class _LayerwiseModel:
                 continue
             mine = self.groups.rank == owner
             dtype, *shape = what
-            value = values[i].contiguous() if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            value = (
+                values[i].contiguous() if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            )
             dist.broadcast(value, owner)
             found.append(value)
         return tuple(found) if in_tuple else found[0]

@@ -20,7 +20,7 @@ from finetune.errors import PlanError
 from finetune.plan.parts import Parts
 from finetune.torch_engine.parallel import context, expert, tensor
 from finetune.torch_engine.parallel.fsdp import decoder_layers
-from finetune.torch_engine.parallel.placement import local_shard
+from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice
 from finetune.torch_engine.weights.local_shards import LocalShards
@@ -254,6 +254,26 @@ def first_rows():
         yield
 
 
+@contextlib.contextmanager
+def other_half_is_set():
+    """What is taken from a full trainable tensor, of a checkpoint or of the comparison, belongs to another rank."""
+
+    def local_slices(before):
+        def slices(self, name):
+            cut, found = self.slices.get(name), before(self, name)
+            if cut is None:
+                return found
+            index, count = self.groups.place(cut.group)
+            each = self.full_shape(name)[cut.dim] // count
+            moved = slice((count - 1 - index) * each, (count - index) * each)
+            return [(*part[: cut.dim], moved, *part[cut.dim + 1 :]) for part in found]
+
+        return slices
+
+    with patched(Placement, "local_slices", local_slices):
+        yield
+
+
 def in_slices(change) -> Callable:
     return partial(patched, Slice, "slices", change)
 
@@ -377,13 +397,11 @@ FAULTS = {
     "zeros are the other half": Fault("TP 2", wrong_half(MLP + "up_proj.base.zero"), kind="hqq"),
     "scales are a row further": Fault("TP 2", shifted(MLP + "gate_proj.base.scales"), kind="mlx"),
     # adapters, whose second factor is zero at first
-    "lora_B of a column holds the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.lora_B")),
+    "lora_B is set to the other half": Fault("TP 2", patch=other_half_is_set),
     "lora_A of a row holds the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.lora_A")),
     "lora_A differs between ranks": Fault("TP 2", zeroed_on_last_rank(ATTENTION + "v_proj.lora_A")),
     "an adapter has another scale": Fault("TP 2", no_scale(MLP + "up_proj", 1.1)),
-    "magnitudes are the other half": Fault(
-        "TP 2", wrong_half(ATTENTION + "q_proj.lora_magnitude_vector"), kind="dora"
-    ),
+    "magnitudes are the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.lora_magnitude_vector"), kind="dora"),
     # the code that slices
     "ranges are another rank's": Fault("TP 2", patch=in_slices(_other_slices)),
     "ranges are another rank's, of packed weights": Fault("TP 2", patch=in_slices(_other_slices), kind="nf4"),

@@ -73,7 +73,9 @@ def layers_of(model, folder, trains: Trains) -> Layers:
     return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
 
 
-def load_and_quantize(model, folder, layers: Layers, plan: Parts, device, local_shards=None, residual=None) -> list[str]:
+def load_and_quantize(
+    model, folder, layers: Layers, plan: Parts, device, local_shards=None, residual=None
+) -> list[str]:
     """Streams the weights in, each quantized as it arrives; notices to print.
 
     Raises PlanError if they do not fit the config.

@@ -105,7 +105,7 @@ class LocalShards:
         return [(rows, *[slice(None)] * (cut.dim - 1), found) for found in ranges]
 
     def reads_part(self, name: str, shape: tuple, config) -> bool:
-        """True if this rank can read its part alone: quantizing by `config` what it reads gives the full matrix's codes.
+        """True if this rank can read its part alone: quantized by `config`, it has the codes of the full matrix.
         `config` None: it is not quantized.
         """
         cut = self.cuts.get(name)
@@ -281,7 +281,11 @@ class LocalShards:
                 continue
             owner = stages[f"{name}.lora_A"][0]
             mine = self.groups.coordinate("pp") == owner
-            halves = [half.contiguous() for half in layer.start] if mine else [torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)]
+            halves = (
+                [half.contiguous() for half in layer.start]
+                if mine
+                else [torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)]
+            )
             for half in halves:
                 dist.broadcast(half, group[owner], group=self.groups.process_groups["pp"])
             layer.start = tuple(halves)
@@ -290,4 +294,3 @@ class LocalShards:
 def _some(rows: slice) -> slice:
     """Neither files nor quantizers support zero rows: one as a placeholder."""
     return rows if rows.start < rows.stop else slice(0, 1)
-

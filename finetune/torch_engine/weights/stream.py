@@ -389,7 +389,9 @@ class WeightLoader:
             and leaf == "weight"
             and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
         ):
-            self.put_layer(name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module), part), part)
+            self.put_layer(
+                name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module), part), part
+            )
         elif config is not None and self.local_shards is not None:
             self.local_shards.hold_experts(name, module, leaf, tensor.to(self.device), config, self.hold)
         elif config is not None:

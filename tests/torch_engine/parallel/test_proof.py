@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(folders, tmp_path_factory):
-    """{name of a fault or a control: by rank, what the comparison says}: the cases of a world size in the same ranks."""
+    """{name of a fault or a control: by rank, what the comparison says}; cases of one world size in the same ranks."""
     found = {}
 
     def of(name: str) -> list[str | None]:
@@ -39,7 +39,9 @@ def compared(folders, tmp_path_factory):
             every = proof_cases.FAULTS | proof_cases.CONTROLS
             size = cases.LAYOUTS[every[name].layout].world_size
             wanted = [n for n, fault in every.items() if cases.LAYOUTS[fault.layout].world_size == size]
-            by_rank = ranks.run(size, proof_cases.compare, tmp_path_factory.mktemp("ranks"), wanted=wanted, folders=folders)
+            by_rank = ranks.run(
+                size, proof_cases.compare, tmp_path_factory.mktemp("ranks"), wanted=wanted, folders=folders
+            )
             found.update({n: [of_rank[n] for of_rank in by_rank] for n in wanted})
         return found[name]
 
@@ -56,7 +58,8 @@ def test_a_model_that_is_distributed_as_it_should_be_passes(name, compared):
 @pytest.mark.parametrize("name", proof_cases.FAULTS)
 def test_every_fault_is_found_on_all_ranks(name, compared):
     for said in compared(name):
-        assert said is not None and "does not give the logits of the full one" in said
+        # Some are found a step before: by a wrong slice, tokens see those after them.
+        assert said is not None and ("logits of the full one" in said or "sees" in said or "see those after" in said)
 
 
 def test_a_few_of_them_in_the_default_suite(folders, tmp_path):
