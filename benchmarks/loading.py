@@ -48,6 +48,14 @@ SHAPES = {
         num_key_value_heads=2,
         vocab_size=8000,
     ),
+    "300m": dict(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=20,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=16000,
+    ),
     "1b": dict(
         hidden_size=2048,
         intermediate_size=5632,

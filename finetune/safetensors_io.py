@@ -12,8 +12,10 @@ import json
 import os
 import re
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -202,6 +204,44 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
         found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
     return {name: _finite(array, name, path) for name, array in found.items()}
+
+
+class SliceReader:
+    """Reads slices of a file's tensors, and no other bytes of it: safetensors' own slices of a file that is not mapped
+    read the full tensor first. The header must have been checked, as safe_open does.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.header, self.start = read_header_and_start(path)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> tuple[np.ndarray, list[int]]:
+        """(bytes, shape) of what `index`, of slices without steps, selects of a tensor.
+        ValueError if the file ends before.
+        """
+        entry = self.header[name]
+        shape, width = entry["shape"], BYTES[entry["dtype"]]
+        spans = [range(*s.indices(n)) for s, n in zip(index, shape, strict=False)]
+        spans += [range(n) for n in shape[len(spans) :]]
+        partly = [i for i, (span, n) in enumerate(zip(spans, shape, strict=True)) if len(span) < n]
+        outer = partly[-1] if partly else 0  # each run of bytes is a span of this dimension
+        strides = [width * prod(shape[i + 1 :]) for i in range(len(shape))]
+        out = np.empty(prod(map(len, spans)) * width, np.uint8)
+        length, at = len(spans[outer]) * strides[outer], 0
+        first = self.start + entry["data_offsets"][0] + spans[outer].start * strides[outer]
+        for place in product(*spans[:outer]):
+            self._fill(out[at : at + length], first + sum(i * n for i, n in zip(place, strides, strict=False)))
+            at += length
+        return out, list(map(len, spans))
+
+    def _fill(self, out: np.ndarray, offset: int) -> None:
+        done, view = 0, memoryview(out)
+        while done < len(out):
+            read = os.preadv(self.descriptor, [view[done:]], offset + done)
+            if not read:
+                raise ValueError(f"{self.path.name} ends before its tensors do")
+            done += read
 
 
 class FloatTensors(Mapping):

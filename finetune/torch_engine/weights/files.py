@@ -14,6 +14,10 @@ from finetune.torch_engine.weights import decoded
 
 GIVE_ANOTHER = "Download the model again, or give the unquantized model it was made from."
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
+# Of tensors that are read by slice: weights that are stored as they are.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+DTYPES |= {"BOOL": torch.bool}
 
 
 def open_weights(folder) -> "WeightFiles":
@@ -41,7 +45,7 @@ class WeightFiles:
 
     def __init__(self, files, quantization: dict | None = None, decoding: dict | None = None):
         """`quantization`: an MLX folder's; `decoding`: the quantization_config of weights to decode."""
-        self.file_of, self._open = {}, {}
+        self.file_of, self._open, self._sliced = {}, {}, {}
         self.quantization = quantization or {}
         self.decoded, self.method = {}, (decoding or {}).get("quant_method")
         self.cut = {}  # tensors of sharded checkpoints
@@ -51,6 +55,7 @@ class WeightFiles:
             return
         for file in files:
             self._open[file] = safe_open(file, framework="pt", backend="pread")
+            self._sliced[file] = safetensors_io.SliceReader(file)
             for name in self._open[file].keys():
                 if name in self.file_of:
                     raise PlanError(
@@ -80,8 +85,12 @@ class WeightFiles:
             return weight.contiguous() if index is None else weight[index].contiguous()
         if name in self.cut:
             return torch.from_numpy(self.cut[name][... if index is None else index])
-        file = self._open[self.file_of[name]]
-        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        file = self.file_of[name]
+        if index is None:
+            return self._open[file].get_tensor(name)
+        found, shape = self._sliced[file].read(name, index)
+        dtype = DTYPES[self.kind(name)]
+        return torch.from_numpy(found).view(dtype).view(shape) if len(found) else torch.empty(shape, dtype=dtype)
 
     def mlx_format(self, layer: str) -> tuple[int, int]:
         """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""
