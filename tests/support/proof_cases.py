@@ -365,7 +365,7 @@ def keys_by_rank():
 
 
 FAULTS = {
-    # column-parallel weights
+    # Weights of column-parallel layers.
     "q_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.base.weight")),
     "k_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "k_proj.base.weight")),
     "v_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "v_proj.base.weight")),
@@ -376,12 +376,12 @@ FAULTS = {
     "a bias holds the other half": Fault(
         "TP 2", wrong_half(ATTENTION + "q_proj.base.bias"), architecture="qwen2_biased"
     ),
-    # row-parallel weights
+    # Weights of row-parallel layers.
     "o_proj holds the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.base.weight")),
     "down_proj holds the other half": Fault("TP 2", wrong_half(MLP + "down_proj.base.weight")),
     "o_proj is transposed": Fault("TP 2", transposed(ATTENTION + "o_proj.base.weight")),
     "down_proj is missing on a rank": Fault("TP 2", zeroed_on_last_rank(MLP + "down_proj.base.weight")),
-    # collectives
+    # What ranks exchange.
     "o_proj is not reduced": Fault("TP 2", without_reduce(ATTENTION + "o_proj")),
     "down_proj is not reduced": Fault("TP 2", without_reduce(MLP + "down_proj")),
     "down_proj is reduced twice": Fault("TP 2", reduced_twice(MLP + "down_proj")),
@@ -390,25 +390,25 @@ FAULTS = {
     "outputs are gathered in another order": Fault(
         "TP 2", gathered_in_other_order(ATTENTION + "qkv_proj"), architecture="phi3"
     ),
-    # packed weights
+    # Codes and scales.
     "packed rows are the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.base.packed"), kind="nf4"),
     "packed columns are the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.base.packed"), kind="nf4"),
     "scales are the other half": Fault("TP 2", wrong_half(MLP + "down_proj.base.absmax"), kind="nf4"),
     "zeros are the other half": Fault("TP 2", wrong_half(MLP + "up_proj.base.zero"), kind="hqq"),
     "scales are a row further": Fault("TP 2", shifted(MLP + "gate_proj.base.scales"), kind="mlx"),
-    # adapters, whose second factor is zero at first
+    # Adapters, whose second factor is zero at first.
     "lora_B is set to the other half": Fault("TP 2", patch=other_half_is_set),
     "lora_A of a row holds the other half": Fault("TP 2", wrong_half(ATTENTION + "o_proj.lora_A")),
     "lora_A differs between ranks": Fault("TP 2", zeroed_on_last_rank(ATTENTION + "v_proj.lora_A")),
     "an adapter has another scale": Fault("TP 2", no_scale(MLP + "up_proj", 1.1)),
     "magnitudes are the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.lora_magnitude_vector"), kind="dora"),
-    # the code that slices
+    # The code that slices.
     "ranges are another rank's": Fault("TP 2", patch=in_slices(_other_slices)),
     "ranges are another rank's, of packed weights": Fault("TP 2", patch=in_slices(_other_slices), kind="nf4"),
     "copies are another rank's": Fault("TP 2", patch=in_take(_other_take)),
     "copies are another rank's, of full matrices": Fault("TP 2", patch=in_take(_other_take), kind="hqq"),
     "a layer is read as the one before": Fault("TP 2", patch=in_files(), architecture="llama_deep"),
-    # experts
+    # Mixtures of experts.
     "gate and up are one block": Fault("TP 2", patch=in_take(_without_blocks), architecture="mixtral"),
     "experts are not reduced": Fault("TP 2", patch=experts_not_reduced, architecture="mixtral"),
     "experts' down_proj holds the other half": Fault(
@@ -428,7 +428,7 @@ FAULTS = {
     "packed experts are another rank's": Fault(
         "EP 2", wrong_half(MLP + "experts.base.gate_up_proj.parts.0.packed", "ep"), architecture="mixtral", kind="nf4"
     ),
-    # pipelines
+    # Stages of a pipeline.
     "layers of a stage are swapped": Fault("PP 2", layers_swapped, architecture="llama_deep"),
     "the last layer is left out": Fault("PP 2", layer_skipped),
     "a layer runs twice": Fault("PP 2", layer_twice),
@@ -439,7 +439,7 @@ FAULTS = {
     "a layer of the last stage is read as the one before": Fault(
         "PP 2", patch=in_files(), architecture="llama_deep", kind="full"
     ),
-    # several axes
+    # Several axes of ranks.
     "rows are another shard's": Fault(
         "FSDP2 2 x TP 2", wrong_half(ATTENTION + "k_proj.base.weight", "shard"), kind="lora"
     ),
@@ -448,7 +448,7 @@ FAULTS = {
     ),
     "all shards have the first rows": Fault("FSDP2 2 x TP 2", patch=first_rows),
     "a slice of a stage is the other half": Fault("PP 2 x TP 2", wrong_half(MLP + "up_proj.base.weight"), kind="lora"),
-    # sequences
+    # Slices of a sequence.
     "keys are in the order of the ranks": Fault("CP 2", patch=keys_by_rank),
 }
 CONTROLS = {

@@ -13,6 +13,8 @@ from torch import nn
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
+ROWS_OF_WEIGHTS = 2**18  # weights that are dequantized at a time, where slices of codes are compared
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -86,26 +88,26 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
 
     Which tensors extend along the inputs depends on the method: candidates are tried and the weights compared.
     """
-    sizes = (layer.out_features, layer.in_features)
+    sizes = [layer.out_features, layer.in_features]
     check_divides(sizes[cut.dim], cut, groups)
-    wanted = cut.take(layer.weight_of(layer.stored(), torch.float32), groups)
-    shape = tuple(wanted.shape)
+    count = groups.place(cut.group)[1]
+    shape = tuple(n // count if i == cut.dim else n for i, n in enumerate(sizes))
     dequantize = partial(
         layer.dequantize.func, shape=shape, **{k: v for k, v in layer.dequantize.keywords.items() if k != "shape"}
     )
-    stored = dict(zip(layer.names, layer.stored(), strict=True))
+    stored = {n: t.detach() for n, t in zip(layer.names, layer.stored(), strict=True)}
     even = [n for n, t in stored.items() if t.ndim > cut.dim and cut.divides(t.shape[cut.dim], groups)]
     ways = [chosen for size in range(len(even), 0, -1) for chosen in combinations(even, size)]
     for chosen in ways:  # two values per row may belong to the full row or to each half of it
-        tensors = {n: cut.take(t.detach(), groups) if n in chosen else t.detach() for n, t in stored.items()}
+        tensors = {n: cut.take(t, groups) if n in chosen else t for n, t in stored.items()}
         try:
-            same = torch.equal(dequantize(tensors, torch.float32), wanted)
+            same = _gives_slice(layer, stored, dequantize, tensors, cut, groups)
         except (RuntimeError, ValueError):
             same = False
         if same:
             break
     else:
-        what, count = ("rows", "columns")[cut.dim], groups.place(cut.group)[1]
+        what = ("rows", "columns")[cut.dim]
         raise ValueError(f"{sizes[cut.dim]} {what} split into {count} shards would share scales across shards")
     for n, tensor in tensors.items():
         setattr(layer, n, nn.Parameter(tensor, requires_grad=False))
@@ -113,6 +115,34 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
     if layer.cached is not None:
         layer.cached = cut.take(layer.cached, groups)
     return list(chosen)
+
+
+def _gives_slice(
+    layer: QuantizedLinear, stored: dict, dequantize, tensors: dict, cut: Slice, groups: ProcessGroups
+) -> bool:
+    """True if `dequantize(tensors)` is this rank's slice of the layer's weight, to the bit. Some rows at a time where
+    every tensor has its own values of each row.
+    """
+
+    def by_rows(held: dict, rows: int) -> bool:
+        return all(t.ndim == 2 and len(t) == rows for t in held.values())
+
+    full, part = layer.out_features, dequantize.keywords["shape"][0]
+    if not (by_rows(stored, full) and by_rows(tensors, part)):
+        wanted = cut.take(layer.dequantize(stored, torch.float32), groups)
+        return torch.equal(dequantize(tensors, torch.float32), wanted)
+    step = max(1, ROWS_OF_WEIGHTS // layer.in_features)
+    starts = [r.start for r in cut.slices(full, groups)] if cut.dim == 0 else [0]
+    each = part // len(starts)
+    for block, first in enumerate(starts):
+        for at in range(0, each, step):
+            size = min(step, each - at)
+            here, there = slice(block * each + at, block * each + at + size), slice(first + at, first + at + size)
+            wanted = layer.dequantize({n: t[there] for n, t in stored.items()}, torch.float32)
+            wanted = wanted if cut.dim == 0 else cut.take(wanted, groups)
+            if not torch.equal(dequantize({n: t[here] for n, t in tensors.items()}, torch.float32), wanted):
+                return False
+    return True
 
 
 def check_divides(size: int, cut: Slice, groups: ProcessGroups) -> None:

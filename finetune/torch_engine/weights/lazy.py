@@ -94,7 +94,7 @@ class LazyWeights:
             yield files.read(task.names[0])
         else:
             for rows in slices_of(files.shape(task.names[0])):
-                yield files.read(task.names[0], rows)
+                yield files.read(task.names[0], (rows,))
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self._reader.held:

@@ -110,8 +110,8 @@ TABLE = (
         "AT_09",
         "an adapter of sharded ranks is zero",
         "finetune/torch_engine/lora/init.py",
-        "local_shards.give(name, parameter, value)\n",
-        "local_shards.give(name, parameter, torch.zeros_like(value))\n",
+        "local_shards.give(name, parameter, make)\n",
+        "local_shards.give(name, parameter, lambda: torch.zeros_like(make()))\n",
     ),
     Mutation(
         "AT_09",
