@@ -363,7 +363,8 @@ def main():
             continue
         slices = in_flight(settings_of(way), folder, dims) if way != "transformers" else 0
         allowed = LIMIT * r["stored"] + (slices if dims.world_size > 1 else 2 * one_layer(folder))
-        error = f"{r['predicted'] / r['peak'] - 1:+.0%}" if r["predicted"] else "-"
+        highest = max(r["peak"], r["stored"] + r.get("proof", 0))
+        error = f"{r['predicted'] / highest - 1:+.0%}" if r["predicted"] else "-"
         verdict = "met" if r["peak"] <= allowed else "not met"
         proof, layer = r.get("proof", 0), one_layer(folder)
         print(

@@ -7,7 +7,7 @@ GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of a
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
-HEAD_BYTES = 2**25  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
+HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
 
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;

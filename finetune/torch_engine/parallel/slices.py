@@ -13,7 +13,7 @@ from torch import nn
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
-ROWS_OF_WEIGHTS = 2**18  # weights that are dequantized at a time, where slices of codes are compared
+ROWS_OF_WEIGHTS = 2**19  # dequantized at a time where slices of codes are compared: blocks that are mapped, and freed
 
 
 @dataclass(frozen=True)
