@@ -15,6 +15,7 @@ from torch import nn
 from finetune.engine import Batch
 from finetune.estimate.engine_limits import HEAD_BYTES
 from finetune.plan.parts import Adapter, ParallelPlan, Parts
+from finetune.system.progress import Progress
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
@@ -57,7 +58,8 @@ class Reference:
         model.hold_outer(batch)
         forward = ModelForward(model.model, self.plan, ProcessGroups(device=groups.device), pad_id)
         forward.use(layout)
-        found = forward.logits(batch).contiguous()
+        with model.bar:
+            found = forward.logits(batch).contiguous()
         dist.broadcast(found, 0)
         memory_stats.trim_heap()
         return found
@@ -92,6 +94,7 @@ class _LayerwiseModel:
             self.prefixes.append(names[layer])
             self.blank.append(copy.deepcopy(layer, dict(configs)))  # the attention is chosen in the shared config
             layer.forward = partial(self._layer, number)
+        self.bar = Progress("comparing", len(self.prefixes), "layers")
 
     # ---- outside the layers
 
@@ -158,6 +161,7 @@ class _LayerwiseModel:
         hands_on = any(isinstance(value, dict) for value in kwargs.values())
         owner = 0 if hands_on else number % self.groups.dims.world_size
         out = self._compute(number, *args, **kwargs) if self.groups.rank == owner else None
+        self.bar.update()
         return self._shared(out, owner)
 
     def _compute(self, number: int, *args, **kwargs):
