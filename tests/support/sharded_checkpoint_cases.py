@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from finetune.checkpoint import output_dir
 from finetune.checkpoint.store import verify_checkpoint
+from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
@@ -35,13 +36,13 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
     return cases.build(cases.CASES["full"], groups_of(rank, size, layout), architecture)
 
 
-def directory(engine, folder: Path, configs: dict) -> output_dir.CheckpointWriter:
+def directory(engine, folder: Path, configs: dict) -> CheckpointWriter:
     """The checkpoints of a run that resumes from itself; `configs` are the files next to its weights."""
     settings = dataclasses.replace(engine.plan.settings, output_dir=str(folder), keep_last=3)
     dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
     facts = dict(requested={}, adjustments=(), notices=(), backend="cpu", engine="torch")
     plan = RunPlan(settings=settings, dims=dims, resume_from=resumed, **facts)
-    run = output_dir.CheckpointWriter(plan, engine.rank)
+    run = CheckpointWriter(plan, engine.rank)
     run.identity, run.configs = {"base model": "a", "dataset": "b"}, configs
     return run
 

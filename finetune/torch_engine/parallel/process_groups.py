@@ -149,7 +149,9 @@ GROUPS = {
     "expert_data": ("dp_replicate", "expert_shard"),  # and those that hold the same rows of them
     "pp": ("pp",),
     "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
-}  # and "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table
+}
+# And "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table; "saving": all
+# ranks, for a thread that writes a checkpoint while the steps use the others.
 HEADER_SIZE = 10  # integers sent before a tensor whose shape the receiver does not know: dtype and shape
 DTYPES = (
     torch.float32,
@@ -194,6 +196,8 @@ class ProcessGroups:
         groups = {name: _group(dims, env.rank, axes) for name, axes in wanted.items()}
         if dims.pp > 1:
             groups["embedding"] = _group(dims, env.rank, ("pp",), ends_only=True)
+        if dims.shards * dims.tp * dims.pp > 1:
+            groups["saving"] = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         groups = {name: group for name, group in groups.items() if group}
         return cls(env.rank, dims, device, mesh, groups, expert_mesh)
 
@@ -219,14 +223,14 @@ class ProcessGroups:
 
     # ---- over all ranks
 
-    def all_gather_scalars(self, numbers: list) -> np.ndarray:
-        """[world_size, len(numbers)] float64: every rank's numbers."""
+    def all_gather_scalars(self, numbers: list, over: str = "world") -> np.ndarray:
+        """[world_size, len(numbers)] float64: every rank's numbers. `over`: a group of all ranks."""
         mine = torch.tensor([numbers], dtype=torch.float64)
         if self.single_process:
             return mine.numpy()
         rows = torch.zeros(self.dims.world_size, len(numbers), dtype=torch.float64)
         rows[self.rank] = mine
-        dist.all_reduce(rows)
+        dist.all_reduce(rows, group=self._all_ranks(over))
         return rows.numpy()
 
     def sum_scalars(self, numbers: list) -> np.ndarray:
@@ -240,21 +244,25 @@ class ProcessGroups:
         """One rank's JSON value, on every rank."""
         return value if self.single_process else self.all_gather_object(value if self.rank == rank else None)[rank]
 
-    def all_gather_object(self, value) -> list:
-        """Every rank's JSON value, by rank."""
+    def all_gather_object(self, value, over: str = "world") -> list:
+        """Every rank's JSON value, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [value]
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = self.all_gather_scalars([len(mine)])[:, 0].astype(int)
+        sizes = self.all_gather_scalars([len(mine)], over)[:, 0].astype(int)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = torch.from_numpy(mine.copy())
-        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded), sizes, strict=True)]
+        found = self.all_gather(padded, over)
+        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(found, sizes, strict=True)]
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of this shape, by rank."""
+    def all_gather(self, tensor: torch.Tensor, over: str = "world") -> list[torch.Tensor]:
+        """Every rank's tensor of this shape, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [tensor]
-        return _all_gather(tensor, self.dims.world_size)
+        return _all_gather(tensor, self.dims.world_size, self._all_ranks(over))
+
+    def _all_ranks(self, over: str):
+        return None if over == "world" else self.process_groups[over]
 
     # ---- within a group
 
