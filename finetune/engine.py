@@ -197,6 +197,9 @@ class Engine(Protocol):
     # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
     writes_shards: bool
 
+    def prepare_snapshot(self) -> None:
+        """Makes room for snapshots while steps go on. Called after a run's first step, if it takes any."""
+
     def snapshot(self):
         """Context in which the three methods below return copies in host memory, which later steps leave as they are.
         The next snapshot uses their memory again.

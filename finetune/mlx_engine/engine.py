@@ -328,6 +328,9 @@ class MLXEngine:
     def all_gather_object_beside_steps(self, value):
         raise AssertionError("rank 0 writes an MLX run's checkpoints alone")
 
+    def prepare_snapshot(self) -> None:
+        pass
+
     def snapshot(self):
         return contextlib.nullcontext()  # as_numpy copies
 

@@ -94,7 +94,7 @@ class PretrainPlan(PlanBase):
 
     @property
     def async_save(self) -> bool:
-        return self.settings.async_save
+        return self.settings.takes_snapshots
 
     def flat_settings(self) -> dict:
         return flat(self.settings)

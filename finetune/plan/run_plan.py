@@ -85,7 +85,7 @@ class RunPlan(Parts, PlanBase):
 
     @property
     def async_save(self) -> bool:
-        return self.output.async_save
+        return self.output.takes_snapshots
 
     def flat_settings(self) -> dict:
         return dict(vars(self.settings))

@@ -93,7 +93,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule = plan.schedule(state.total_steps)
     traces: list = []
-    unsaved = False
+    unsaved = has_stepped = False
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
     with engine.profiler(traces) as profile_step, log.training(), saves_ended(engine, log, writer):
@@ -116,7 +116,9 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             stop.sync(engine.all_reduce_max)
             data.count(state)
             state.advance(result, cursor)
-            unsaved = True
+            if plan.async_save and not has_stepped:
+                engine.prepare_snapshot()
+            unsaved = has_stepped = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             end_save(engine, log, writer, wait=False)

@@ -8,7 +8,7 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 class EngineBase:
     """The part of finetune.engine.Engine that every torch engine answers alike, from these three.
-    `state`: has trainable_state, optimizer_state, optimizer_values, rng_state, load_state and copies.
+    `state`: has trainable_state, optimizer_state, optimizer_values, rng_state, load_state, prepare_snapshot and copies.
     """
 
     groups: ProcessGroups
@@ -52,6 +52,9 @@ class EngineBase:
         return "false", "this engine compiles as its own settings say"
 
     # ---- state
+
+    def prepare_snapshot(self) -> None:
+        self.state.prepare_snapshot()
 
     def snapshot(self):
         return self.state.copies.taken()

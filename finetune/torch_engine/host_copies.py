@@ -2,8 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import torch
+
+from finetune.system.process import in_background
 
 
 class HostCopies:
@@ -14,10 +17,25 @@ class HostCopies:
     def __init__(self):
         self.kept: dict[str, torch.Tensor] = {}
         self.taking = False
+        self.prepared: Future | None = None
+
+    def prepare(self, sizes: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Allocates and touches the memory of copies in a thread, so that the first snapshot is as short as the others.
+        `sizes`: {key: (shape, dtype)}.
+        """
+        self.prepared = in_background(self._allocate, sizes)
+
+    def _allocate(self, sizes: dict) -> None:
+        for key, (shape, dtype) in sizes.items():
+            copy = torch.empty(shape, dtype=dtype, device="cpu")
+            copy.numpy().fill(0)  # numpy's, which takes this thread only and no lock of Python's
+            self.kept[key] = copy
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Inside, `of` copies."""
+        if self.prepared:
+            self.prepared.result()
         self.taking = True
         try:
             yield
@@ -38,4 +56,4 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.nbytes for copy in self.kept.values())
+        return sum(copy.nbytes for copy in list(self.kept.values()))  # a thread may be adding some

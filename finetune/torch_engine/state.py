@@ -37,6 +37,18 @@ class EngineState:
 
     # ---- out
 
+    def prepare_snapshot(self) -> None:
+        """Makes room for a snapshot beside the steps, where ranks copy what they hold. Called after the first step."""
+        if self.groups.single_process or self.writes_shards():
+            owned = self._owned()
+            sizes = {name: (self.place.local_shard(name).shape, torch.float32) for name in owned}
+            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.optimizer, owned)})
+
+    def _owned(self) -> dict:
+        """{name: what the optimizer updates} of the shards that this rank writes."""
+        params = self.parallel.local_params
+        return {n: p for n, p in params.items() if p is not None and self.place.is_writer(n)}
+
     def trainable_state(self) -> dict[str, np.ndarray]:
         """The trainable weights on rank 0, gathered one tensor at a time; empty on other ranks."""
         full = {}
@@ -104,8 +116,7 @@ class EngineState:
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""
-        params = self.parallel.local_params
-        owned = {n: p for n, p in params.items() if p is not None and self.place.is_writer(n)}
+        owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
         moments = [
             self._shard(key.rpartition(".")[0], key, tensor, tensor.dtype)

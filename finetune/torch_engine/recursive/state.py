@@ -29,6 +29,14 @@ class RecursiveState:
         self.average: Average | None = average
         self.copies = HostCopies()
 
+    def prepare_snapshot(self) -> None:
+        """Makes room for a snapshot beside the steps. Called after the first."""
+        sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
+        moments = optim.moments(self.optimizer, self.dense) if self.optimizer else ()
+        sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}
+        averages = self.average.shadow if self.average else {}
+        self.copies.prepare(sizes | {f"{name}.ema": (t.shape, t.dtype) for name, t in averages.items()})
+
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Every weight, frozen ones and the start of y and z too: a checkpoint is the model."""
         weights = self.model.state_dict()
