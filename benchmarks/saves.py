@@ -16,16 +16,16 @@ from cells import keep, kept_in, main, trained
 WINDOW = 10
 VARIANTS = {"beside steps": "true", "waited for": "false"}  # --async_save
 SIZES = dict(
-    hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, max_position_embeddings=512
+    hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=512
 )
 
 
 def made(folder: Path) -> tuple[Path, Path]:
-    """(a Llama of 6.6 M weights, rows of one length)."""
+    """(a Llama of 2.7 M weights, rows of one length)."""
     from tests.support import tiny
 
     tokenizer = tiny.train_tokenizer(folder / "model", bos=False)
-    sizes = SIZES | dict(vocab_size=max(4096, len(tokenizer)))
+    sizes = SIZES | dict(vocab_size=max(2048, len(tokenizer)))
     tiny.build("llama", eos_token_id=2, pad_token_id=None, bos_token_id=1, **sizes).save_pretrained(folder / "model")
     rows = [{"prompt": f"{i}: " + "a b c d " * 12, "completion": "e f g h " * 4} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,6 +82,6 @@ if __name__ == "__main__":
     parser.add_argument("--kind", choices=("full", "lora"), default="full")
     parser.add_argument("--world_size", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=121)
+    parser.add_argument("--steps", type=int, default=401)
     parser.add_argument("--batch_size", type=int, default=8)
     main(parser, measure, table, "outputs/saves.jsonl")
