@@ -8,8 +8,8 @@ import pytest
 from backend_manager import Backend
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
-from finetune.plan.resolve import resolve_plan
 from finetune.plan.plan_base import SavedRun
+from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved, without_repeated_rows
 from tests.support.plans import capabilities, plan_of
 from tests.support.runs import copy_up_to, rewrite_json
