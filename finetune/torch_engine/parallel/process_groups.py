@@ -40,15 +40,49 @@ def create_store(env: RankEnv, timeout_s: float):
     os.environ.setdefault("MASTER_ADDR", env.host)
     os.environ.setdefault("MASTER_PORT", str(env.port))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
-    elif env.rank == 0:
-        store = _listening_store(env, listen_for_ranks(env), timeout)
-    else:
-        address = rendezvous_address(env)
-        wait_for_listener(address, env, timeout_s)
-        store = dist.TCPStore(address, env.port, env.size, False, timeout)
-    # torchrun's store outlives a restart: what the ranks before it wrote must not be read again.
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = dist.TCPStore(env.host, env.port, env.size, False, timeout)
+        return dist.PrefixStore(_attempt(env, store, timeout_s), store)
+    if env.rank == 0:
+        return _listening_store(env, listen_for_ranks(env), timeout)
+    address = rendezvous_address(env)
+    wait_for_listener(address, env, timeout_s)
+    return dist.TCPStore(address, env.port, env.size, False, timeout)
+
+
+def _attempt(env: RankEnv, store, timeout_s: float) -> str:
+    """A name that the ranks of this start have in common, and those of no other.
+
+    torchrun's store outlives a restart, and what earlier ranks wrote must not be read again. Its agents count restarts
+    each for itself, so that ranks of a host that came later have another count. Rank 0 makes the name, and tells it to
+    whoever arrives, also to processes that have ended since.
+    """
+    if env.rank:
+        own = secrets.token_hex(8)
+        store.set(f"arrival-{store.add('arrivals', 1)}", json.dumps([own, env.size]))
+        attempt = store.get(f"attempt of {own}").decode()
+        store.set(f"{attempt}-{env.rank}", "")
+        return attempt
+    attempt, told, waiting = f"attempt-{secrets.token_hex(8)}", set(), set(range(1, env.size))
+    end = time.monotonic() + timeout_s
+    while waiting:
+        for number in set(range(1, store.add("arrivals", 0) + 1)) - told:
+            if store.check([f"arrival-{number}"]):
+                told.add(number)
+                other, size = json.loads(store.get(f"arrival-{number}"))
+                if size == env.size:
+                    store.set(f"attempt of {other}", attempt)
+        waiting -= {rank for rank in waiting if store.check([f"{attempt}-{rank}"])}
+        if time.monotonic() > end:
+            raise _not_joined(sorted(waiting), env, timeout_s)
+        time.sleep(0.02)
+    return attempt
+
+
+def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostError:
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    return RankLostError(
+        f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
+    )
 
 
 def _listening_store(env: RankEnv, listener, timeout: timedelta):
@@ -65,12 +99,9 @@ def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
     if env.rank:
         return
     end = time.monotonic() + timeout_s
-    while missing := [str(rank) for rank in range(env.size) if not store.check([f"joined-{rank}"])]:
+    while missing := [rank for rank in range(env.size) if not store.check([f"joined-{rank}"])]:
         if time.monotonic() > end:
-            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
-            raise RankLostError(
-                f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
-            )
+            raise _not_joined(missing, env, timeout_s)
         time.sleep(0.02)
 
 
