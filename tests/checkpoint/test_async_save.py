@@ -83,6 +83,26 @@ def test_a_run_resumed_from_a_save_beside_steps_is_bitwise_the_uninterrupted_one
     assert steps(out) == steps(uninterrupted)
 
 
+def test_a_signal_at_a_save_that_has_begun_waits_for_it_and_saves_nothing_else(run, tmp_path, monkeypatch):
+    out, real, sent = tmp_path / "out", os.mkdir, []
+
+    def mkdir(path, *args, **options):
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if in_thread and str(path).endswith("-step-5") and not sent:
+            sent.append(path)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # the main thread has reached the end of its step, or takes one more
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    state = run(save_every=5, keep_last=9, async_save="true")
+    assert (
+        state.exit_code == 143 and f"step-{state.step}" == steps_of(out)[0].name and steps_of(out)[-1].name == "step-5"
+    )
+    assert not list(out.glob("checkpoints/.tmp-*"))
+    assert [e["step"] for e in read_events(out, "save")] == sorted({5, state.step})
+
+
 def failing(step: int, error: OSError, monkeypatch) -> None:
     """fsync fails from the save of this step on, in threads."""
     real = os.fsync
