@@ -2,7 +2,7 @@
 with a save at their start and the ten after them, without one, are a pair: what else the machine does falls on both.
 
 python benchmarks/saves.py --rounds 5 --kind full
-python benchmarks/saves.py --kind lora --world_size 2
+python benchmarks/saves.py --kind lora
 """
 
 import argparse
@@ -50,10 +50,10 @@ def measure(args) -> None:
         model, rows = made(Path(name))
         flags = dict(model_name=model, dataset=rows, backend="cpu", train_type=args.kind, precision="fp32", lr=1e-4)
         flags |= dict(max_steps=args.steps, batch_size=args.batch_size, context_length=256, keep_last=1)
-        flags |= dict(run_page="false", world_size=args.world_size, save_every=2 * WINDOW)
+        flags |= dict(run_page="false", save_every=2 * WINDOW)
         for number in range(args.rounds):
             for variant in list(VARIANTS)[:: 1 if number % 2 else -1]:
-                cell = f"{args.kind} {args.world_size} {variant} {number}"
+                cell = f"{args.kind} {args.batch_size} {variant} {number}"
                 if cell not in done:
                     out = Path(name) / cell.replace(" ", "-")
                     events, _ = trained(flags | {"async_save": VARIANTS[variant]}, out)
@@ -65,22 +65,21 @@ def table(file: Path) -> str:
     """Of the pairs: median, quartiles, number."""
     found: dict[tuple, list] = {}
     for cell, line in kept_in(file).items():
-        kind, ranks, *variant, _ = cell.split(" ")
-        found.setdefault((kind, ranks, " ".join(variant)), []).extend(line["pairs"])
+        kind, rows, *variant, _ = cell.split(" ")
+        found.setdefault((kind, rows, " ".join(variant)), []).extend(line["pairs"])
     lines = ["| run | saves | steps per second, of those without a save | written after | n |", "|---|---|---|---|---|"]
-    for (kind, ranks, variant), of in sorted(found.items()):
+    for (kind, rows, variant), of in sorted(found.items()):
         ratios = [without / with_save for with_save, without, _ in of]
         low, middle, high = statistics.quantiles(ratios, n=4)
         after = statistics.median(WINDOW * seconds / without for _, without, seconds in of)
         shown = f"{middle:.3f} [quartiles {low:.3f}, {high:.3f}]"
-        lines.append(f"| {kind}, {ranks} rank(s) | {variant} | {shown} | {after:.1f} steps | {len(of)} |")
+        lines.append(f"| {kind}, {rows} rows per step | {variant} | {shown} | {after:.1f} steps | {len(of)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("full", "lora"), default="full")
-    parser.add_argument("--world_size", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=401)
     parser.add_argument("--batch_size", type=int, default=8)
