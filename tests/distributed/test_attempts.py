@@ -35,5 +35,8 @@ def test_each_start_meets_anew_in_a_store_that_outlives_it_whatever_an_agent_cou
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for number, size in enumerate((3, 2, 3)):
         assert start(size, server.port, f"start {number}") == [[f"start {number}"] * size] * size
-        server.set(f"arrival-{server.add('arrivals', 1)}", json.dumps(["gone", 3]))
+        # Of two, one may live still: it is told by a start of as many ranks as its own.
+        told = [server.check([f"attempt of {other}"]) for other in range(number)]
+        assert told == [size == 3 for _ in range(number)], number
+        server.set(f"arrival-{server.add('arrivals', 1)}", json.dumps([str(number), 3]))
         server.add("arrivals", 1)  # it ended before it said who it is

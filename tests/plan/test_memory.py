@@ -7,7 +7,7 @@ import pytest
 from backend_manager import Backend
 from finetune.cli import parse_value
 from finetune.errors import PlanError
-from finetune.estimate import budget
+from finetune.estimate import budget, remedies
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -75,7 +75,10 @@ def test_saves_are_written_beside_steps_if_the_copy_fits():
     short = ((least + copy / 2) / budget.USABLE_PART + GIB) / GIB
     tight = planned(short, **FULL, **tokens)
     assert not tight.async_save and "do not fit in" in why(tight, "async_save")
-    assert planned(short, **FULL, **tokens, async_save="true").async_save
+    given = planned(short, **FULL, **tokens, async_save="true")
+    assert given.async_save
+    (offered,) = (o for o in remedies.options(given, shape, given.memory_budget) if "async_save" in o.text)
+    assert offered.saved == copy and offered.fits
 
 
 def test_nothing_is_copied_where_no_step_follows_a_save():
