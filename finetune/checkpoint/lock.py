@@ -58,7 +58,8 @@ class Lock:
             self.release()
             raise PlanError(f"--output_dir {output_dir}: holds .lock, which is not of a run. Give another folder.")
         self.handle.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        now = time.time()  # to the microsecond: a copied folder has the lock of another moment
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)) + f"{now % 1:.6f}"[1:]
         self.text = f"{OWNER}{os.getpid()} on {os.uname().nodename}, started {started}"
         self.handle.write(self.text)
         self.handle.flush()
