@@ -16,7 +16,7 @@ import os
 import time
 
 from finetune import recipe
-from finetune.checkpoint.output_dir import CheckpointWriter
+from finetune.checkpoint.writer import CheckpointWriter
 from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError

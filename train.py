@@ -33,8 +33,9 @@ from backend_manager import CAPABILITIES
 from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
-from finetune.checkpoint.output_dir import CheckpointWriter, with_own_folder
+from finetune.checkpoint.output_dir import with_own_folder
 from finetune.checkpoint.saved_run import finished_run
+from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import DEFAULTS
 from finetune.data import preview
 from finetune.data.chat_template import ensure_chat_template, on_day

@@ -522,6 +522,11 @@ class TrainConfig:
         nonempty=True,
     )
     save_every: int = output_flag(0, "save a checkpoint every N steps; 0: only at the end", minimum=0)
+    async_save: str = output_flag(
+        "auto",
+        "with --save_every: copy what is saved to host memory, and write it while steps go on; auto: if the copy fits",
+        choices=AUTO_BOOL,
+    )
     keep_last: int = output_flag(2, "number of checkpoints to keep", minimum=1)
     resume: str | None = output_flag(
         None,

@@ -185,6 +185,9 @@ class Engine(Protocol):
     def broadcast_object(self, value):
         """Rank 0's JSON value."""
 
+    def all_gather_object_beside_steps(self, value) -> list:
+        """`all_gather_object` from a thread while the main one takes steps. Asked only where `writes_shards`."""
+
     def shard_list(self, items: list) -> list:
         """This rank's share of the items."""
 
@@ -193,6 +196,14 @@ class Engine(Protocol):
     reseeded: bool  # True if a checkpoint of another world size was loaded, so that dropout differs
     # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
     writes_shards: bool
+
+    def prepare_snapshot(self) -> None:
+        """Makes room for snapshots while steps go on. Called after a run's first step, if it takes any."""
+
+    def snapshot(self):
+        """Context in which the three methods below return copies in host memory, which later steps leave as they are.
+        The next snapshot uses their memory again.
+        """
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(weight shards, optimizer state shards) that this rank writes."""

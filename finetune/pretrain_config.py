@@ -78,7 +78,8 @@ class PretrainConfig:
     """A run. `epochs` counts passes over the rows, `eval_interval` epochs; 0 evaluates at the end only.
 
     `checkpoint_path`: the run's folder, in which step_N are; None is checkpoints/<data>/<run_name or time>.
-    `cpu_matmul`: library of fp32 products on a CPU, blas is torch's.
+    `cpu_matmul`: library of fp32 products on a CPU, blas is torch's. `async_save`: what is saved is copied, and written
+    while steps go on.
     `max_steps`, if not 0, is the total of optimizer steps, whatever `epochs` says.
     """
 
@@ -118,6 +119,7 @@ class PretrainConfig:
     overwrite: bool = False
     keep_last: int = 2
     checkpoint_every: int = 0
+    async_save: bool = True
     run_name: str | None = None
     project_name: str | None = None
     eval_save_outputs: tuple[str, ...] = ()
@@ -135,6 +137,11 @@ class PretrainConfig:
     @property
     def save_every(self) -> int:
         return self.checkpoint_every
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """True if steps follow saves, which are written beside them."""
+        return self.async_save and bool(self.checkpoint_every or (self.checkpoint_every_eval and self.eval_interval))
 
     save_model = True
     eval_samples = 0

@@ -36,7 +36,7 @@ def in_use(output_dir: Path, lock_file) -> OutputDirInUseError:
 
 
 class Lock:
-    """The lock, taken. `created_folder`: the output_dir did not exist before.
+    """The lock, taken. `created_folder`: the output_dir did not exist before. `text`: what the lock file says.
     Raises OutputDirInUseError naming the owner, PlanError, StorageError.
     """
 
@@ -58,9 +58,12 @@ class Lock:
             self.release()
             raise PlanError(f"--output_dir {output_dir}: holds .lock, which is not of a run. Give another folder.")
         self.handle.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self.handle.write(f"{OWNER}{os.getpid()} on {os.uname().nodename}, started {started}")
+        now = time.time()  # to the microsecond: a copied folder has the lock of another moment
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)) + f"{now % 1:.6f}"[1:]
+        self.text = f"{OWNER}{os.getpid()} on {os.uname().nodename}, started {started}"
+        self.handle.write(self.text)
         self.handle.flush()
+        os.fsync(self.handle.fileno())  # other hosts see it in a shared file system
 
     def _lock(self, handle, output_dir: Path) -> None:
         try:

@@ -275,7 +275,7 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
 
 def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
     """Content of a JSON file of a checkpoint, under its digest in the manifest. Raises CheckpointDamagedError."""
-    _check_digest(folder / name, manifest["files"][name]["sha256"])
+    check_file(folder, manifest, name)
     try:
         return read_json(folder / name, schema)
     except (JsonFileError, FileNotFoundError) as error:
@@ -298,14 +298,14 @@ def _check_digest(path: Path, digest: str) -> None:
         raise CheckpointDamagedError(f"{path}: its content has changed (sha256 differs)")
 
 
-def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
-    """The checkpoint in `folder`, with the digest of every file verified, and of the files that are `required`.
-    Raises CheckpointDamagedError naming file and fact.
-    """
-    manifest = read_manifest(folder, required)
+def check_file(folder: Path, manifest: dict, name: str) -> None:
+    """Raises CheckpointDamagedError unless a file's content is that which the manifest names."""
+    _check_digest(folder / name, manifest["files"][name]["sha256"])
+
+
+def check_index(folder: Path, manifest: dict) -> VerifiedCheckpoint:
+    """The checkpoint, whose files are verified. Raises CheckpointDamagedError unless parts.json agrees with them."""
     entries = manifest["files"]
-    for name, entry in entries.items():
-        _check_digest(folder / name, entry["sha256"])
     if safetensors_io.INDEX in entries:  # the digests of the per-rank shards are in both
         try:
             index = safetensors_io.read_index(folder)
@@ -315,6 +315,16 @@ def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
             if entries.get(name) != entry:
                 raise CheckpointDamagedError(f"{folder / name}: does not match its digest in {safetensors_io.INDEX}")
     return VerifiedCheckpoint(folder, manifest["step"], manifest)
+
+
+def verify_checkpoint(folder: Path, required: tuple = ()) -> VerifiedCheckpoint:
+    """The checkpoint in `folder`, with the digest of every file verified, and of the files that are `required`.
+    Raises CheckpointDamagedError naming file and fact.
+    """
+    manifest = read_manifest(folder, required)
+    for name in manifest["files"]:
+        check_file(folder, manifest, name)
+    return check_index(folder, manifest)
 
 
 def steps_of(output_dir: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import memory
-from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape, planned_shape
 from finetune.plan.parts import AddedLayers, Parts
 
@@ -99,6 +99,12 @@ def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: 
     stages = budget.dims.pp
     in_flight = 2 * stages if plan.parallel.keeps_all_in_flight and stages > 1 else stages
     return memory.estimate(plan, part, microbatch, budget.device, budget.ranks, in_flight)
+
+
+def snapshot_bytes(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int:
+    """Bytes of the copy from which one rank writes checkpoints beside steps; see memory.snapshot_bytes."""
+    part, _ = memory.per_rank(shape, full_microbatch(plan), budget.dims)
+    return memory.snapshot_bytes(ModelCost(part, plan, budget.device), budget.ranks)
 
 
 def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:

@@ -120,6 +120,17 @@ def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
 
 
+def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
+    """Bytes of the copy in host memory from which a checkpoint is written beside steps; 0 if steps wait for it.
+
+    Of all weights each rank copies what it holds; of adapters rank 0 copies them in full.
+    """
+    if not m.plan.output.takes_snapshots:
+        return 0
+    tensors = trainable_tensors(m, ranks if m.full else 1)
+    return 4 * sum(tensors) + optimizer_bytes(m, tensors)
+
+
 def adafactor_bytes(m: ModelCost) -> int:
     """A row's and a column's sums per matrix, a number per weight of a vector."""
     experts, r = m.shape.num_experts, m.adapter.rank
@@ -294,8 +305,8 @@ def estimate(
     """{'total': bytes, 'items': {name: bytes}}: peak memory per rank in training, above the process after its imports.
 
     `ranks`: FSDP2 shards of weights, gradients and optimizer state. `in_flight`: microbatches whose activations a
-    pipeline stage keeps. Item `overlap` is negative: the amount counted twice. With --use_cpu_offload also
-    {'host': bytes}, the memory moved to the host.
+    pipeline stage keeps. Item `overlap` is negative: the amount counted twice. With --use_cpu_offload, or with
+    --async_save beside a device, also {'host': bytes}, in the memory of the host.
     """
     m = ModelCost(shape, plan, device)
     tensors, own, kept = trainable_tensors(m), trainable_tensors(m, ranks), activation_bytes(m, microbatch)
@@ -319,11 +330,12 @@ def estimate(
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
         "allocator": allocator_bytes(m, microbatch, kept),
+        "snapshot": snapshot_bytes(m, ranks),
     }
-    host = 0
+    host = 0 if device == "cpu" else items.pop("snapshot")
     if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
-        host = sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
+        host += sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
         items = {"base": on_device} | items
     items = {name: int(n) for name, n in items.items() if n}
     return {"total": sum(items.values()), "items": items} | ({"host": host} if host else {})

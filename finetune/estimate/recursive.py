@@ -63,6 +63,7 @@ def predicted(
         "logits": targets * (vocab_size * (4 * LOGITS_COPIES + size) + 2 * arch.hidden_size * size),
         "workspace": BACKWARD_COPIES * backward_bytes(arch, rows, length),
         "libraries": LIBRARY_BYTES[arch.forward_dtype],
+        "snapshot": 4 * count * (4 if settings.ema else 3) if settings.takes_snapshots else 0,
     }
     # Logits are gone when the first gradients of the network appear.
     overlap = min(items["logits"], items["workspace"])

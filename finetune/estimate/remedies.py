@@ -53,6 +53,8 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
             "2 to 6 % of the speed; identical result",
             microbatch_tokens=data.row_length,
         )
+    if plan.output.takes_snapshots:
+        offer("--async_save false", "steps wait for saves", async_save="false")
     if memory_plan.cache_dequantized:
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if budget.device == "cpu" and not memory_plan.low_memory:

@@ -325,6 +325,15 @@ class MLXEngine:
 
     # ---- state: see mlx_engine/state.py
 
+    def all_gather_object_beside_steps(self, value):
+        raise AssertionError("rank 0 writes an MLX run's checkpoints alone")
+
+    def prepare_snapshot(self) -> None:
+        pass
+
+    def snapshot(self):
+        return contextlib.nullcontext()  # as_numpy copies
+
     def state_shards(self):
         raise AssertionError("an MLX run saves full tensors")
 

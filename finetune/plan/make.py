@@ -23,7 +23,7 @@ from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.parts import Adapter
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides, without_repeated_rows
 from finetune.plan.run_plan import RunPlan
 from finetune.system.files import check_writable
 
@@ -37,6 +37,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     prepare, given = not overrides.get("dry_run"), overrides
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
+        given = without_repeated_rows(overrides, saved, env.launcher if env else None)
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
     adapter = read_saved(overrides["adapter"], prepare) if overrides.get("adapter") and not saved else None
     if saved and saved.saved_plan["settled"].get("adapter_merge"):  # the base that it was trained on

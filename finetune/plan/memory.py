@@ -1,6 +1,6 @@
 """The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, offload."""
 
-from backend_manager import Backend
+from backend_manager import Backend, system_memory
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
@@ -9,6 +9,8 @@ from finetune.estimate.model_shape import KnownShape
 from finetune.plan.draft import Draft
 from finetune.plan.parts import Parts
 
+HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
+UNIFIED = ("mps", "mlx")  # devices that share the host's memory
 CACHE_FRACTION_OF_MEMORY = 0.04  # auto keeps dense copies of a quantized base if they take no more than this
 
 
@@ -92,6 +94,34 @@ def resolve_compile(draft: Draft) -> None:
         draft.adjust("compile", "false", why)
     elif values["compile"] == "auto" and (draft.backend is not Backend.CUDA or dims.world_size > 1):
         values["compile"] = "false"
+
+
+def resolve_async_save(draft: Draft) -> None:
+    """async_save: on if what is saved fits in host memory a second time. The plan's other choices come first."""
+    values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
+    if values["async_save"] != "auto":
+        return
+    plan = Parts(TrainConfig(**values | {"async_save": "true"}))
+    if not plan.output.takes_snapshots:  # what is saved at the end delays no step
+        values["async_save"] = "false"
+        return
+    shape = model.known if model else None
+    if not (shape and memory_budget):
+        draft.adjust("async_save", "false", "it is not predicted how much memory a copy of what is saved takes")
+        return
+    copy, usable = budget.snapshot_bytes(plan, shape, memory_budget), memory_budget.usable
+    found = budget.predicted(plan, shape, memory_budget, budget.full_microbatch(plan))
+    if memory_budget.device == "cpu":
+        needed = found["total"]
+    elif memory_budget.device in UNIFIED:
+        needed = found["total"] + copy
+    else:
+        needed, usable = found["host"] * draft.local_world_size, int(HOST_FRACTION * system_memory()[0])
+    fact = f"a copy of what is saved takes {gib(copy)} of host memory"
+    if needed <= usable or draft.assumes_accelerator:
+        draft.adjust("async_save", "true", f"{fact}, which fits")
+    else:
+        draft.adjust("async_save", "false", f"{fact}, and {gib(needed)} do not fit in {gib(usable)}")
 
 
 def resolve_batch(draft: Draft, auto_cache: bool) -> None:

@@ -416,19 +416,26 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Where a run writes, and when. `early_stopping`: evaluations in a row without a better loss that end it; 0: none
-    does. `load_best`: the best weights are published instead of the last.
+    """Where a run writes, and when. `async_save`: steps go on while a checkpoint is written. `early_stopping`:
+    evaluations in a row without a better loss that end it; 0: none does. `load_best`: the best weights are published
+    instead of the last.
     """
 
     output_dir: str | None
     save_model: bool
     save_every: int
+    async_save: bool
     keep_last: int
     eval_every: int
     overwrite: bool
     push_to_hub: str | None = None
     early_stopping: int = 0
     load_best: bool = False
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """True if steps follow saves, which are written beside them."""
+        return self.async_save and self.save_model and self.save_every > 0
 
     @property
     def folder(self) -> Path:
@@ -485,7 +492,7 @@ class Parts:
             ("parallel", ParallelPlan.of(s, self.distribution)),
             ("memory", MemoryPlan.of(s)),
             ("attention", AttentionPlan.of(s)),
-            ("output", _part(OutputPlan, s, load_best=s.load_best == "true")),
+            ("output", _part(OutputPlan, s, load_best=s.load_best == "true", async_save=s.async_save == "true")),
             ("profile", _part(ProfilePlan, s)),
         ):
             object.__setattr__(self, name, part)

@@ -26,7 +26,17 @@ COMPILE_COSTS = "compiling takes longer than it saves here"
 # What a resumed run may change.
 RESUMABLE = {
     *("epochs", "max_steps", "eval_interval", "min_eval_interval", "checkpoint_every_eval", "checkpoint_every"),
-    *("keep_last", "log_every_n_steps", "log_to", "project_name", "run_name", "device", "compile", "cpu_matmul"),
+    *(
+        "async_save",
+        "keep_last",
+        "log_every_n_steps",
+        "log_to",
+        "project_name",
+        "run_name",
+        "device",
+        "compile",
+        "cpu_matmul",
+    ),
     *("resume", "checkpoint_path", "overwrite", "dry_run", "load_checkpoint", "data_paths_test", "rank_timeout"),
 }
 ROOT = Path("checkpoints")
@@ -81,6 +91,10 @@ class PretrainPlan(PlanBase):
         periodic = s.checkpoint_every and state.step % s.checkpoint_every == 0
         evaluated = s.checkpoint_every_eval and self.eval_due(state)
         return bool(periodic or evaluated or stopping or state.step == state.total_steps)
+
+    @property
+    def async_save(self) -> bool:
+        return self.settings.takes_snapshots
 
     def flat_settings(self) -> dict:
         return flat(self.settings)

@@ -23,7 +23,7 @@ from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.learning_rate import auto_rate, steps_of
-from finetune.plan.memory import resolve_memory
+from finetune.plan.memory import resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, recompute_on_apple_gpus, resolve_parallelism
@@ -470,5 +470,6 @@ RULES = (
     amount_said,
     quantized_on_cpu,
     saving,
+    resolve_async_save,
     profiling,
 )

@@ -54,6 +54,16 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
     return merged
 
 
+def without_repeated_rows(overrides: dict, saved: SavedRun, launcher: str | None) -> dict:
+    """The overrides of a resumed run, under torchrun without those that split its rows as the saved run was asked to:
+    it repeats the command on the ranks that it has then, and the rows of a step stay.
+    """
+    asked = saved.saved_plan["requested"]
+    if launcher != "torchrun":
+        return overrides
+    return {name: value for name, value in overrides.items() if name not in ROWS or value != asked.get(name)}
+
+
 def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
     """What a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and, on the
     same backend, INHERITED.

@@ -83,6 +83,10 @@ class RunPlan(Parts, PlanBase):
         periodic = bool(every) and state.step % every == 0
         return self.output.save_model and (periodic or stopping or state.step == state.total_steps)
 
+    @property
+    def async_save(self) -> bool:
+        return self.output.takes_snapshots
+
     def flat_settings(self) -> dict:
         return dict(vars(self.settings))
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from finetune import open_checkpoint
-from finetune.checkpoint.output_dir import CheckpointWriter
+from finetune.checkpoint.writer import CheckpointWriter
 from finetune.errors import PlanError
 from finetune.model_files.hub_upload import upload
 from finetune.plan.run_plan import RunPlan, TrainState

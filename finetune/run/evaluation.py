@@ -42,6 +42,8 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         with Progress("validation loss", mine, "batches") as progress:
             counted = progress.counting(stopping)
             results = {name: engine.evaluate(part, counted) for name, part in batches.items()}
+        if stopping():  # nothing may have been counted yet
+            return None
         found = Evaluation(data.evaluation_values(results))
     if stopping():
         return None

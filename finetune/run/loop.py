@@ -3,13 +3,14 @@
 Everything it uses is an argument; no object holds all.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 
 from finetune.adapters.continued import continued, read_saved, scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
-from finetune.errors import DivergedError, NonFiniteError, PlanError
+from finetune.errors import DivergedError, NonFiniteError, PlanError, StorageError
 from finetune.plan.parts import Adapter
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run import conclusion, evaluation, report, samples
@@ -32,7 +33,7 @@ def begin(
         state.eval_pending = True  # what the other base does to the loss is measured at once
     log.open(writer.root, state, offset, writer.run_id)
     if resumed_from:
-        log.saved(resumed_from)
+        log.saved(state.step, resumed_from)
     log.start(data, predicted)
     if plan.settings.run_page:
         log.at_end = lambda: conclusion.write_page(log, writer)
@@ -92,32 +93,37 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule = plan.schedule(state.total_steps)
     traces: list = []
-    unsaved = False
+    unsaved = has_stepped = False
     if state.eval_pending:
         evaluate(engine, data, plan, state, log, writer, stop)
-    with engine.profiler(traces) as profile_step, log.training():
+    with engine.profiler(traces) as profile_step, log.training(), saves_ended(engine, log, writer):
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
             try:
                 microbatches, rows, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
             except PlanError:  # a bad row of a stream, which every rank reads: what was trained is kept
                 if unsaved and plan.output.save_model:
-                    log.saved(writer.save_step(engine, state, log.offset()))
+                    save(engine, state, log, writer)
                 raise
             lr = schedule.lr_at(state.step + 1)
             try:
                 result = engine.train_step(microbatches, lr)
             except NonFiniteError as error:
+                abandon_save(log, writer)
                 sources = data.sources_of(rows)
                 line = report.not_finite(error, state.step + 1, sources, writer.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
             data.count(state)
             state.advance(result, cursor)
-            unsaved = True
+            if plan.async_save and not has_stepped:
+                engine.prepare_snapshot()
+            unsaved = has_stepped = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
+            end_save(engine, log, writer, wait=False)
             if plan.settings.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
+                abandon_save(log, writer)
                 raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
                 evaluate(engine, data, plan, state, log, writer, stop)
@@ -125,11 +131,50 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
                     log.say(report.ended_early(state))
                     state.total_steps = state.step
             if plan.save_due(state, stop.requested()):
-                with log.phase("saving"):
-                    log.saved(writer.save_step(engine, state, log.offset()))
+                goes_on = state.step < state.total_steps and not stop.requested()
+                save(engine, state, log, writer, beside_steps=goes_on and plan.async_save)
                 unsaved = False
     if traces:
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
+
+
+def save(engine, state: TrainState, log: Metrics, writer, beside_steps: bool = False) -> None:
+    """Saves a checkpoint, once the save before has ended. `beside_steps`: a thread writes it. Collective."""
+    with log.phase("saving"):
+        end_save(engine, log, writer, wait=True)
+        if beside_steps:
+            writer.begin_save(engine, state, log.offset())
+        else:
+            log.saved(state.step, writer.save_step(engine, state, log.offset()))
+
+
+def end_save(engine, log: Metrics, writer, wait: bool) -> None:
+    """Logs the save that goes on beside steps, if all ranks have ended it; its failure ends the run. Collective."""
+    saved = writer.end_save(engine, wait)
+    if saved:
+        log.saved(*saved)
+
+
+def abandon_save(log: Metrics, writer) -> None:
+    """Waits for the save that goes on beside steps, for a run that another error ends."""
+    saved = writer.abandon_save()
+    if saved:
+        log.saved(*saved)
+
+
+@contextlib.contextmanager
+def saves_ended(engine, log: Metrics, writer):
+    """Context of the steps: at its end no save goes on, however it ends."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed:
+            with contextlib.suppress(StorageError):  # the first error is the one to say
+                abandon_save(log, writer)
+    with log.phase("saving"):
+        end_save(engine, log, writer, wait=True)
 
 
 def load_best(engine, plan: RunPlan, state: TrainState, log: Metrics, writer) -> bool:

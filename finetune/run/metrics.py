@@ -369,8 +369,8 @@ class Metrics:
         found = diagnostics.findings(events, samples.read(root), settled, self.summary.best_folder)
         self.summary.findings = found
 
-    def saved(self, path: Path) -> None:
-        self.event("save", step=self.progress.step, path=str(path))
+    def saved(self, step: int, path: Path) -> None:
+        self.event("save", step=step, path=str(path))
 
     def say(self, text: str, styled: bool = False) -> None:
         """Prints a line of text, above the live line if there is one. `styled`: see terminal.say."""

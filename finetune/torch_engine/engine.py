@@ -452,7 +452,7 @@ class TorchEngine(EngineBase):
         return self.counter.begin(baseline)
 
     def memory(self) -> MemoryStats:
-        return self.counter.stats(self.optimizer)
+        return self.counter.stats(self.optimizer, self.state.copies.num_bytes)
 
 
 def _split(values: list, *counts: int) -> list[list]:

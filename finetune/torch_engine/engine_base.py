@@ -8,7 +8,7 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 class EngineBase:
     """The part of finetune.engine.Engine that every torch engine answers alike, from these three.
-    `state`: has trainable_state, optimizer_state, optimizer_values, rng_state and load_state.
+    `state`: has trainable_state, optimizer_state, optimizer_values, rng_state, load_state, prepare_snapshot and copies.
     """
 
     groups: ProcessGroups
@@ -38,6 +38,9 @@ class EngineBase:
     def broadcast_object(self, value):
         return self.groups.broadcast_object(value)
 
+    def all_gather_object_beside_steps(self, value) -> list:
+        return self.groups.all_gather_object(value, "saving")
+
     def shard_list(self, items: list) -> list:
         """This rank's share of the items; the ranks of one tensor-parallel group get the same."""
         groups, dims = self.groups, self.groups.dims
@@ -49,6 +52,12 @@ class EngineBase:
         return "false", "this engine compiles as its own settings say"
 
     # ---- state
+
+    def prepare_snapshot(self) -> None:
+        self.state.prepare_snapshot()
+
+    def snapshot(self):
+        return self.state.copies.taken()
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         return self.state.trainable_state()

@@ -95,8 +95,8 @@ class MemoryCounter:
         """Bytes of the tensors on the device; offloaded ones are in host memory."""
         return storage_bytes([t for t in tensors if t.device.type == self.device.type])
 
-    def stats(self, optimizer) -> MemoryStats:
-        """Peak since the last call, per item."""
+    def stats(self, optimizer, snapshot: int = 0) -> MemoryStats:
+        """Peak since the last call, per item. `snapshot`: bytes in host memory of the copy that is saved."""
         if self.standing is None:
             self._count_standing()
         first = self.moments is None
@@ -104,14 +104,16 @@ class MemoryCounter:
             states = optimizer.state.values()
             self.moments = self._bytes(t for s in states for t in s.values() if torch.is_tensor(t))
         total = self.peak()
+        snapshot = snapshot if self.device.type == "cpu" else 0
         if self.grew or first:
-            self.reference, self.grew = max(self.reference, total), first
+            self.reference, self.grew = max(self.reference, total - snapshot), first
         counted = {
             **self.standing,
             "gradients": self.gradients,
             "optimizer": self.moments,
             "activations": self.activations,
-            "allocator": max(0, total - self.reference),
+            "allocator": max(0, total - snapshot - self.reference),
+            "snapshot": snapshot,
         }
         items = counted | {"workspace": total - sum(counted.values())}
         return MemoryStats(total, {name: n for name, n in items.items() if n})

@@ -14,6 +14,7 @@ from finetune.optimizer_state import LossScaler, check_known, check_moments, che
 from finetune.plan.parts import Adapter, Parts
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import optim
+from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
 from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.weights.save import StreamedSave
@@ -27,6 +28,7 @@ class EngineState:
         self.groups, self.optimizer, self.scaler, self.plan = self.place.groups, optimizer, scaler, plan
         self.is_rank0, self.reseeded = self.groups.rank == 0, False
         self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
+        self.copies = HostCopies()
         # Weights of the model itself train, not adapters.
         self.trains_base_weights = not isinstance(plan.trains, Adapter)
 
@@ -35,14 +37,28 @@ class EngineState:
 
     # ---- out
 
+    def prepare_snapshot(self) -> None:
+        """Makes room for a snapshot beside the steps, where ranks copy what they hold. Called after the first step."""
+        if self.groups.single_process or self.writes_shards():
+            owned = self._owned()
+            sizes = {name: (self.place.local_shard(name).shape, torch.float32) for name in owned}
+            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.optimizer, owned)})
+
+    def _owned(self) -> dict:
+        """{name: what the optimizer updates} of the shards that this rank writes."""
+        params = self.parallel.local_params
+        return {n: p for n, p in params.items() if p is not None and self.place.is_writer(n)}
+
     def trainable_state(self) -> dict[str, np.ndarray]:
         """The trainable weights on rank 0, gathered one tensor at a time; empty on other ranks."""
         full = {}
         with optim.averaged(self.optimizer) as changes_back:
             for name in self.place.trainable:
-                tensor = self.parallel.gather(name)
+                alone = self.groups.single_process
+                tensor = self.place.local_shard(name).float() if alone else self.parallel.gather(name)
                 if self.is_rank0:
-                    full[name] = tensor.clone() if changes_back else tensor
+                    on_host = self.copies.of(name, tensor)
+                    full[name] = on_host.clone() if changes_back and not self.copies.taking else on_host
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
@@ -51,21 +67,30 @@ class EngineState:
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """({'<name>.<moment>': array} on rank 0, JSON values)."""
+        if self.groups.single_process:
+            named = self.parallel.local_params
+            moments = {self._moment_key(key): self.copies.of(key, m) for key, m in optim.moments(self.optimizer, named)}
+            return {key: moment.numpy() for key, moment in moments.items()}, self.optimizer_values()
         shards, counts = self.parallel.moments()
         dtypes = {}
         for keys in self.groups.all_gather_object([[k, str(v.dtype)] for k, v in shards.items()]):
             dtypes |= {key: dtype for key, dtype in keys if key not in dtypes}
         tensors = {}
         for key, dtype in dtypes.items():
-            name, _, moment = key.rpartition(".")
+            name = key.rpartition(".")[0]
             shard = None
             if name in self.place.of_stage:
                 no_rows = np.zeros((0, *self.place.of_stage[name].shape[1:]), dtype)
                 shard = torch.from_numpy(shards.get(key, no_rows))
             full = self.place.gather(name, shard)
             if self.is_rank0:
-                tensors[f"{self.checkpoint_key(name)}.{moment}"] = full.numpy()
+                tensors[self._moment_key(key)] = self.copies.of(key, full).numpy()
         return tensors, self._values(counts)
+
+    def _moment_key(self, key: str) -> str:
+        """'<name on disk>.<moment>' of '<name>.<moment>'."""
+        name, _, moment = key.rpartition(".")
+        return f"{self.checkpoint_key(name)}.{moment}"
 
     def optimizer_values(self) -> dict:
         """optimizer_state's JSON values only."""
@@ -75,8 +100,7 @@ class EngineState:
         counts = {}
         for of_rank in self.groups.all_gather_object(local_counts):
             for key, count in of_rank.items():
-                name, _, moment = key.rpartition(".")
-                counts.setdefault(f"{self.checkpoint_key(name)}.{moment}", count)
+                counts.setdefault(self._moment_key(key), count)
         return {"counts": counts, **self.scaler.values(), "degrees": list(self.groups.dims.mesh_shape)}
 
     def writes_shards(self) -> bool:
@@ -91,9 +115,8 @@ class EngineState:
         return self.plan.all_weights and sharded and one_slice and self.parallel.holds_slices
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
-        """(fp32 weights, moments) that this rank writes, each read when it is written."""
-        params = self.parallel.local_params
-        owned = {n: p for n, p in params.items() if p is not None and self.place.is_writer(n)}
+        """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""
+        owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
         moments = [
             self._shard(key.rpartition(".")[0], key, tensor, tensor.dtype)
@@ -108,6 +131,8 @@ class EngineState:
         assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
         word = FROM_NUMPY[str(dtype).removeprefix("torch.")]
         offsets, full_shape = tuple(s.start for s in slices), self.place.full_shape(name)
+        if self.copies.taking:
+            tensor = self.copies.of(key, tensor, dtype)
         return TensorShard(key, word, shape, lambda: tensor.to("cpu", dtype).contiguous().numpy(), offsets, full_shape)
 
     def rng_state(self) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from finetune import safetensors_io
-from finetune.checkpoint import output_dir
+from finetune.checkpoint import output_dir, over_ranks
 from finetune.checkpoint.store import clean_leftovers, newest_checkpoint, owned_files, steps_of, verify_checkpoint
 from tests.support import ranks, sharded_checkpoint_cases
 from tests.support.commands import command, finish
@@ -105,6 +105,30 @@ def test_a_rank_that_cannot_write_ends_all_and_one_that_sees_no_folder_makes_the
     assert line.startswith("rank 1 does not see --output_dir")
     assert found[0]["same"]
     assert "model.safetensors" in found[0]["files"] and safetensors_io.INDEX not in found[0]["files"]
+
+
+def test_files_are_divided_evenly_and_none_is_left_out():
+    sizes = {f"{i}": size for i, size in enumerate([900, 800, 30, 20, 10, 5, 850, 860, 0])}
+    for members in (1, 2, 3, 4, 20):
+        divided = over_ranks.shares(sizes, members)
+        assert sorted(sum(divided, [])) == sorted(sizes) and len(divided) == members
+        held = [sum(sizes[name] for name in share) for share in divided]
+        assert max(held) <= sum(sizes.values()) / members + max(sizes.values()) * (1 - 1 / members)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads rchar in /proc")
+def test_each_rank_hashes_its_share_at_resume_and_all_say_the_same_of_damage(tmp_path):
+    found = ranks.run(2, sharded_checkpoint_cases.hashed_shares, tmp_path / "ranks", folder=str(tmp_path))
+    assert [entry["whole"] for entry in found] == [[2], [2]]
+    total = found[0]["bytes"]
+    # Beside their shares both read the manifest, headers and parts.json.
+    assert max(entry["read"] for entry in found) < 0.75 * total and sum(e["read"] for e in found) > 0.99 * total, found
+    assert len(found[0]["said"]) == 10 and found[0]["said"] == found[1]["said"]
+    for file, (step, line) in found[0]["said"].items():
+        assert step == 1 and file in line and line.startswith("  skipped a damaged checkpoint: "), line
+    for entry in found:  # a copy that only one rank sees is hashed by that rank alone
+        assert entry["own"][0] == 2 and "ranks find different checkpoints" in entry["own"][1], entry
 
 
 @pytest.mark.slow

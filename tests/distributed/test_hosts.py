@@ -96,10 +96,41 @@ def test_torchrun_restarts_both_hosts_when_one_loses_its_rank(hosts, base, alone
     assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=LOSS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_an_elastic_job_goes_on_without_a_host_that_is_lost(hosts, base, tmp_path, train_type):
+    """Every process of the second host is killed: torchrun starts the first alone, with the rows per step of both."""
+    base = {name: value for name, value in base.items() if train_type == "lora" or name != "lora_rank"}
+    flags = f"--train_type {train_type} --lr 1e-3 --num_epochs 5 --save_every 3"
+    code, _, err = finish(command(base, flags, "--batch_size 4", output_dir=tmp_path / "one"))
+    assert code == 0, err
+    again = words(base, flags, "--batch_size 2 --resume auto --rank_timeout 30", output_dir=tmp_path / "out")
+    environment = HERE | {"TORCHRUN_FLAGS": "--max-restarts=3"}
+    argv = [TWO_HOSTS, "elastic", tmp_path, *again]
+    process = ranks.start(argv, environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for_steps(tmp_path / "out", 5, process)
+        for pid in pids_on(f"ft{process.pid}-2"):
+            os.kill(pid, signal.SIGKILL)
+        _, err = process.communicate(timeout=240)
+    finally:
+        end_hosts(process)
+    assert process.returncode == 0, err
+    said = (tmp_path / "h1.log").read_text()
+    adjusted = "batch_size: 2 -> 4 (the saved run's 4 rows per step in 1 batches)"
+    assert "ranks: 2" in said and "resumed from" in said and adjusted in said
+    found = losses(tmp_path / "out")
+    assert len(found) == 30 and found == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
+
+
+def pids_on(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
 def rank_on(namespace: str) -> int:
     """The process id of the rank in a network namespace."""
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    return next(p for p in map(int, found.stdout.split()) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
+    return next(p for p in pids_on(namespace) if b"\0RANK=" in Path(f"/proc/{p}/environ").read_bytes())
 
 
 def errors_in(log) -> list[str]:

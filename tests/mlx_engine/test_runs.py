@@ -19,6 +19,7 @@ from finetune.plan.parts import Parts
 from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps, words
+from tests.support.held_saves import HeldSaves
 from tests.support.runs import copy_up_to, losses, same_files, steps
 from train import fine_tune
 
@@ -31,7 +32,8 @@ MOVED = 1e-4
 def mlx_run(tiny_model, rows_file, tmp_path_factory):
     """The output folder of 12 steps with dropout and accumulation, every step kept."""
     folder = tmp_path_factory.mktemp("mlx") / "out"
-    state = fine_tune(**flags_of(tiny_model, rows_file, folder), lora_dropout=0.1, save_every=1, keep_last=12)
+    flags = dict(save_every=1, async_save="false", keep_last=12)
+    state = fine_tune(**flags_of(tiny_model, rows_file, folder), lora_dropout=0.1, **flags)
     assert state.status == "finished" and state.step == 12
     return folder
 
@@ -49,6 +51,15 @@ def test_a_run_writes_what_every_run_writes(mlx_run):
     assert len(found) == 12 and np.mean(found[-3:]) < np.mean(found[:3])
     end = read_events(mlx_run, "end")[-1]
     assert end["status"] == "finished" and end["peak_memory_bytes"]["total"] > 0
+
+
+def test_saves_beside_steps_are_those_of_a_run_that_waits(mlx_run, tiny_model, rows_file, tmp_path, monkeypatch):
+    """Each is written after a later step."""
+    held = HeldSaves(tmp_path / "out", monkeypatch)
+    flags = flags_of(tiny_model, rows_file, tmp_path / "out", lora_dropout=0.1, save_every=3, keep_last=9)
+    assert fine_tune(**flags, async_save="true").step == 12 and held.steps == [3, 6, 9]
+    for step in (*held.steps, 12):
+        same_files(tmp_path / f"out/checkpoints/step-{step}", mlx_run / f"checkpoints/step-{step}", STATE)
 
 
 @pytest.mark.parametrize("step", [1, 7])

@@ -7,7 +7,7 @@ import pytest
 from backend_manager import Backend
 from finetune.cli import parse_value
 from finetune.errors import PlanError
-from finetune.estimate import budget
+from finetune.estimate import budget, remedies
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
@@ -58,6 +58,49 @@ def test_a_config_that_lacks_sizes_is_reported_and_the_dry_run_succeeds(tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, out, _ = dry_run("--model_name", str(tmp_path))
     assert code == 0 and "memory: not predicted, config.json lacks some of its dimensions" in out
+
+
+FULL = dict(save_every=10, train_type="full", precision="fp32", use_gradient_checkpointing="true")
+
+
+def test_saves_are_written_beside_steps_if_the_copy_fits():
+    roomy, shape = planned(64, **FULL), SMALL.known
+    assert roomy.async_save and "of host memory, which fits" in why(roomy, "async_save")
+    without = roomy.with_settings(async_save="false")
+    copy = budget.snapshot_bytes(roomy, shape, roomy.memory_budget)
+    assert copy == 12 * shape.num_weights  # a weight and two moments in fp32
+    least = budget.predicted_bytes(without, shape, roomy.memory_budget)
+    assert budget.predicted_bytes(roomy, shape, roomy.memory_budget) == least + copy
+    tokens = dict(microbatch_tokens=roomy.settings.microbatch_tokens)
+    short = ((least + copy / 2) / budget.USABLE_PART + GIB) / GIB
+    tight = planned(short, **FULL, **tokens)
+    assert not tight.async_save and "do not fit in" in why(tight, "async_save")
+    given = planned(short, **FULL, **tokens, async_save="true")
+    assert given.async_save
+    (offered,) = (o for o in remedies.options(given, shape, given.memory_budget) if "async_save" in o.text)
+    assert offered.saved == copy and offered.fits
+
+
+def test_nothing_is_copied_where_no_step_follows_a_save():
+    for flags in (dict(), dict(async_save="true"), dict(save_every=10, async_save="false")):
+        settled = planned(64, **flags)
+        found = budget.predicted(settled, SMALL.known, settled.memory_budget, budget.full_microbatch(settled))
+        assert not settled.async_save and "snapshot" not in found["items"]
+        assert not any(a.setting == "async_save" for a in settled.adjustments)
+
+
+def test_beside_a_device_the_copy_takes_memory_of_the_host():
+    caps = capabilities(Backend.CUDA, memory_bytes=80 * GIB)
+    settled = plan_of(Backend.CUDA, SMALL, caps, save_every=10, train_type="lora", output_dir="o")
+    found = budget.predicted(settled, SMALL.known, settled.memory_budget, budget.full_microbatch(settled))
+    copy = budget.snapshot_bytes(settled, SMALL.known, settled.memory_budget)
+    assert (
+        settled.async_save and found["host"] == copy == 12 * sum(lora_weights(16)) and "snapshot" not in found["items"]
+    )
+
+
+def lora_weights(rank: int) -> list[int]:
+    return [rank * (rows + columns) for _, rows, columns in SMALL.known.linears]
 
 
 def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):

@@ -1,14 +1,16 @@
 """What a resumed run takes over, and what it refuses to change."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from backend_manager import Backend
 from finetune.errors import PlanError
 from finetune.plan.draft import Facts
+from finetune.plan.plan_base import SavedRun
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved
+from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved, without_repeated_rows
 from tests.support.plans import capabilities, plan_of
 from tests.support.runs import copy_up_to, rewrite_json
 from train import fine_tune
@@ -57,6 +59,16 @@ def test_a_resumed_run_may_split_its_rows_differently_but_not_change_their_numbe
     assert check_resumed(plan, old).notices == plan.notices
     with pytest.raises(PlanError, match="8 -> 16 rows per step"):
         check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
+
+
+def test_a_command_that_torchrun_repeats_keeps_its_rows_per_step_on_other_ranks():
+    """Started by hand, the same value is one for each rank; another value is always the user's word."""
+    old = SavedRun(Path("o"), saved(batch_size=2, gradient_accumulation_steps=1), None)
+    command = dict(batch_size=2, gradient_accumulation_steps=1, lr=1e-3)
+    assert without_repeated_rows(command, old, "torchrun") == dict(lr=1e-3)
+    for launcher in (None, "srun"):
+        assert without_repeated_rows(command, old, launcher) == command
+    assert without_repeated_rows(command | dict(batch_size=4), old, "torchrun") == dict(lr=1e-3, batch_size=4)
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])

@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { NO_FAULT, KILL_BEFORE, KILL_AFTER, EIO_ONCE, EIO_ON, ENOSPC_ON, SHORT_WRITE, SEND_SIGTERM, SEND_SIGINT, DELAY };
+enum { NO_FAULT, KILL_BEFORE, KILL_AFTER, EIO_ONCE, EIO_ON, ENOSPC_ON, SHORT_WRITE, SEND_SIGTERM, SEND_SIGINT, DELAY, SLOW_SAVES };
 enum { KILL_NOW_AFTER = -1, SHORTEN = -2 };
 
 static char armed[4096];
@@ -24,7 +24,8 @@ static size_t armed_length;
 static long fault_at, calls;
 static int fault, log_fd = -1;
 
-/* `n`: the call, counted from 1, at which `what` happens. `log`: a descriptor that gets a line per call, or -1. */
+/* `n`: the call, counted from 1, at which `what` happens, or from which on each call below .tmp-* takes 10 ms longer.
+   `log`: a descriptor that gets a line per call, or -1. */
 void rig_arm(const char *folder, long n, int what, int log) {
     strncpy(armed, folder, sizeof armed - 1);
     fault_at = n, fault = what, log_fd = log, calls = 0;
@@ -62,6 +63,8 @@ static int before(const char *call, const char *path) {
     long n = __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST);
     if (log_fd >= 0) dprintf(log_fd, "%s %s\n", call, path);
     if (n < fault_at || fault_at < 1) return 0;
+    struct timespec moment = {0, 10000000};
+    if (fault == SLOW_SAVES) return strstr(path, "/.tmp-") ? nanosleep(&moment, NULL) & 0 : 0;
     if (fault == EIO_ON) return EIO;
     if (fault == ENOSPC_ON) return allocates(call) ? ENOSPC : 0;
     if (n != fault_at) return 0;

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("intercept.c")
 FAULTS = ("none", "kill before", "kill after", "EIO once", "EIO on", "ENOSPC on", "short write", "SIGTERM", "SIGINT")
-FAULTS += ("delay",)
+FAULTS += ("delay", "slow saves")
 KILLS = ("kill before", "kill after")
 ALLOCATING = ("write", "create", "mkdir", "truncate", "rename", "fsync")
 

@@ -1,5 +1,6 @@
 """SIGKILL at random moments and at chosen system calls: the restarts go on, and no bit differs."""
 
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from tests.rig import intercept
 from tests.rig.children import Child, start_ranks, start_run
 from tests.rig.materials import CONTINUED, ONE_RANK, TWO_RANKS, Place
-from tests.rig.oracle import Outcome, check_finished
+from tests.rig.oracle import Outcome, check_finished, events
 
 KILLS = 5
 CALLS_AHEAD = 60  # about two saves: a chain of kills still gets forward
@@ -65,11 +66,56 @@ def rank_call_kills(seed: int, place: Place) -> Outcome:
     return _killed_five_times(f"rank-call-kills {seed}", place, TWO_RANKS, kill, ranks=2)
 
 
-def _killed_five_times(seed: str, place: Place, variants: tuple, kill, ranks: int = 1) -> Outcome:
-    """A run started over and over and ended by kill(rng, flags, folder, number) -> (ends, where), then finished."""
+def save_kills(seed: int, place: Place) -> Outcome:
+    """A run whose saves are slow and go on beside its steps, killed five times; on one rank, and on two in every third
+    case. Kills count that left a save unfinished after later steps.
+    """
+    ranks, counted = 2 if seed % 3 == 2 else 1, []
+
+    def kill(rng: random.Random, flags: dict, folder: Path, number: int) -> tuple[list, str]:
+        run, slow = folder / "run", (folder / "run", 1, "slow saves")
+        if ranks == 1:
+            children = [start_run(flags, folder, name=f"run{number}", armed=slow)]
+        else:
+            children = start_ranks(flags, folder, place.port(), dict.fromkeys(range(2), slow))
+        save = wait_for_a_save(children[0], run)
+        time.sleep(rng.uniform(0, 0.25))
+        for child in children if rng.random() < 0.5 else [rng.choice(children)]:
+            child.send(9)
+        ended = [child.end() for child in children]
+        steps = [event["step"] for event in events(run, "step", ("step",)) if "step" in event]
+        if save is not None and save.exists() and steps[-1] > int(save.name.rpartition("-")[2]):
+            counted.append(number)
+        return ended, f" at a save, {save and save.name}"
+
+    variants = TWO_RANKS if ranks == 2 else ONE_RANK
+    flags = dict(save_every=random.Random(seed).choice((2, 3)), async_save="true")
+    outcome = _killed_five_times(f"save-kills {seed}", place, variants, kill, ranks, flags)
+    outcome.tried = len(counted)
+    return outcome
+
+
+def wait_for_a_save(child: Child, run: Path, timeout_s: float = 20.0) -> Path | None:
+    """The folder of a save that has begun and is not the one that the kill before left; None if the child has ended."""
+    end, before = time.monotonic() + timeout_s, {path: path.stat().st_ino for path in run.glob("checkpoints/.tmp-*")}
+    while child.running() and time.monotonic() < end:
+        for path in run.glob("checkpoints/.tmp-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino != before.get(path):
+                    return path
+        time.sleep(0.001)
+    return None
+
+
+def _killed_five_times(
+    seed: str, place: Place, variants: tuple, kill, ranks: int = 1, more: dict | None = None
+) -> Outcome:
+    """A run started over and over and ended by kill(rng, flags, folder, number) -> (ends, where), then finished.
+    `more`: flags beside the variant's.
+    """
     rng, folder = random.Random(seed), place.empty()
     variant = rng.choice(variants)
-    flags, outcome = place.flags(variant, folder / "run"), Outcome(tried=0)
+    flags, outcome = place.flags(variant, folder / "run") | (more or {}), Outcome(tried=0)
     for number in range(KILLS):
         ended, where = kill(rng, flags, folder, number)
         if not _count(outcome, ended, f"kill {number + 1} of {variant}{where}"):

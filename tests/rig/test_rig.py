@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.rig,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, pidfd and LD_PRELOAD"),
 ]
-NEED_COMPILER = ("call-kills", "rank-call-kills", "io-faults", "signals", "owners", "disk-full")
+NEED_COMPILER = ("call-kills", "rank-call-kills", "save-kills", "io-faults", "signals", "owners", "disk-full")
 
 
 @pytest.mark.parametrize("name", KINDS)

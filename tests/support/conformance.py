@@ -55,6 +55,7 @@ def check_engine(build, dataset, tmp_path) -> None:
 
     _check_accumulation(build, dataset)
     _check_state(engine, build, batches)
+    _check_snapshot(engine, batches)
     _check_not_finite(engine, batches)
     _check_generation(engine)
     _check_single_rank_collectives(engine)
@@ -119,6 +120,18 @@ def _check_state(engine, build, batches) -> None:
     mine, theirs = engine.train_step(batches, LR), other.train_step(batches, LR)
     assert (mine.nll, mine.grad_norm) == (theirs.nll, theirs.grad_norm)
     assert _equal(*({k: np.array(v) for k, v in e.trainable_state().items()} for e in (engine, other)))
+
+
+def _check_snapshot(engine, batches) -> None:
+    """Later steps leave what a snapshot returned as it was, until the next one."""
+    engine.prepare_snapshot()
+    for _ in range(2):
+        before, values = _copy(_state(engine))
+        with engine.snapshot():
+            (trainable, (moments, kept_values), rng) = _state(engine)
+        engine.train_step(batches, LR)
+        assert all(map(_equal, before, (trainable, moments, rng))) and kept_values == values
+        assert not _equal(before[0], _copy(_state(engine))[0][0])
 
 
 def _check_not_finite(engine, batches) -> None:
@@ -230,6 +243,7 @@ def check_recursive_engine() -> None:
     assert one.nll == pytest.approx(many.nll, rel=1e-5) and one.grad_norm == pytest.approx(many.grad_norm, rel=1e-4)
     assert engine.evaluate(batches).num_targets == sum(b.num_targets for b in batches)
     _check_state(engine, build, batches[:1])
+    _check_snapshot(engine, batches[:1])
     _check_not_finite(engine, batches[:1])
     _check_generation(engine)
     _check_single_rank_collectives(engine)

@@ -1,8 +1,10 @@
 """What each rank does in tests of sharded checkpoints: trains, saves, restores, compares with gathered tensors."""
 
+import contextlib
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -12,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 from finetune.checkpoint import output_dir
 from finetune.checkpoint.store import verify_checkpoint
+from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
-from finetune.errors import StorageError
+from finetune.errors import CheckpointDamagedError, PlanError, StorageError
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.memory_stats import trim_heap
@@ -35,13 +38,13 @@ def full_engine(rank: int, size: int, layout: str, architecture: str = "llama") 
     return cases.build(cases.CASES["full"], groups_of(rank, size, layout), architecture)
 
 
-def directory(engine, folder: Path, configs: dict) -> output_dir.CheckpointWriter:
+def directory(engine, folder: Path, configs: dict) -> CheckpointWriter:
     """The checkpoints of a run that resumes from itself; `configs` are the files next to its weights."""
     settings = dataclasses.replace(engine.plan.settings, output_dir=str(folder), keep_last=3)
     dims, resumed = engine_access.process_groups(engine).dims, SavedRun(folder, {}, None)
     facts = dict(requested={}, adjustments=(), notices=(), backend="cpu", engine="torch")
     plan = RunPlan(settings=settings, dims=dims, resume_from=resumed, **facts)
-    run = output_dir.CheckpointWriter(plan, engine.rank)
+    run = CheckpointWriter(plan, engine.rank)
     run.identity, run.configs = {"base model": "a", "dataset": "b"}, configs
     return run
 
@@ -153,6 +156,96 @@ def faults(rank: int, size: int, folder: str) -> dict:
         found["files"] = sorted(step.manifest["files"])
         found["same"] = equal(full, step.tensors(output_dir.FULL) | step.tensors(output_dir.MOMENTS))
     return found
+
+
+def beside_steps(rank: int, size: int, folder: str) -> dict:
+    """Saves of threads while a step is taken: whether they are what was held before it. Then a rank whose thread cannot
+    write: what all ranks raise.
+    """
+    found = {}
+    for layout in ("FSDP2 2", "TP 2", "PP 2", "DDP 2"):
+        engine = full_engine(rank, size, layout)
+        steps(engine, 2)
+        root, full = Path(folder) / layout, gathered(engine)
+        run = directory(engine, root, {})
+        run.check_shared_filesystem(engine)
+        run.begin_save(engine, TrainState(step=2, total_steps=9), 0)
+        loss = steps(engine, 1, 2)
+        ended = run.end_save(engine, wait=True)
+        found[layout] = {"loss": loss, "ended": [None if run.end_save(engine, wait=False) is None else 1, ended[0]]}
+        if rank == 0:
+            step = verify_checkpoint(ended[1])
+            found[layout]["same"] = equal(full, step.tensors(output_dir.FULL) | step.tensors(output_dir.MOMENTS))
+    engine = full_engine(rank, size, "FSDP2 2")
+    steps(engine, 1)
+    limits, run = resource.getrlimit(resource.RLIMIT_FSIZE), directory(engine, Path(folder) / "FSDP2 2", {})
+    run.check_shared_filesystem(engine)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    run.begin_save(engine, TrainState(step=3, total_steps=9), 0)
+    try:
+        while run.end_save(engine, wait=False) is None:
+            steps(engine, 1, 1)
+    except StorageError as error:
+        found["error"], found["code"] = str(error), error.exit_code
+    found["left"] = sorted(p.name for p in (Path(folder) / "FSDP2 2" / "checkpoints").iterdir())
+    return found
+
+
+def hashed_shares(rank: int, size: int, folder: str) -> dict:
+    """What each rank reads to resume from a checkpoint, and what all say of one whose files are damaged in turn. Then
+    each rank has a copy of its own, of which rank 1's newest is damaged.
+    """
+    engine, root = full_engine(rank, size, "FSDP2 2"), Path(folder) / "shared"
+    steps(engine, 1)
+    for step in (1, 2):
+        save(engine, root, step)
+    newest = root / "checkpoints" / "step-2"
+    found = {"bytes": sum(f.stat().st_size for f in newest.iterdir()), "said": {}}
+    before = bytes_read()
+    found["whole"] = resumable(engine, root)
+    found["read"] = bytes_read() - before
+    for file in sorted(f.name for f in newest.iterdir()):
+        with damaged(engine, newest / file):
+            found["said"][file] = resumable(engine, root)
+    own = Path(folder) / f"host {rank}"
+    shutil.copytree(root, own)
+    with damaged(engine, own / "checkpoints/step-2/optimizer-rank00000.safetensors", by=1):
+        found["own"] = resumable(engine, own)
+    return found
+
+
+def bytes_read() -> int:
+    """By this process so far, from the page cache too."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@contextlib.contextmanager
+def damaged(engine, file: Path, by: int = 0):
+    """One bit of a file is another while the block runs on all ranks; rank `by` sees to it."""
+    engine.all_gather_object(None)
+    data = file.read_bytes()
+    engine.all_gather_object(None)
+    if engine.rank == by:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    engine.all_gather_object(None)
+    yield
+    engine.all_gather_object(None)
+    if engine.rank == by:
+        file.write_bytes(data)
+
+
+def resumable(engine, folder: Path) -> list:
+    """[step, *lines] that a resumed run finds; the error that it ends with."""
+    run, lines = directory(engine, folder, {}), []
+    try:
+        saved = run._checkpoint_of_all_ranks(engine, run.plan.resume_from, lines.append)
+    except (CheckpointDamagedError, PlanError) as error:
+        return [error.exit_code, str(error)]
+    finally:
+        if run.files:
+            run.files.lock.release()
+    return [saved and saved.step, *lines]
 
 
 def killed_while_saving(rank: int, size: int, folder: str) -> None:

@@ -40,15 +40,49 @@ def create_store(env: RankEnv, timeout_s: float):
     os.environ.setdefault("MASTER_ADDR", env.host)
     os.environ.setdefault("MASTER_PORT", str(env.port))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=timeout))
-    elif env.rank == 0:
-        store = _listening_store(env, listen_for_ranks(env), timeout)
-    else:
-        address = rendezvous_address(env)
-        wait_for_listener(address, env, timeout_s)
-        store = dist.TCPStore(address, env.port, env.size, False, timeout)
-    # torchrun's store outlives a restart: what the ranks before it wrote must not be read again.
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = dist.TCPStore(env.host, env.port, env.size, False, timeout)
+        return dist.PrefixStore(_attempt(env, store, timeout_s), store)
+    if env.rank == 0:
+        return _listening_store(env, listen_for_ranks(env), timeout)
+    address = rendezvous_address(env)
+    wait_for_listener(address, env, timeout_s)
+    return dist.TCPStore(address, env.port, env.size, False, timeout)
+
+
+def _attempt(env: RankEnv, store, timeout_s: float) -> str:
+    """A name that the ranks of this start have in common, and those of no other.
+
+    torchrun's store outlives a restart, and what earlier ranks wrote must not be read again. Its agents count restarts
+    each for itself, so that ranks of a host that came later have another count. Rank 0 makes the name, and tells it to
+    whoever arrives, also to processes that have ended since.
+    """
+    if env.rank:
+        own = secrets.token_hex(8)
+        store.set(f"arrival-{store.add('arrivals', 1)}", json.dumps([own, env.size]))
+        attempt = store.get(f"attempt of {own}").decode()
+        store.set(f"{attempt}-{env.rank}", "")
+        return attempt
+    attempt, told, waiting = f"attempt-{secrets.token_hex(8)}", set(), set(range(1, env.size))
+    end = time.monotonic() + timeout_s
+    while waiting:
+        for number in set(range(1, store.add("arrivals", 0) + 1)) - told:
+            if store.check([f"arrival-{number}"]):
+                told.add(number)
+                other, size = json.loads(store.get(f"arrival-{number}"))
+                if size == env.size:
+                    store.set(f"attempt of {other}", attempt)
+        waiting -= {rank for rank in waiting if store.check([f"{attempt}-{rank}"])}
+        if time.monotonic() > end:
+            raise _not_joined(sorted(waiting), env, timeout_s)
+        time.sleep(0.02)
+    return attempt
+
+
+def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostError:
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    return RankLostError(
+        f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
+    )
 
 
 def _listening_store(env: RankEnv, listener, timeout: timedelta):
@@ -65,12 +99,9 @@ def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
     if env.rank:
         return
     end = time.monotonic() + timeout_s
-    while missing := [str(rank) for rank in range(env.size) if not store.check([f"joined-{rank}"])]:
+    while missing := [rank for rank in range(env.size) if not store.check([f"joined-{rank}"])]:
         if time.monotonic() > end:
-            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
-            raise RankLostError(
-                f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
-            )
+            raise _not_joined(missing, env, timeout_s)
         time.sleep(0.02)
 
 
@@ -149,7 +180,9 @@ GROUPS = {
     "expert_data": ("dp_replicate", "expert_shard"),  # and those that hold the same rows of them
     "pp": ("pp",),
     "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
-}  # and "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table
+}
+# And "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table; "saving": all
+# ranks, for a thread that writes a checkpoint while the steps use the others.
 HEADER_SIZE = 10  # integers sent before a tensor whose shape the receiver does not know: dtype and shape
 DTYPES = (
     torch.float32,
@@ -194,6 +227,8 @@ class ProcessGroups:
         groups = {name: _group(dims, env.rank, axes) for name, axes in wanted.items()}
         if dims.pp > 1:
             groups["embedding"] = _group(dims, env.rank, ("pp",), ends_only=True)
+        if dims.shards * dims.tp * dims.pp > 1:
+            groups["saving"] = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         groups = {name: group for name, group in groups.items() if group}
         return cls(env.rank, dims, device, mesh, groups, expert_mesh)
 
@@ -224,14 +259,14 @@ class ProcessGroups:
 
     # ---- over all ranks
 
-    def all_gather_scalars(self, numbers: list) -> np.ndarray:
-        """[world_size, len(numbers)] float64: every rank's numbers."""
+    def all_gather_scalars(self, numbers: list, over: str = "world") -> np.ndarray:
+        """[world_size, len(numbers)] float64: every rank's numbers. `over`: a group of all ranks."""
         mine = torch.tensor([numbers], dtype=torch.float64)
         if self.single_process:
             return mine.numpy()
         rows = torch.zeros(self.dims.world_size, len(numbers), dtype=torch.float64)
         rows[self.rank] = mine
-        dist.all_reduce(rows)
+        dist.all_reduce(rows, group=self._all_ranks(over))
         return rows.numpy()
 
     def sum_scalars(self, numbers: list) -> np.ndarray:
@@ -245,21 +280,25 @@ class ProcessGroups:
         """One rank's JSON value, on every rank."""
         return value if self.single_process else self.all_gather_object(value if self.rank == rank else None)[rank]
 
-    def all_gather_object(self, value) -> list:
-        """Every rank's JSON value, by rank."""
+    def all_gather_object(self, value, over: str = "world") -> list:
+        """Every rank's JSON value, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [value]
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = self.all_gather_scalars([len(mine)])[:, 0].astype(int)
+        sizes = self.all_gather_scalars([len(mine)], over)[:, 0].astype(int)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(mine)] = torch.from_numpy(mine.copy())
-        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded), sizes, strict=True)]
+        found = self.all_gather(padded, over)
+        return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(found, sizes, strict=True)]
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of this shape, by rank."""
+    def all_gather(self, tensor: torch.Tensor, over: str = "world") -> list[torch.Tensor]:
+        """Every rank's tensor of this shape, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [tensor]
-        return _all_gather(tensor, self.dims.world_size)
+        return _all_gather(tensor, self.dims.world_size, self._all_ranks(over))
+
+    def _all_ranks(self, over: str):
+        return None if over == "world" else self.process_groups[over]
 
     # ---- within a group
 

@@ -284,7 +284,8 @@ class RecursiveEngine(EngineBase):
         return self.counter.begin(baseline)
 
     def memory(self) -> MemoryStats:
-        stats = self.counter.stats(self.optimizer or torch.optim.SGD(self.weights.values()))
+        optimizer = self.optimizer or torch.optim.SGD(self.weights.values())
+        stats = self.counter.stats(optimizer, self.state.copies.num_bytes)
         beside = {"ema": memory_stats.storage_bytes(self.average.shadow.values()) if self.average else 0}
         beside["carry"] = memory_stats.storage_bytes(self.states or [])
         items = dict(stats.items)

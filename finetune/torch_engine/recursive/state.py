@@ -8,6 +8,7 @@ import torch
 from finetune.data.pretraining.carry import Carry
 from finetune.errors import PlanError
 from finetune.torch_engine import optim
+from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.recursive.model import RecursiveModel
 from finetune.torch_engine.recursive.optim import Average
@@ -26,18 +27,30 @@ class RecursiveState:
         self.model, self.groups, self.carry, self.states = model, groups, carry, states
         self.dense, self.optimizer = dense, optimizer
         self.average: Average | None = average
+        self.copies = HostCopies()
+
+    def prepare_snapshot(self) -> None:
+        """Makes room for a snapshot beside the steps. Called after the first."""
+        sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
+        moments = optim.moments(self.optimizer, self.dense) if self.optimizer else ()
+        sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}
+        averages = self.average.shadow if self.average else {}
+        self.copies.prepare(sizes | {f"{name}.ema": (t.shape, t.dtype) for name, t in averages.items()})
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Every weight, frozen ones and the start of y and z too: a checkpoint is the model."""
-        return {name: t.detach().float().cpu().numpy() for name, t in self.model.state_dict().items()}
+        weights = self.model.state_dict()
+        return {name: self.copies.of(name, t, torch.float32).numpy() for name, t in weights.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         """Moments, '<name>.ema' of the average, and the slots: carry.rows, carry.y and so on."""
         tensors = {f"carry.{name}": array for name, array in self.carry.state().items()}
         if self.optimizer:
-            tensors |= optim.state(self.optimizer, self.dense)[0]
+            moments = optim.moments(self.optimizer, self.dense)
+            tensors |= {key: self.copies.of(key, moment).numpy() for key, moment in moments}
         if self.average:
-            tensors |= {f"{name}.ema": t.cpu().numpy() for name, t in self.average.shadow.items()}
+            averages = ((f"{name}.ema", t) for name, t in self.average.shadow.items())
+            tensors |= {key: self.copies.of(key, t).numpy() for key, t in averages}
         if self.states is not None:
             for name, kept in zip("yz", self.states, strict=True):
                 parts = self.groups.all_gather(kept.float().cpu())

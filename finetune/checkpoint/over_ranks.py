@@ -1,0 +1,97 @@
+"""The checkpoint that a job resumes from: each rank hashes a share of its files, and all learn the result."""
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+from finetune.checkpoint.store import VerifiedCheckpoint, check_file, check_index, read_manifest
+from finetune.distributed.launcher import ERRORS_BY_CODE
+from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.system.files import open_file
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def newest_of_all_ranks(
+    engine, step_folders: list[Path], required: tuple, view: list
+) -> tuple[VerifiedCheckpoint | None, list[str]]:
+    """store.newest_checkpoint of `step_folders`, on each rank of what it sees. Collective.
+
+    `view`: equal on ranks that read the same files, see `view_of`. These divide the files of a checkpoint among them;
+    a copy that only one rank sees is hashed by that rank alone. PlanError if a file may not be read.
+    """
+    views, here = engine.all_gather_object(view), {folder.name: folder for folder in step_folders}
+    members = [rank for rank, other in enumerate(views) if other == view]
+    names = {name for of_rank in engine.all_gather_object(list(here)) for name in of_rank}
+    found, skipped = None, []
+    for name in sorted(names, key=_step_of, reverse=True):
+        folder = None if found else here.get(name)
+        failed = _failure_in_share(folder, required, members.index(engine.rank), len(members)) if folder else None
+        answers = engine.all_gather_object([found is not None, failed])
+        if all(has_found for has_found, _ in answers):
+            break
+        if folder is None:
+            continue
+        failures = [answers[rank][1] for rank in members if answers[rank][1]]
+        try:
+            if failures:
+                _, code, text = min(failures)
+                raise ERRORS_BY_CODE[code](text)
+            found = check_index(folder, read_manifest(folder, required))
+        except CheckpointDamagedError as error:
+            skipped.append(str(error))
+    return found, skipped
+
+
+def _step_of(name: str) -> int:
+    """The step in the name of a checkpoint's folder; 0 of one that was copied under another name."""
+    return int(name[5:]) if name[5:].isdigit() else 0
+
+
+def _failure_in_share(folder: Path, required: tuple, place: int, members: int) -> list | None:
+    """The first failure in the manifest and in this rank's share of the files, as [its position, exit code, text]."""
+    position = -1
+    try:
+        manifest = read_manifest(folder, required)
+        entries = manifest["files"]
+        mine = shares({name: entry["size"] for name, entry in entries.items()}, members)[place]
+        for name in sorted(mine, key=list(entries).index):
+            position = list(entries).index(name)
+            check_file(folder, manifest, name)
+    except (CheckpointDamagedError, PlanError) as error:
+        return [position, error.exit_code, str(error)]
+    return None
+
+
+def shares(sizes: dict[str, int], members: int) -> list[list[str]]:
+    """Files divided into `members` shares of about the same size: the largest first, to the share with the fewest
+    bytes.
+    """
+    divided: list[list[str]] = [[] for _ in range(members)]
+    held = [0] * members
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = held.index(min(held))
+        divided[least].append(name)
+        held[least] += sizes[name]
+    return divided
+
+
+def view_of(folder: Path, rank: int) -> list:
+    """What is equal on the ranks of one host that read the same folder, and on no others."""
+    kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return ["rank", rank]
+    return [kernel, found.st_dev, found.st_ino]
+
+
+def shared_view(engine, folder: Path, lock_text: str | None) -> list:
+    """`view_of`, which is also equal on ranks of several hosts that read an output_dir in a shared file system: they
+    see the lock that rank 0 holds. `lock_text`: what rank 0 wrote into it. Collective.
+    """
+    held, seen = engine.broadcast_object(lock_text), None
+    with contextlib.suppress(OSError), open_file(folder / ".lock", "r", errors="replace") as file:
+        seen = file.read(len(held) + 1)
+    return ["shared"] if seen == held else view_of(folder, engine.rank)
