@@ -49,6 +49,7 @@ from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, over
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
+from finetune.plan.machine import predicted_time
 from finetune.plan.make import make_plan
 from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
@@ -138,6 +139,7 @@ def run(
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
+        predicted |= {"step": predicted_time(plan, data.train.row_lengths, env.local_size, os.environ)}
         state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)
@@ -210,7 +212,7 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
 
             plan = with_merged_base(plan, say)
         return plan, done
-    lines, fits = report_lines(plan, plan.shape, plan.memory_budget, dims=plan.dims)
+    lines, fits = report_lines(plan, plan.shape, plan.memory_budget, plan.dims, plan.machine, plan.layouts)
     say("\n".join(lines))
     exit_code = 0 if fits else PlanError.exit_code
     if plan.files:

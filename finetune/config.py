@@ -488,6 +488,12 @@ class TrainConfig:
         "or FSDP2/DeepSpeed per its config file",
         choices=("ptd", "accelerate"),
     )
+    parallel: str = machine_flag(
+        "auto",
+        "degrees that are not given. auto: the fastest predicted that fits, of ranks that --assume_world_size counts, "
+        "and fsdp of ranks that start now; fastest: of both; fsdp: all ranks shard",
+        choices=("auto", "fastest", "fsdp"),
+    )
     dp_degree: int = machine_flag(1, "data-parallel replicas", minimum=1)
     dp_shards: int = machine_flag(
         -1, "FSDP degree: ranks that shard one replica; -1: the remaining ranks", minimum=-1, nonzero=True
@@ -597,6 +603,13 @@ class TrainConfig:
     recommend: bool = ask_flag(False, "print recommended settings for this machine")
     assume_memory: str | None = ask_flag(None, "plan for a device with this much memory, such as 24GiB")
     assume_world_size: int | None = ask_flag(None, "plan for this many ranks", minimum=1)
+    assume_device: str | None = ask_flag(
+        None, "plan for this device, such as rtx4090, a100 or h100: its memory and its documented speed"
+    )
+    assume_interconnect: str | None = ask_flag(
+        None,
+        "links between assumed devices: nvlink or pcie within a host, ib or ethernet between hosts, or 25GB a second",
+    )
 
 
 def value_type(field) -> type:

@@ -37,6 +37,9 @@ class BackendCapabilities:
     notes: str = ""
     bfloat16_speed: float | None = None  # measured matmul speed of bf16 relative to fp32
     onednn_speed: float | None = None  # measured fp32 matmul speed of oneDNN relative to torch's BLAS, where as exact
+    product_rates: dict = field(default_factory=dict)  # FLOP/s by precision, of one thread on a CPU; as probed
+    memory_rate: float | None = None  # bytes/s that a copy reads and writes, the same
+    operator_seconds: float | None = None  # of host time to start an operator
     memory_bytes: int | None = None  # of the device, or of the system with unified memory
     probed: bool = False
     quantizers: dict = field(default_factory=dict)  # {'method/bits': result of quantization_wrapper.probe}
@@ -165,6 +168,9 @@ def merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendC
         supports_flash_attention=base.supports_flash_attention and bool(facts["flash"]),
         bfloat16_speed=speed,
         onednn_speed=facts["onednn_speed"],
+        product_rates=facts.get("product_rates") or {},
+        memory_rate=facts.get("memory_rate"),
+        operator_seconds=facts.get("operator_seconds"),
         memory_bytes=facts["memory"] or base.memory_bytes,
         probed=True,
         reasons=reasons,

@@ -32,6 +32,9 @@ FACTS = {
     "flash": bool,
     "capability": [int],
     "memory": (int, type(None)),
+    "product_rates?": {str: NUMBER},
+    "memory_rate?": OPTIONAL_NUMBER,
+    "operator_seconds?": OPTIONAL_NUMBER,
 }
 PASSED = dict.fromkeys(("weight_error", "product_error", "slowdown", "bits_per_weight"), NUMBER)
 
@@ -93,14 +96,15 @@ def probe_torch(device: str) -> dict:
     """Runs all probes but those of quantizers: {'bfloat16_speed', 'bfloat16_error', 'flash', 'capability', ...}."""
     import torch
 
-    facts = dict.fromkeys(FACTS) | {"device_name": device, "flash": False, "capability": []}
+    known = {name: None for name in FACTS if not name.endswith("?")}
+    facts = known | {"device_name": device, "flash": False, "capability": []}
     if device == "cuda":
         facts["device_name"] = torch.cuda.get_device_name()
         facts["capability"] = capability = torch.cuda.get_device_capability()
         facts["flash"] = torch.backends.cuda.is_flash_attention_available() and capability >= (8, 0)
     if device in ("cuda", "xpu"):
         facts["memory"] = torch.get_device_module(device).mem_get_info()[1]
-    return facts | _matmul_speeds(device)
+    return facts | _matmul_speeds(device) | _rates(device)
 
 
 ONEDNN_ERROR = 3e-6  # of the largest element: rounding in fp32 gives 1e-7 to 1e-6 here, bf16 arithmetic 1e-3
@@ -117,9 +121,7 @@ def _matmul_speeds(device: str) -> dict:
 
     x, w = (torch.randn(n, 1024, device=device) for n in (256, 1024))
     ways = {"fp32": (torch.float32, "none"), "bf16": (torch.bfloat16, "none")}
-    facts: dict[str, float | str | None] = dict.fromkeys(
-        ("bfloat16_speed", "bfloat16_error", "onednn_speed", "onednn_error")
-    )
+    facts: dict[str, Any] = dict.fromkeys(("bfloat16_speed", "bfloat16_error", "onednn_speed", "onednn_error"))
     if device == "cpu" and torch.backends.mkldnn.is_available():
         ways["onednn"] = (torch.float32, "bf16")
     elif device == "cpu":
@@ -143,6 +145,8 @@ def _matmul_speeds(device: str) -> dict:
     finally:
         torch.set_num_threads(threads)
     best = {name: min(found[1:]) for name, found in times.items() if name not in failed}
+    if device == "cpu":
+        facts["product_rates"] = {name: float(f"{2 * x.numel() * len(w) / found:.3g}") for name, found in best.items()}
     if "onednn" in ways:
         facts["onednn_error"] = failed.get("onednn") and f"oneDNN's fp32 products fail here: {failed['onednn']}"
         both = "onednn" in best and "fp32" in best
@@ -153,6 +157,51 @@ def _matmul_speeds(device: str) -> dict:
     if not facts["bfloat16_error"]:
         facts["bfloat16_speed"] = round(min(best["fp32"], best.get("onednn", best["fp32"])) / best["bf16"], 3)
     return facts
+
+
+COPIED_BYTES, ACCELERATOR_SIZE, OPERATORS = 2**26, 4096, 200
+
+
+def _rates(device: str) -> dict:
+    """What estimate.rates takes from here: FLOP/s of large products on an accelerator (a CPU's are of _matmul_speeds),
+    bytes/s that a copy reads and writes, seconds to start an operator that autograd records. Each the best of 5; on a
+    CPU of one thread, by its processor time.
+    """
+    import torch
+
+    cpu = device == "cpu"
+    found: dict[str, Any] = {}
+    clock, wait = time.thread_time if cpu else time.perf_counter, torch.get_device_module(device).synchronize
+
+    def best(work: Callable) -> float:
+        taken = []
+        for _ in range(6):
+            wait()
+            start = clock()
+            work()
+            wait()
+            taken.append(clock() - start)
+        return max(min(taken[1:]), 1e-9)
+
+    threads = torch.get_num_threads()
+    try:
+        if cpu:
+            torch.set_num_threads(1)
+        source = torch.ones(COPIED_BYTES // 4, device=device)
+        target = torch.empty_like(source)
+        found["memory_rate"] = float(f"{2 * COPIED_BYTES / best(lambda: target.copy_(source)):.3g}")
+        small = torch.ones(8, device=device, requires_grad=True)
+        found["operator_seconds"] = float(f"{best(lambda: [small + small for _ in range(OPERATORS)]) / OPERATORS:.3g}")
+        if not cpu:
+            found["product_rates"] = {}
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+                x = torch.ones(ACCELERATOR_SIZE, ACCELERATOR_SIZE, device=device, dtype=dtype)
+                found["product_rates"][name] = float(f"{2 * ACCELERATOR_SIZE**3 / best(lambda x=x: x @ x):.3g}")
+    except (RuntimeError, TypeError):
+        return {}  # nothing is predicted from them then; what fails is reported by the products above
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:

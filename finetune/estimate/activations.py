@@ -1,7 +1,9 @@
 """Bytes of the activations that autograd saves, layer by layer, tensor by tensor."""
 
+from functools import lru_cache
+
 from finetune.estimate.engine_limits import dense_attention_up_to
-from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
 
 # Linears that share one input, which autograd saves once.
@@ -76,6 +78,7 @@ def norm_width(m: ModelCost) -> int:
     return m.weight if fused else 4
 
 
+@remembered
 def input_activation_bytes(m: ModelCost) -> float:
     """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
     b, adapter, total, shared = m.compute, m.adapter, 0.0, {}
@@ -123,6 +126,7 @@ def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     return tokens * each + attention_activation_bytes(m, microbatch)
 
 
+@lru_cache(maxsize=256)
 def num_layers_without_adapters(shape: KnownShape) -> int:
     """Number of layers with a dense MLP (no experts)."""
     if not shape.num_experts:

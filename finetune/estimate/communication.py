@@ -60,49 +60,90 @@ class StepTraffic:
     shared_head: bool = True
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank passes to one kind of collective in a step: bytes in all, over the ranks that differ in `axes`, in
+    `calls` calls. `beside_products`: the next layer's runs while this layer computes.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: int
+    calls: int
+    beside_products: bool = False
+
+
 def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dict[str, int]:
     """{collective: bytes} that a rank of pipeline stage `stage` passes to it per step, by torch.distributed names."""
     found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
-    count, positions = len(work.tokens), sum(work.tokens) // dims.cp
-    exchanges = 1 if work.no_sync else count
-    if dims.shards > 1:
-        gathers = 1 if work.keeps_gathered else 2
-        found["all_gather"] += (count * gathers * work.layers + work.outside) // dims.shards
-        found["reduce_scatter"] += exchanges * work.trained
-        if dims.dp_replicate > 1:
-            found["all_reduce"] += exchanges * work.trained // dims.shards
-            found["all_reduce"] += (
-                (1 if dims.expert_shards == 1 else exchanges) * work.trained_experts // dims.expert_shards
-            )
-        if dims.expert_shards > 1:
-            found["all_gather"] += count * gathers * work.experts // dims.expert_shards
-            found["reduce_scatter"] += exchanges * work.trained_experts
-    elif dims.dp_replicate > 1:
-        found["all_reduce"] += work.trained
-    hidden = positions * work.hidden_size * work.element
-    runs = 2 if work.recomputed else 1
-    if dims.tp > 1:
-        frozen = work.first_is_frozen and stage == 0
-        # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
-        found["all_reduce"] += hidden * work.num_layers
-        found["all_reduce"] += hidden * work.num_layers  # gradients of the MLP's inputs
-        if work.attention_is_sliced:
-            found["all_reduce"] += hidden * (work.num_layers * (1 + runs) - frozen)
-        found["all_reduce"] += hidden * work.shared_experts * runs + ROUTER_WEIGHT * work.routed
-        if work.shared_head and stage == dims.pp - 1:
-            found["all_reduce"] += hidden + count * work.head
-        found["all_reduce"] += work.partial // dims.shards
+    for exchange in exchanges(dims, work, stage):
+        found[exchange.kind] += exchange.num_bytes
+    return {name: n for name, n in found.items() if n}
+
+
+def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exchange]:
+    """Every collective of a step of a rank of pipeline stage `stage`, by who takes part."""
+    found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
+    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
+    runs, count = 2 if work.recomputed else 1, len(work.tokens)
     if dims.ep > 1:  # to the experts and back, and their gradients
         pairs = work.routed + work.arrived
-        found["all_to_all"] += (1 + runs) * pairs * work.hidden_size * work.element
+        sent = (1 + runs) * pairs * work.hidden_size * work.element
+        found.append(Exchange("all_to_all", ("ep",), sent, 2 * (1 + runs) * count * work.num_layers))
     if dims.cp > 1:
-        key_value = positions * work.key_value_width * work.element * work.num_layers
-        found["all_gather"] += key_value * runs
-        found["reduce_scatter"] += key_value * dims.cp
+        key_value = sum(work.tokens) // dims.cp * work.key_value_width * work.element * work.num_layers
+        found.append(Exchange("all_gather", ("cp",), key_value * runs, runs * count * work.num_layers))
+        found.append(Exchange("reduce_scatter", ("cp",), key_value * dims.cp, count * work.num_layers))
     if dims.pp > 1:
-        found["send"] += hidden * ((stage > 0) + (stage < dims.pp - 1))
-        found["all_reduce"] += work.tied // dims.shards
-    return {name: n for name, n in found.items() if n}
+        neighbours = (stage > 0) + (stage < dims.pp - 1)
+        found.append(Exchange("send", ("pp",), hidden * neighbours, count * neighbours))
+        found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
+    return [exchange for exchange in found if exchange.num_bytes]
+
+
+def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
+    """Weights gathered and gradients reduced by FSDP2 and DDP."""
+    count, layers = len(work.tokens), work.num_layers
+    times, shard_axes = 1 if work.no_sync else count, ("dp_shard", "cp")
+    if dims.shards == 1:
+        reduced = work.trained if dims.dp_replicate > 1 else 0
+        return [Exchange("all_reduce", ("dp_replicate",), reduced, 1)]
+    gathers = 1 if work.keeps_gathered else 2
+    calls = count * gathers * layers
+    found = [
+        Exchange("all_gather", shard_axes, count * gathers * work.layers // dims.shards, calls, True),
+        Exchange("all_gather", shard_axes, work.outside // dims.shards, 1),
+        Exchange("reduce_scatter", shard_axes, times * work.trained, times * layers, True),
+    ]
+    if dims.dp_replicate > 1:
+        of_experts = 1 if dims.expert_shards == 1 else times
+        reduced = times * work.trained // dims.shards + of_experts * work.trained_experts // dims.expert_shards
+        found.append(Exchange("all_reduce", ("dp_replicate",), reduced, times * layers, True))
+    if dims.expert_shards > 1:
+        gathered = count * gathers * work.experts // dims.expert_shards
+        found.append(Exchange("all_gather", ("expert_shard",), gathered, calls, True))
+        found.append(Exchange("reduce_scatter", ("expert_shard",), times * work.trained_experts, times * layers, True))
+    return found
+
+
+def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Sums of tensor parallelism."""
+    if dims.tp == 1:
+        return []
+    count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
+    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
+    frozen = work.first_is_frozen and stage == 0
+    # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
+    sums = 2 * layers  # and gradients of the MLP's inputs
+    if work.attention_is_sliced:
+        sums += layers * (1 + runs) - frozen
+    sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
+    if work.shared_head and stage == dims.pp - 1:
+        sent += hidden + count * work.head
+    return [
+        Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)),
+        Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial)),
+    ]
 
 
 def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:

@@ -8,6 +8,7 @@ dtype.
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.activations import (
@@ -19,7 +20,7 @@ from finetune.estimate.activations import (
     takes_swiglu,
 )
 from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, HEAD_BYTES, logits_rows
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
+from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts, Quantization, loads_full_model
 from quantization_wrapper import METHODS, rows_independent
@@ -43,6 +44,7 @@ HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 # ---- weights and optimizer state
 
 
+@remembered
 def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     """Bytes of the frozen weights: quantized linears and experts with their scales, all others in the weight dtype.
 
@@ -94,6 +96,7 @@ def new_weights(m: ModelCost) -> list[int]:
     return [int(n * layers) for n in matrices]
 
 
+@remembered
 def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
     """Number of weights in each trainable tensor; with row-wise sharding over `ranks`, those of one rank."""
     if m.full:
@@ -150,6 +153,7 @@ def adafactor_bytes(m: ModelCost) -> int:
     return 4 * sum(n * (rows + columns) if columns > 1 else n * rows for n, rows, columns in shapes)
 
 
+@remembered
 def frozen_extras(m: ModelCost) -> int:
     """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if m.full:
@@ -176,7 +180,7 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 
 def dequantized_once(m: ModelCost) -> tuple[int, int]:
     """(peak, held) bytes while the largest frozen weight is dequantized for a matmul; zeros if it is stored dense."""
-    n, b = m.shape.largest_linear(), m.compute
+    n, b = m.shape.largest_linear, m.compute
     if m.full:
         return 0, 0
     if m.fuses and b < 4:  # a GPU multiplies all experts of a projection at once
@@ -201,7 +205,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(m))
     f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
-    largest = shape.largest_linear()
+    largest = shape.largest_linear
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
@@ -270,20 +274,23 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
 
 def model_per_rank(shape: KnownShape, dims: ParallelDims) -> KnownShape:
     """One rank's part of the model under tensor and pipeline parallelism: of the largest stage."""
-    if dims.tp * dims.pp == 1:
-        return shape
-    layers, linears = shape.num_layers // dims.pp, []
+    return shape if dims.tp * dims.pp == 1 else part_of(shape, dims.tp, dims.pp)
+
+
+@lru_cache(maxsize=256)
+def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
+    layers, linears = shape.num_layers // pp, []
     for name, rows, columns in shape.linears:
         found = re.search(r"\.(\d+)\.", name)
         if found and int(found[1]) >= layers:
             continue
-        cut = dims.tp if found and shape.kind not in WITHOUT_TP_PLAN else 1
+        cut = tp if found and shape.kind not in WITHOUT_TP_PLAN else 1
         by_rows = name.rpartition(".")[2] in READS
         linears.append((name, rows // cut, columns) if by_rows else (name, rows, columns // cut))
     kept = sum(rows * columns for _, rows, columns in linears)
-    experts = shape.expert_weights // dims.pp // dims.tp
+    experts = shape.expert_weights // pp // tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
-    if dims.pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
+    if pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
         weights -= shape.vocab_size * shape.hidden_size
     return replace(
         shape,
@@ -291,11 +298,11 @@ def model_per_rank(shape: KnownShape, dims: ParallelDims) -> KnownShape:
         linears=tuple(linears),
         num_weights=weights,
         expert_weights=experts,
-        expert_size=shape.expert_size and shape.expert_size // dims.tp,
-        num_heads=shape.num_heads and shape.num_heads // dims.tp,
-        num_kv_heads=shape.num_kv_heads and shape.num_kv_heads // dims.tp,
-        intermediate_size=shape.intermediate_size and shape.intermediate_size // dims.tp,
-        tied=shape.tied or dims.pp > 1,
+        expert_size=shape.expert_size and shape.expert_size // tp,
+        num_heads=shape.num_heads and shape.num_heads // tp,
+        num_kv_heads=shape.num_kv_heads and shape.num_kv_heads // tp,
+        intermediate_size=shape.intermediate_size and shape.intermediate_size // tp,
+        tied=shape.tied or pp > 1,
     )
 
 
@@ -353,14 +360,16 @@ def peak_of(before: dict | None, now: dict) -> dict:
 
 
 def gathered_bytes(m: ModelCost, step: int = 0) -> int:
-    """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched) and the FSDP root group.
+    """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched), or all of them where they stay
+    gathered until the backward pass, and the FSDP root group.
 
     The root group is the embedding and, unless tied, the head. FSDP2 keeps the buffer of a gather until the next one is
     copied out: at a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
     beside them, is not there yet.
     """
     layer, root = unit_bytes(m)
-    return int(max(2 * layer + root, 2 * (layer + root) - step))
+    held = 2 if m.plan.parallel.reshard_after_forward else max(2, m.shape.num_layers)
+    return int(max(held * layer + root, 2 * (layer + root) - step))
 
 
 def staged_bytes(m: ModelCost, ranks: int) -> int:
@@ -415,7 +424,7 @@ def _residual_bytes(m: ModelCost) -> int:
     """Bytes of initial adapters that are subtracted from the base, and of the arithmetic on one full matrix."""
     if m.full or not m.adapter.init.changes_base:
         return 0
-    return frozen_extras(m) + RESIDUAL_WIDTH * m.shape.largest_linear()
+    return frozen_extras(m) + RESIDUAL_WIDTH * m.shape.largest_linear
 
 
 def _experts_in_flight(m: ModelCost) -> int:
@@ -429,7 +438,7 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
     Slices that are read in the dtype they stay in are no copy. `m`: of the full model; `ranks`: those that divide a
     matrix.
     """
-    quantization, largest, experts = m.plan.quantization, m.shape.largest_linear(), _experts_in_flight(m)
+    quantization, largest, experts = m.plan.quantization, m.shape.largest_linear, _experts_in_flight(m)
     if quantization:
         by_rows = all(rows_independent(quantization.config, columns) for _, _, columns in m.shape.linears)
         read = -(-largest // ranks) if by_rows else largest
@@ -443,7 +452,7 @@ def _proof_bytes(m: ModelCost) -> int:
     """Bytes beside a rank's part while logits of the full model are computed: a decoder layer, its last matrix in
     flight, and some rows of the head.
     """
-    quantization, largest = m.plan.quantization, max(m.shape.largest_linear(), _experts_in_flight(m))
+    quantization, largest = m.plan.quantization, max(m.shape.largest_linear, _experts_in_flight(m))
     width = _width_in_flight(m, quantization) if quantization else 0
     return int(unit_bytes(m)[0] + largest * width) + 2 * HEAD_BYTES
 
@@ -473,6 +482,6 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS
     workers = 1 if memory.low_memory or m.adapter.init.changes_base else workers
     # Embeddings are loaded first, when little memory is in use.
-    largest = max(shape.largest_linear(), _experts_in_flight(m))
+    largest = max(shape.largest_linear, _experts_in_flight(m))
     in_flight = int(largest * _width_in_flight(m, plan.quantization)) * workers + _residual_bytes(m)
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

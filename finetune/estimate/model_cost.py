@@ -3,7 +3,9 @@ settings.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, wraps
 
 from finetune.adapters.targets import is_in_layers, layer_of
 from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
@@ -60,9 +62,12 @@ class ModelCost:
     adapted: tuple = field(init=False)
 
     def __post_init__(self):
-        found = adapted_linears(self.shape, None if self.full else self.adapter.targets)
-        found = [item for item in found if self.full or self.in_its_layers(item[0])]
-        object.__setattr__(self, "adapted", tuple(found))
+        object.__setattr__(self, "adapted", adapted_of(self.shape, None if self.full else self.adapter))
+
+    @property
+    def fixed(self) -> tuple:
+        """What is the same for any recomputation, offload and number of tokens."""
+        return self.shape, self.plan.trains, self.plan.quantization, self.plan.precision, self.device
 
     @property
     def adapter(self) -> Adapter:
@@ -76,8 +81,7 @@ class ModelCost:
     @property
     def learning_layers(self) -> int:
         """Decoder layers from the first one on that learns: those before it keep nothing for a backward pass."""
-        first = min((at for name, _, _ in self.adapted if (at := layer_of(name)) is not None), default=0)
-        return self.shape.num_layers if self.full else self.shape.num_layers - first
+        return self.shape.num_layers - (0 if self.full else first_layer(self.shape, self.adapter))
 
     @property
     def weight(self) -> int:
@@ -108,6 +112,40 @@ class ModelCost:
     @property
     def k(self) -> int:
         return self.shape.num_kv_heads * self.shape.head_dim
+
+
+def remembered(function: Callable) -> Callable:
+    """A function of a ModelCost that reads `fixed` alone of it: computed once, as plans are compared by the hundred."""
+    known: dict = {}
+
+    @wraps(function)
+    def found(m: ModelCost, *args):
+        key = (*m.fixed, *args)
+        if key not in known:
+            if len(known) >= MOST_REMEMBERED:
+                known.clear()
+            known[key] = function(m, *args)
+        return known[key]
+
+    return found
+
+
+MOST_REMEMBERED = 1024
+
+
+@lru_cache(maxsize=256)
+def adapted_of(shape: KnownShape, adapter: Adapter | None) -> tuple[tuple[str, int, int], ...]:
+    """Linears that train or get an adapter, in the layers that it is limited to; None: all, of full training."""
+    if adapter is None:
+        return shape.linears
+    last, layers, count = adapter.last_layers, adapter.layers, shape.num_layers
+    return tuple(i for i in adapted_linears(shape, adapter.targets) if is_in_layers(i[0], count, last, layers))
+
+
+@lru_cache(maxsize=256)
+def first_layer(shape: KnownShape, adapter: Adapter) -> int:
+    """Number of the first decoder layer with an adapter; 0 if no name says so."""
+    return min((at for name, _, _ in adapted_of(shape, adapter) if (at := layer_of(name)) is not None), default=0)
 
 
 def named(targets: str, name: str) -> bool:

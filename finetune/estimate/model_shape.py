@@ -6,7 +6,9 @@ experts.
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 from finetune import safetensors_io
@@ -149,17 +151,24 @@ class ModelShape:
         """The model type without the suffix that marks the text part of a multimodal model."""
         return str(self.model_type or "").removesuffix("_text")
 
-    @property
+    @cached_property
     def known(self) -> "KnownShape | None":
         """What memory is predicted from; None if a dimension is missing or the formulas do not describe the layers."""
         if self.outside or not self.linears:
             return None
         counted = self.num_weights and self.num_layers and self.hidden_size and self.vocab_size
-        return KnownShape(**vars(self)) if counted and self.num_heads and self.num_kv_heads and self.head_dim else None
+        if not (counted and self.num_heads and self.num_kv_heads and self.head_dim):
+            return None
+        return KnownShape(**{f.name: getattr(self, f.name) for f in fields(ModelShape)})
 
-    @property
+    @cached_property
     def linear_weights(self) -> int:
         return sum(rows * columns for _, rows, columns in self.linears)
+
+    @cached_property
+    def linear_sizes(self) -> dict[tuple[int, int], int]:
+        """{(rows, columns): how many linears have them}."""
+        return dict(Counter((rows, columns) for _, rows, columns in self.linears))
 
     def expert_matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of each fused expert parameter: gate_up and down, over all experts of a layer."""
@@ -170,6 +179,7 @@ class ModelShape:
         rows = self.num_experts * 2 * self.expert_size, self.num_experts * self.hidden_size
         return [(rows[0], self.hidden_size), (rows[1], self.expert_size)] * layers
 
+    @cached_property
     def largest_linear(self) -> int:
         """Number of weights in the largest matrix that is dequantized at once; experts are dequantized one by one."""
         sizes = [rows * columns for _, rows, columns in self.linears]
@@ -189,6 +199,9 @@ class KnownShape(ModelShape):
     num_kv_heads: int
     head_dim: int
     num_weights: int = 0
+
+    def __hash__(self):  # cheap, as formulas are remembered by shape; equality compares all
+        return hash((self.model_type, self.num_weights, self.num_layers, self.hidden_size, len(self.linears)))
 
 
 def _outside(text: dict, kind: str) -> str | None:

@@ -19,6 +19,7 @@ from finetune.estimate.budget import (
 )
 from finetune.estimate.memory import OPTIMIZER_BYTES
 from finetune.estimate.model_shape import KnownShape, ModelShape
+from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.plan.parts import Adapter, Parts
 from quantization_wrapper import METHODS
 
@@ -181,10 +182,25 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
     return lines
 
 
+def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> str:
+    """The predicted time of a step, by what it is spent on."""
+    found = seconds_per_step(plan, shape, budget, machine)
+    rows = "full rows" if machine.row_tokens is None else f"rows of {machine.row_tokens:,.0f} tokens"
+    links = f", {machine.links.name}" if machine.links else ""
+    return f"predicted {found}; with {rows}, {machine.rates.source}{links}"
+
+
 def report_lines(
-    plan: Parts, model: ModelShape | None, budget: MemoryBudget | None, dims: ParallelDims | None = None
+    plan: Parts,
+    model: ModelShape | None,
+    budget: MemoryBudget | None,
+    dims: ParallelDims | None = None,
+    machine: Machine | None = None,
+    layouts: tuple[str, ...] = (),
 ) -> tuple[list[str], bool]:
-    """(lines of the dry run's memory table and communication volume, whether it fits)."""
+    """(lines of the dry run's memory table, communication volume and time, whether it fits). `layouts`: lines on those
+    that were compared.
+    """
     shape = model.known if model else None
     if shape is None or budget is None:
         why = "the model is not on this disk" if model is None else "config.json lacks some of its dimensions"
@@ -199,7 +215,9 @@ def report_lines(
     verdict = "fits" if ok else f"does not fit, by {gib(total - budget.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
-        lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training")
+        together = machine.ranks_per_host if machine and machine.ranks_per_host > 1 else 1
+        of_all = f"; {gib(together * found['host'])} for the {together} ranks of a host" if together > 1 else ""
+        lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training{of_all}")
     loading = memory.loading_bytes(plan, shape, budget.ranks, budget.dims)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")
     largest = largest_rows(plan, shape, budget)
@@ -211,6 +229,9 @@ def report_lines(
             "each rank sends per step of full rows: "
             + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
         )
+    if machine and machine.rates.flops(plan.precision.compute):
+        lines.append(time_line(plan, shape, budget, machine))
+    lines += layouts
     if largest:
         lines.append(
             f"largest batch that fits in one forward: --batch_size {largest} at --context_length "

@@ -179,7 +179,7 @@ SETTINGS = (
     contradicts("reentrant_checkpointing", is_one_of(True), "use_gradient_checkpointing", is_one_of("false")),
     *(
         Conflict(name, SET, beside("dry_run", UNSET), "plans for another machine", "Add --dry_run")
-        for name in ("assume_memory", "assume_world_size")
+        for name in ("assume_memory", "assume_world_size", "assume_device", "assume_interconnect")
     ),
     Conflict("loading_workers", is_one_of(0), ALWAYS, "must be at least 1, or -1: chosen for this machine", ""),
     Conflict("lora_target_modules", EMPTY, ALWAYS, "names nothing", "Name layers, or use all"),

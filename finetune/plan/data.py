@@ -80,6 +80,8 @@ def _allowed_by_memory(draft: Draft, length: int) -> int:
     values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
     if values["cache_dequantized"] == "auto":
         values["cache_dequantized"] = "false"
+    if draft.may_offload:
+        values["use_cpu_offload"] = True
     while length > least:
         plan = Parts(TrainConfig(**values | {"context_length": length}))
         if budget.fits(plan, shape, memory_budget, budget.full_microbatch(plan, 1)):

@@ -27,7 +27,8 @@ class Facts:
     model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
     if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
     `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
-    the data, None if they cannot be read now. `adapter`: that a new run continues from.
+    the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
+    the layout that plan.degrees chose.
     """
 
     backend: Backend
@@ -41,6 +42,7 @@ class Facts:
     environment: dict = field(default_factory=dict)
     sample: Callable[[DataPlan], DataSample | None] | None = None
     adapter: SavedAdapter | None = None
+    degrees: dict = field(default_factory=dict)
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:
@@ -62,7 +64,7 @@ class Draft:
         self.inherited_rows_per_step = inherited.pop("rows_per_step", None)
         # An explicit "auto" inherits like a setting left open.
         explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) in ("auto", "search")}
-        self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto}
+        self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto, **facts.degrees}
         self.adjustments: list[Adjustment] = []
         self.notices: list[str] = []
         self._sampled: tuple = ()
@@ -125,3 +127,9 @@ class Draft:
         unified = self.backend in (Backend.CPU, Backend.MPS, Backend.MLX) and not values["assume_memory"]
         ranks_per_device = self.local_world_size if unified else 1
         return replace(budget, memory_bytes=memory_bytes // ranks_per_device, ranks=self.dims.shards, dims=self.dims)
+
+    @property
+    def may_offload(self) -> bool:
+        """True if the plan may keep weights in host memory where nothing else fits."""
+        accelerated = self.backend is Backend.CUDA or self.assumes_accelerator
+        return accelerated and self.dims.shards > 1 and self.is_open("use_cpu_offload") and self.distribution == "ptd"

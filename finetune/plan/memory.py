@@ -1,12 +1,16 @@
 """The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, offload."""
 
+from dataclasses import dataclass
+
 from backend_manager import Backend, system_memory
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
 from finetune.plan.draft import Draft
+from finetune.plan.machine import machine_of
 from finetune.plan.parts import Parts
 
 HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
@@ -131,9 +135,11 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
     if memory_budget and shape:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
+        given |= {name for name in ("use_cpu_offload", "sharding_strategy") if not draft.is_open(name)}
         if auto_cache and values["cache_dequantized"] == "true":
             drop_dequant_cache(draft, shape, memory_budget, default_tokens)
-        chosen = settle_memory(Parts(TrainConfig(**values)), shape, memory_budget, given)
+        plan = Parts(TrainConfig(**values), draft.dims, draft.distribution)
+        chosen = settle_memory(plan, shape, memory_budget, given, machine_of(draft))
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, shape, memory_budget)
@@ -176,44 +182,142 @@ def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudge
         )
 
 
-# ---- what fits
+# ---- what fits, and which of it is fastest
+
+MOST_TOKENS = 16384  # of a forward that auto chooses on an accelerator
+WORTH = 0.98  # of the time of what is tried before it: what auto must save to depart from it
 
 
-def settle_memory(plan: Parts, shape: KnownShape, memory_budget: MemoryBudget, given: set) -> dict:
-    """{setting: (value, reason)} for use_gradient_checkpointing auto and unset microbatch_tokens.
+@dataclass(frozen=True)
+class Tried:
+    """A plan with some of its open settings settled, its bytes, and its predicted time; None without rates."""
 
-    Smaller microbatches cost less speed than activation checkpointing, so they are tried first, down to one row.
+    plan: Parts
+    needed: int
+    time: StepTime | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows per step."""
+        steps = self.plan.steps
+        return steps.batch_size * steps.accumulation * self.plan.dims.data_ranks
+
+    @property
+    def seconds_per_row(self) -> float:
+        assert self.time is not None
+        return self.time.total / self.rows
+
+
+def settle_memory(
+    plan: Parts, shape: KnownShape, memory_budget: MemoryBudget, given: set, machine: Machine | None = None
+) -> dict:
+    """{setting: (value, reason)} for use_gradient_checkpointing auto and unset microbatch_tokens; beside them, where
+    the machine's rates are known, for use_cpu_offload and sharding_strategy. `given`: names of those that the user set.
+
+    With rates, the fastest predicted of all combinations that fit. Without: smaller microbatches cost less speed than
+    recomputation, so they are tried first, down to one row.
     """
-    settings, chosen = plan.settings, {}
-    words = [settings.use_gradient_checkpointing]
-    if words == ["auto"]:
-        words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
-    default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
-    plain = plan.with_settings(use_gradient_checkpointing=words[0], microbatch_tokens=default)
-    tokens, usable = [default], memory_budget.usable
-    while "microbatch_tokens" not in given and tokens[-1] // 2 >= max(plan.data.row_length, 256):
-        tokens.append(tokens[-1] // 2)
-    tried = [plain.with_settings(use_gradient_checkpointing=w, microbatch_tokens=t) for w in words for t in tokens]
-    used = next((t for t in tried if budget.fits(t, shape, memory_budget)), tried[-1])
-    without = used.with_settings(use_gradient_checkpointing="false")
-    if len(words) > 1:
-        chosen["use_gradient_checkpointing"] = _checkpointing(used, without, shape, memory_budget)
-    if used.steps.microbatch_tokens != default:
-        whole = budget.predicted_bytes(used.with_settings(microbatch_tokens=default), shape, memory_budget)
-        chosen["microbatch_tokens"] = (
-            used.steps.microbatch_tokens,
-            f"{default} tokens per forward would take {gib(whole)} of {gib(usable)}, these take "
-            f"{gib(budget.predicted_bytes(used, shape, memory_budget))}",
-        )
+    tried = combinations(plan, memory_budget, given, machine is not None)
+    first = Tried(tried[0], budget.predicted_bytes(tried[0], shape, memory_budget))
+    used = best_of(tried, shape, memory_budget, machine)
+    chosen: dict[str, tuple] = {}
+    if plan.settings.use_gradient_checkpointing == "auto" and len({t.memory.recompute for t in tried}) > 1:
+        chosen["use_gradient_checkpointing"] = _checkpointing(used.plan, shape, memory_budget, machine)
+    default = first.plan.steps.microbatch_tokens
+    if used.plan.steps.microbatch_tokens != default:
+        reason = _tokens_reason(used, default, shape, memory_budget, machine)
+        chosen["microbatch_tokens"] = (used.plan.steps.microbatch_tokens, reason)
+    for name in ("use_cpu_offload", "sharding_strategy"):
+        before, value = getattr(plan.settings, name), getattr(used.plan.settings, name)
+        if before != value:
+            other = used.plan.with_settings(**{name: before})
+            chosen[name] = (value, _instead(used, other, shape, memory_budget, machine))
     return chosen
 
 
-def _checkpointing(used, without, shape, memory_budget) -> tuple[str, str]:
+def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bool) -> list[Parts]:
+    """The plan with every combination of what is open, what changes least first."""
+    settings, words = plan.settings, [plan.settings.use_gradient_checkpointing]
+    if words == ["auto"]:
+        words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
+    default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
+    tokens = [default]
+    if "microbatch_tokens" not in given:
+        while tokens[-1] // 2 >= max(plan.data.row_length, 256):
+            tokens.append(tokens[-1] // 2)
+        in_batch = plan.steps.batch_size * plan.data.row_length
+        larger = default
+        while timed and memory_budget.device != "cpu" and 2 * larger <= min(in_batch, MOST_TOKENS):
+            larger *= 2
+            tokens.append(larger)
+    on_device = memory_budget.device not in ("cpu", "mps", "mlx")
+    sharded = timed and on_device and memory_budget.ranks > 1
+    offloads = [settings.use_cpu_offload]
+    if sharded and "use_cpu_offload" not in given and not settings.use_cpu_offload:
+        offloads.append(True)
+    strategies = [settings.sharding_strategy]
+    if sharded and "sharding_strategy" not in given and settings.sharding_strategy is None:
+        strategies.append("hybrid_shard_grad_op" if memory_budget.dims.dp_replicate > 1 else "shard_grad_op")
+    return [
+        plan.with_settings(
+            use_gradient_checkpointing=w, microbatch_tokens=t, use_cpu_offload=o, sharding_strategy=strategy
+        )
+        for o in offloads
+        for strategy in strategies
+        for w in words
+        for t in tokens
+    ]
+
+
+def best_of(tried: list[Parts], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None) -> Tried:
+    """The fastest predicted that fits, or the first that fits where no rates are known; the last one if none fits."""
+    found: Tried | None = None
+    for plan in tried:
+        needed = budget.predicted_bytes(plan, shape, memory_budget)
+        if needed > memory_budget.usable:
+            continue
+        if machine is None:
+            return Tried(plan, needed)
+        one = Tried(plan, needed, seconds_per_step(plan, shape, memory_budget, machine))
+        if found is None or one.seconds_per_row < WORTH * found.seconds_per_row:
+            found = one
+    if found is None:
+        found = Tried(tried[-1], budget.predicted_bytes(tried[-1], shape, memory_budget))
+    return found
+
+
+def _checkpointing(used: Parts, shape, memory_budget, machine: Machine | None) -> tuple[str, str]:
+    without = used.with_settings(use_gradient_checkpointing="false")
     word = used.settings.use_gradient_checkpointing
     plain = budget.predicted_bytes(without, shape, memory_budget)
     with_it = used.with_settings(use_gradient_checkpointing="true")
     recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget), memory_budget.usable
     if word == "false":
         return word, f"{gib(plain)} predicted without it fits in {gib(usable)}; {gib(recomputed)} with it"
+    if plain <= usable:
+        return word, f"with {used.steps.microbatch_tokens} tokens per forward it is predicted the fastest that fits"
     fact = f"{gib(recomputed)} with it {'fits' if recomputed <= usable else 'does not fit either'}"
     return word, f"{gib(plain)} predicted without it does not fit in {gib(usable)}; {fact}"
+
+
+def _tokens_reason(used: Tried, default: int, shape, memory_budget, machine: Machine | None) -> str:
+    other = used.plan.with_settings(microbatch_tokens=default)
+    whole = budget.predicted_bytes(other, shape, memory_budget)
+    if whole > memory_budget.usable or used.time is None or machine is None:
+        taken = f"would take {gib(whole)} of {gib(memory_budget.usable)}, these take {gib(used.needed)}"
+        return f"{default} tokens per forward {taken}"
+    return _instead(used, other, shape, memory_budget, machine)
+
+
+def _instead(used: Tried, other: Parts, shape, memory_budget, machine: Machine | None) -> str:
+    """Why `used` is taken and not `other`."""
+    needed = budget.predicted_bytes(other, shape, memory_budget)
+    if needed > memory_budget.usable:
+        return (
+            f"{gib(needed)} predicted without it does not fit in {gib(memory_budget.usable)}; "
+            f"{gib(used.needed)} with it"
+        )
+    if machine is None or used.time is None:
+        return "nothing else fits"
+    slower = seconds_per_step(other, shape, memory_budget, machine).total
+    return f"predicted {seconds_said(used.time.total)} per step, {seconds_said(slower)} otherwise"

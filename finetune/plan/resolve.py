@@ -3,6 +3,7 @@
 `resolve_plan` runs before anything is loaded; plan.finalize runs once after loading. Nothing changes after that.
 """
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from finetune.distributed.parallel_dims import check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
+from finetune.estimate.rates import assumed_memory, links_of
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
-from finetune.plan import conflicts
+from finetune.plan import conflicts, degrees
 from finetune.plan.adapter import saved_adapter
 from finetune.plan.amount import amount, amount_said, training_rows
 from finetune.plan.backend import choose_cpu_matmul
@@ -23,6 +25,7 @@ from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.learning_rate import auto_rate, steps_of
+from finetune.plan.machine import machine_of
 from finetune.plan.memory import resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
@@ -43,9 +46,7 @@ def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> 
     """Resolves what the user asked for against what the machine can do and the model's config. Raises PlanError.
     `now` names the default output_dir.
     """
-    draft = Draft(requested, facts)
-    for rule in RULES:
-        rule(draft)
+    draft, layouts = with_degrees(settled(requested, facts))
     default_output_dir(draft, now or datetime.now())
     return RunPlan(
         settings=TrainConfig(**draft.values),
@@ -58,7 +59,38 @@ def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> 
         distribution=draft.distribution,
         shape=draft.shape,
         memory_budget=draft.memory_budget(),
+        machine=machine_of(draft),
+        layouts=layouts,
     )
+
+
+def settled(requested: dict, facts: Facts) -> Draft:
+    """The draft after all rules."""
+    draft = Draft(requested, facts)
+    for rule in RULES:
+        rule(draft)
+    return draft
+
+
+def with_degrees(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
+    """The draft with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it."""
+    machine, room = machine_of(draft), draft.memory_budget()
+    shape = draft.shape.known if draft.shape else None
+    if not (degrees.is_open(draft) and machine and room and shape):
+        return draft, ()
+    plan = Parts(TrainConfig(**draft.values), draft.dims, draft.distribution)
+    fitting, others = degrees.choices(draft, plan, shape, machine)
+    lines = tuple(degrees.lines_of(fitting, others, room))
+    for tried in fitting:
+        if tried.plan.dims == draft.dims:
+            return draft, lines
+        try:
+            found = settled(draft.requested, replace(draft.facts, degrees=degrees.flags(tried.plan.dims)))
+        except PlanError:  # what else is asked for does not compose with this layout
+            continue
+        degrees.say(found, tried, fitting)
+        return found, lines
+    return draft, lines
 
 
 def deprecated_aliases(draft: Draft) -> None:
@@ -115,8 +147,14 @@ def contradictions(draft: Draft) -> None:
     """Settings that contradict each other, and values outside their range."""
     values = draft.values
     check(draft, conflicts.SETTINGS)
-    if values["assume_memory"]:
+    if values["assume_device"]:
+        memory = assumed_memory(values["assume_device"])
+        if values["assume_memory"] is None:
+            draft.adjust("assume_memory", f"{memory / 2**30:.1f}GiB", f"the memory of {values['assume_device']}")
+    elif values["assume_memory"]:
         parse_size(values["assume_memory"])
+    if values["assume_interconnect"]:
+        links_of(values["assume_interconnect"], "a100")
     if draft.given("max_steps") and values["max_steps"] > 0 and draft.given("num_epochs"):
         draft.notices.append(f"num_epochs {values['num_epochs']} is overridden by max_steps {values['max_steps']}")
 

@@ -6,6 +6,7 @@ from finetune.config import FIELDS, TrainConfig
 from finetune.data.sampler import Cursor
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.step_time import Machine
 from finetune.model_files.files import ModelFiles, find_model_of
 from finetune.plan.parts import Parts
 from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
@@ -16,8 +17,9 @@ from finetune.schedule import Schedule
 class RunPlan(Parts, PlanBase):
     """What will run: the parts, and how they were found. `requested`: only what the user set.
 
-    `shape`, `memory_budget` and `files` are what the plan was resolved against: they are not saved, and each rank finds
-    the model's files on its own host. `day`: that chat templates print, the first day of the run.
+    `shape`, `memory_budget`, `machine` and `files` are what the plan was resolved against: they are not saved, and each
+    rank finds the model's files on its own host. `day`: that chat templates print, the first day of the run. `layouts`:
+    lines on the layouts of the ranks that were compared.
     """
 
     requested: dict
@@ -30,8 +32,10 @@ class RunPlan(Parts, PlanBase):
     memory_budget: MemoryBudget | None = None
     files: ModelFiles | None = None
     day: str = ""
+    machine: Machine | None = None
+    layouts: tuple[str, ...] = ()
     OUTPUT = "output_dir"
-    LOCAL = ("shape", "memory_budget", "files")
+    LOCAL = ("shape", "memory_budget", "files", "machine", "layouts")
 
     @property
     def asked_length(self) -> str:

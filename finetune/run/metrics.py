@@ -56,6 +56,8 @@ class Summary:
     scored_answer: str | None = None
     peak: dict | None = None
     predicted: dict | None = None
+    predicted_step: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
     findings: list = field(default_factory=list)
     best: dict | None = None
     best_folder: str | None = None
@@ -265,7 +267,9 @@ class Metrics:
             self.say(self.step_line())
 
     def start(self, data, predicted: dict) -> None:
-        """The `start` event. `predicted`: bytes, see report.memory_table."""
+        """The `start` event. `predicted`: bytes, see report.memory_table; `step`: a step_time.StepTime, or None."""
+        time = predicted.pop("step", None)
+        self.summary.predicted_step = time and time.total
         self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
         facts = {} if self.quiet else facts_of(data)
         self.event(
@@ -275,6 +279,7 @@ class Metrics:
             versions=versions(),
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
+            predicted_seconds_per_step=time and {"total": time.total, "items": time.items, "hidden": time.hidden},
             data=data.train.counts | {"sha256": data.train.digest()},
             facts=facts,
         )
@@ -287,6 +292,7 @@ class Metrics:
         peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
         self.left.took("step", seconds)
+        self.summary.step_seconds.append(seconds)
         self.watch.add(result.loss)
         tokens_per_s = result.num_tokens / seconds
         self.event(

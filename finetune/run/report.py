@@ -1,6 +1,7 @@
 """Printed reports: the plan before the first step, the closing table after the last, and the next command to run."""
 
 import shlex
+from statistics import median
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
@@ -167,6 +168,15 @@ def time_line(state, summary: Summary) -> str:
     return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
 
 
+def step_lines(summary: Summary) -> list[str]:
+    """The line on a step's time beside its prediction; nothing where none was made."""
+    if not (summary.predicted_step and summary.step_seconds):
+        return []
+    took = median(summary.step_seconds)
+    off = summary.predicted_step / took - 1
+    return [f"time of a step: {took:.2g} s, the median ({summary.predicted_step:.2g} predicted, {off:+.0%})"]
+
+
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
     peak = summary.peak["total"] if summary.peak else 0
@@ -232,7 +242,8 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
         before = "(resumed)" if r.sample_before is None else r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
-    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *memory_lines(r, s.verbose)]
+    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *step_lines(r)]
+    lines += memory_lines(r, s.verbose)
     lines += [f"look at this: {finding.text}" for finding in r.findings]
     if code and not (s.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]

@@ -47,11 +47,12 @@ def test_what_is_not_a_size_is_one_line(text):
     assert "\n" not in str(error.value)
 
 
-def test_a_70b_that_does_not_fit_two_devices_is_offered_host_memory():
+def test_a_70b_that_does_not_fit_two_devices_is_kept_in_host_memory():
     flags = ("--model_name", "examples/configs/llama-3-70b", "--assume_memory", "24GiB", "--assume_world_size", "2")
-    code, out, _ = dry_run(*flags)
+    code, out, _ = dry_run(*flags, "--use_cpu_offload", "false")
     assert code == 2 and "--use_cpu_offload true: -" in out and "GiB of host memory per rank" in out
-    code, out, _ = dry_run(*flags, "--use_cpu_offload", "true")
+    code, out, _ = dry_run(*flags)
+    assert "use_cpu_offload: false -> true" in out and "use_gradient_checkpointing: auto -> true" in out
     assert code == 0 and "of host memory per rank, during training" in out and "  base " not in out
     plan, shape = plan_of_kind("qlora", "bf16"), shape_of("llama-3-70b")
     kept, moved = (

@@ -1,0 +1,158 @@
+"""What a device computes and moves in a second: as probed here, or as its maker documents it.
+
+Sources: NVIDIA's and AMD's data sheets, dense products with fp32 accumulation, memory bandwidth, one direction of the
+links between devices. A large product reaches ATTAINED of the documented rate, and a kernel that only reads and writes
+ATTAINED of the bandwidth; none of the documented rates was measured here.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from finetune.errors import PlanError
+from finetune.estimate.budget import GIB, parse_size
+
+ATTAINED = 0.7
+LAUNCH_SECONDS = 8e-6  # of host time per operator of an accelerator, its part of autograd included
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank's device. `products`: FLOP/s of large matrix products by precision; `memory`: bytes/s read and
+    written by a kernel; `launch`: seconds of host time per operator; `host_link`: bytes/s to host memory, one way.
+    `runs_ahead`: the host starts operators while the device computes. `source`: where the numbers are from.
+    """
+
+    products: dict[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+    launch: float = LAUNCH_SECONDS
+    host_link: float = 20e9
+    runs_ahead: bool = True
+    source: str = ""
+
+    def flops(self, precision: str) -> float:
+        """Of products in 'fp32', 'bf16' or 'fp16'; fp16's are bf16's where only those are known, and the reverse."""
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(precision, "fp32")
+        return self.products.get(precision) or self.products.get(other) or self.products["fp32"]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between ranks: bytes/s of one rank in one direction, within a host and between hosts; seconds per call.
+
+    `hides`: a collective runs beside the products of the next layer.
+    """
+
+    near: float
+    far: float
+    latency: float = 20e-6
+    per_host: int = 8
+    hides: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A documented device: GB of memory, TFLOP/s in 16 bits and in fp32, GB/s of its memory, its usual link."""
+
+    memory_gb: float
+    half: float
+    single: float
+    bandwidth: float
+    link: str = "pcie"
+
+
+DEVICES = {
+    "t4": Device(16, 65, 8.1, 320),
+    "v100": Device(32, 125, 15.7, 900, "nvlink"),
+    "l4": Device(24, 121, 30.3, 300),
+    "a10": Device(24, 125, 31.2, 600),
+    "rtx3090": Device(24, 71, 35.6, 936),
+    "rtx4090": Device(24, 165, 82.6, 1008),
+    "rtx5090": Device(32, 210, 104.8, 1792),
+    "a6000": Device(48, 155, 38.7, 768),
+    "l40s": Device(48, 362, 91.6, 864),
+    "a100-40gb": Device(40, 312, 19.5, 1555, "nvlink"),
+    "a100": Device(80, 312, 19.5, 2039, "nvlink"),
+    "h100": Device(80, 989, 67, 3350, "nvlink"),
+    "h200": Device(141, 989, 67, 4800, "nvlink"),
+    "b200": Device(180, 2250, 80, 8000, "nvlink"),
+    "mi300x": Device(192, 1307, 163, 5300, "nvlink"),
+}
+# Taken where only the memory is known: the first with as much of it.
+BY_MEMORY = ("t4", "rtx4090", "rtx5090", "a100-40gb", "l40s", "a100", "h200", "mi300x")
+# GB/s of one rank in one direction: between devices of a host, and between hosts.
+WITHIN_HOST = {"nvlink": 300, "pcie": 16}
+BETWEEN_HOSTS = {"ib": 40, "ethernet": 3}
+RANKS_PER_HOST = 8
+LOOPBACK = Links(near=1.5e9, far=0.1e9, latency=150e-6, hides=False, name="Gloo over loopback")
+
+
+def documented(name: str) -> Rates:
+    """Rates of a device of DEVICES. Raises PlanError for another name."""
+    found = _device(name)
+    half, single = found.half * 1e12 * ATTAINED, found.single * 1e12 * ATTAINED
+    products = {"bf16": half, "fp16": half, "fp32": single}
+    return Rates(products, found.bandwidth * 1e9 * ATTAINED, source=f"{name.upper()}, as documented")
+
+
+def device_of_memory(memory_bytes: int) -> str:
+    """A common device with this much memory or a little more: what is assumed where only the memory is given."""
+    gigabytes = memory_bytes / 1e9
+    return next((name for name in BY_MEMORY if DEVICES[name].memory_gb * 1.08 >= gigabytes), BY_MEMORY[-1])
+
+
+def links_of(word: str | None, device: str, per_host: int = RANKS_PER_HOST) -> Links:
+    """Links by --assume_interconnect: a word for one of the two, or bytes/s such as 25GB for both; the other one, and
+    both without it, are the device's usual ones. Raises PlanError.
+    """
+    usual = _device(device).link
+    near, far = usual, "ib" if usual == "nvlink" else "ethernet"
+    if word is None or word in WITHIN_HOST:
+        near = word or near
+    elif word in BETWEEN_HOSTS:
+        far = word
+    elif re.fullmatch(r"[\d.]+\s*[KMGT]?i?B", word, re.I):
+        rate = float(parse_size(word, "--assume_interconnect"))
+        return Links(rate, rate, per_host=per_host, name=f"{rate / 1e9:g} GB/s between ranks")
+    else:
+        known = ", ".join((*WITHIN_HOST, *BETWEEN_HOSTS))
+        raise PlanError(
+            f"--assume_interconnect {word}: not known. Use one of {known}, or bytes per second such as 25GB."
+        )
+    return Links(
+        WITHIN_HOST[near] * 1e9, BETWEEN_HOSTS[far] * 1e9, per_host=per_host, name=f"{near}, {far} between hosts"
+    )
+
+
+def probed(rates: dict, threads: int, accelerator: bool) -> Rates | None:
+    """Rates by what `backend.probes` measured: of the device, or of one CPU thread. None if it measured nothing."""
+    if not rates:
+        return None
+    many = 1 if accelerator else threads
+    products = {name: value * many for name, value in rates["products"].items()}
+    if not accelerator and rates["products"].get("onednn"):
+        products["fp32"] = max(products["fp32"], products["onednn"])
+    return Rates(
+        products,
+        rates["memory"] * (1 if accelerator else min(many, 4)),
+        rates["operator"],
+        runs_ahead=accelerator,
+        source="measured here",
+    )
+
+
+def assumed_memory(device: str) -> int:
+    """Bytes of memory of a documented device: drivers report about one percent less than the GiB it is sold as.
+    Raises PlanError.
+    """
+    return int(0.99 * _device(device).memory_gb * GIB)
+
+
+def _device(name: str) -> Device:
+    """Raises PlanError for a name that is not in DEVICES."""
+    found = DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))
+    if found is None:
+        raise PlanError(
+            f"--assume_device {name}: not known. Use one of {', '.join(DEVICES)}, or --assume_memory alone."
+        )
+    return found

@@ -1,0 +1,323 @@
+"""Seconds of a step, item by item, from the model's dimensions, the plan, and the rates of a device and its links.
+
+Products are counted as in "Scaling Laws" (Kaplan et al. 2020, section 2.1): 2 FLOP per weight and token forward, the
+same for the gradient of an input and for that of a weight; a product takes the longer of its FLOP at the device's rate
+and of reading its weight. Collectives are those of estimate.communication, at the rates of a ring (Patarasuk and Yuan
+2009). What autograd saves was written and is read again, and what lies between was too: a multiple of the saved bytes,
+fitted with benchmarks/step_time.py.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from finetune.distributed.parallel_dims import AXES, ParallelDims
+from finetune.estimate import activations, communication, memory
+from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, full_microbatch
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.rates import Links, Rates
+from finetune.plan.parts import Parts
+
+TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
+OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
+OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
+BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
+OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
+OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
+BUBBLE_OF_STAGE = 1.0  # of a microbatch's time, by stage but the first, that a pipeline fills and drains
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """`items`: {name: seconds}, of which `hidden` seconds run beside products; `total` of a step."""
+
+    items: dict[str, float]
+    hidden: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.items.values()) - self.hidden
+
+    def __str__(self) -> str:
+        largest = sorted(self.items.items(), key=lambda item: -item[1])
+        shown = [f"{name} {seconds_said(n)}" for name, n in largest if n >= 0.02 * self.total][:5]
+        hidden = f" ({seconds_said(self.hidden)} of them beside products)" if self.hidden > 0.02 * self.total else ""
+        return f"{seconds_said(self.total)} per step: {', '.join(shown)}{hidden}"
+
+
+def seconds_said(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step: its part of the model, and `count` microbatches of one shape."""
+
+    m: ModelCost
+    microbatch: MicrobatchShape
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatch.num_tokens
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step runs on: one rank's device and the links between ranks; `row_tokens`: mean of a row, None if it is
+    not known: rows are then as long as the context.
+    """
+
+    rates: Rates
+    links: Links | None = None
+    row_tokens: float | None = None
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.links.per_host if self.links else 1
+
+
+def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> StepTime:
+    """Of the plan's average step on these devices."""
+    microbatch, count = average_microbatch(plan, machine.row_tokens)
+    return step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
+
+
+def average_microbatch(plan: Parts, row_tokens: float | None = None) -> tuple[MicrobatchShape, int]:
+    """(a microbatch of equal rows, how many of them a rank takes per step), which together have a step's tokens."""
+    data, steps = plan.data, plan.steps
+    full, rows = full_microbatch(plan), steps.batch_size
+    if row_tokens is None or data.documents_per_row > 1:
+        groups = -(-rows * data.documents_per_row // len(full.lengths))
+        return full, steps.accumulation * groups
+    length = min(row_tokens, data.context_length)
+    fitting = max(1, int((steps.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // length))
+    groups = -(-rows // fitting)
+    each = max(1, round(rows / groups))
+    tokens = max(1, round(rows * length / groups / each))
+    return MicrobatchShape.full_rows(
+        each, tokens, full.layout, steps.accumulation * groups > 1
+    ), steps.accumulation * groups
+
+
+def step_time(
+    plan: Parts,
+    shape: KnownShape,
+    dims: ParallelDims,
+    microbatch: MicrobatchShape,
+    count: int,
+    machine: Machine,
+    device: str = "cuda",
+) -> StepTime:
+    """Of a step of `count` microbatches per rank. `microbatch`: before context parallelism divides it."""
+    rates, links = machine.rates, machine.links
+    part, own = memory.per_rank(shape, microbatch, dims)
+    work = Work(ModelCost(part, plan, device), own, count)
+    items = compute_items(work, rates, dims)
+    computed, started = sum(items.values()), launch_seconds(work, rates)
+    if rates.runs_ahead:
+        items["waiting for the host"] = max(0.0, started - computed)
+    else:
+        items["operators"] = started
+    busy = sum(items.values())
+    if dims.pp > 1:
+        items["bubble"] = busy / count * (dims.pp - 1) * BUBBLE_OF_STAGE
+    items |= offload_items(work, rates, dims, machine.ranks_per_host)
+    items["optimizer"] = optimizer_seconds(work, rates, dims)
+    hidden = 0.0
+    if dims.world_size > 1 and links:
+        sent, beside = exchange_seconds(plan, shape, dims, microbatch, count, links)
+        items |= sent
+        layers = max(1, part.num_layers)
+        hidden = min(beside, busy) * (1 - 1 / layers) if links.hides else 0.0
+    copied = items.get("offload", 0.0)
+    if rates.runs_ahead:
+        hidden += min(copied, max(0.0, busy - hidden))
+    return StepTime({name: n for name, n in items.items() if n > 0}, hidden)
+
+
+# ---- what a rank computes
+
+
+def compute_items(work: Work, rates: Rates, dims: ParallelDims) -> dict[str, float]:
+    """{item: seconds} of the products, the attention, what is dequantized and what lies between."""
+    m, plan, tokens, count = work.m, work.m.plan, work.tokens, work.count
+    word = plan.precision.compute
+    forward = sum(n * _product(tokens, *size, m, rates, word) for size, n in m.shape.linear_sizes.items())
+    forward += sum(_expert_products(tokens, m, rates, word))
+    part = m.learning_layers / max(1, m.shape.num_layers)
+    times = 1 + part * (2 if m.full else 1)
+    recomputed = part if plan.memory.recompute else 0.0
+    targets = -(-work.microbatch.num_targets // dims.tp)
+    head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
+    attention = attention_seconds(work, rates, word)
+    dequantized = dequantized_seconds(m, rates)
+    items = {
+        "products": count * (forward * times + head * (3 if m.full else 2)),
+        "adapters": count * adapter_seconds(work, rates, word),
+        "recomputation": count * recomputed * (forward + attention),
+        "attention": count * attention * (1 + part * BACKWARD_OF_ATTENTION),
+        "dequantization": count * dequantized * (1 + part + recomputed),
+        "between": count * between_seconds(work, rates, targets) * (1 + recomputed / 3),
+    }
+    return items
+
+
+def _product(tokens: int, rows: int, columns: int, m: ModelCost, rates: Rates, word: str) -> float:
+    """Seconds of one product with a matrix: by FLOP, or by reading the matrix where the tokens are few."""
+    return max(2.0 * tokens * rows * columns / rates.flops(word), m.compute * rows * columns / rates.memory)
+
+
+def _expert_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> list[float]:
+    """Of each expert projection of all layers: the tokens' own experts are computed, all that they reach are read."""
+    shape = m.shape
+    found: list[float] = []
+    if not shape.num_experts:
+        return found
+    active = tokens * shape.experts_per_token
+    for rows, columns in shape.expert_matrices():
+        one = rows // shape.num_experts * columns
+        reached = min(shape.num_experts // max(1, m.plan.parallel.ep), active)
+        found.append(max(2.0 * active * one / rates.flops(word), m.compute * reached * one / rates.memory))
+    return found
+
+
+def adapter_seconds(work: Work, rates: Rates, word: str) -> float:
+    """Forward and backward of the adapters' thin products, which memory bounds: their inputs and outputs are read."""
+    m, tokens = work.m, work.tokens
+    if m.full:
+        return 0.0
+    widths = tokens * adapter_widths(m)
+    return max(3 * widths * m.compute / rates.memory, 6 * widths * m.adapter.rank / rates.flops(word))
+
+
+@remembered
+def adapter_widths(m: ModelCost) -> int:
+    """Rows and columns of all matrices with an adapter, for one token."""
+    dense = sum(rows + columns for _, rows, columns in m.adapted)
+    experts = sum(rows // m.shape.num_experts + columns for rows, columns in adapted_experts(m))
+    return dense + m.shape.experts_per_token * experts
+
+
+def attention_seconds(work: Work, rates: Rates, word: str) -> float:
+    """Forward of all layers: two products over the pairs of positions that a causal mask and a window leave."""
+    shape, m = work.m.shape, work.m
+    pairs = 0.0
+    for rows, length in work.microbatch.groups():
+        seen = min(length, shape.window or length)
+        pairs += rows * (length * seen - seen * (seen - 1) / 2)
+    return shape.num_layers * 4.0 * pairs * m.q / rates.flops(word)
+
+
+def dequantized_seconds(m: ModelCost, rates: Rates) -> float:
+    """Of writing every quantized matrix once in the compute dtype."""
+    quantization = m.plan.quantization
+    if m.full or quantization is None or m.plan.memory.cache_dequantized:
+        return m.compute * m.shape.linear_weights / rates.memory if m.autocast else 0.0
+    weights = m.shape.linear_weights + m.shape.expert_weights
+    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.memory
+
+
+DEQUANTIZED_TRAFFIC = 2.0  # bytes moved per byte of a dense weight while it is made
+
+
+def between_seconds(work: Work, rates: Rates, targets: int) -> float:
+    """Norms, activations, rotations, sums and the loss: what reads and writes, of one forward and backward."""
+    m = work.m
+    saved = m.learning_layers * activations.layer_activation_bytes(m, work.microbatch)
+    logits = 4.0 * targets * m.shape.vocab_size
+    return (TRAFFIC_PER_SAVED_BYTE * saved + 6 * logits) / rates.memory
+
+
+def launch_seconds(work: Work, rates: Rates) -> float:
+    """Host time to start the operators of a step."""
+    m, recompute = work.m, work.m.plan.memory.recompute
+    runs = {"forward": 1 + recompute, "backward": 1}
+    layers = sum(n * OPERATORS_PER_LAYER[way] for way, n in runs.items()) * m.shape.num_layers
+    adapters = 0 if m.full else sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
+    return work.count * (layers + adapters) * rates.launch
+
+
+def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
+    trained = sum(memory.trainable_tensors(work.m, dims.shards))
+    return 0.0 if work.m.plan.memory.offload else trained * OPTIMIZER_TRAFFIC / rates.memory
+
+
+def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -> dict[str, float]:
+    """Copies between host and device of weights and gradients, and the update on the host."""
+    m, plan, found = work.m, work.m.plan, {}
+    if plan.memory.offload and rates.runs_ahead:
+        own = memory.base_bytes(m, dims.shards) + 4 * sum(memory.trainable_tensors(m, dims.shards))
+        trained = sum(memory.trainable_tensors(m, dims.shards))
+        gathers = 2 if plan.parallel.reshard_after_forward else 1
+        found["offload"] = (work.count * gathers * own + 4 * trained) / rates.host_link
+        sharing = min(per_host, dims.world_size)
+        found["update on the host"] = trained * OPTIMIZER_TRAFFIC * sharing / OFFLOADED_UPDATE
+    if plan.memory.offload_activations and rates.runs_ahead:
+        without = plan.with_settings(use_activation_cpu_offload=False)
+        kept = activations.activation_bytes(replace(m, plan=without), work.microbatch)
+        found["offload"] = found.get("offload", 0.0) + 2 * work.count * kept / rates.host_link
+    return found
+
+
+# ---- what ranks exchange
+
+
+NAMES = {
+    ("all_gather", "dp_shard"): "gathers",
+    ("reduce_scatter", "dp_shard"): "reductions",
+    ("all_gather", "expert_shard"): "gathers",
+    ("reduce_scatter", "expert_shard"): "reductions",
+    ("all_reduce", "dp_replicate"): "reductions",
+    ("all_reduce", "tp"): "tensor parallelism",
+    ("all_to_all", "ep"): "expert parallelism",
+    ("all_gather", "cp"): "context parallelism",
+    ("reduce_scatter", "cp"): "context parallelism",
+    ("send", "pp"): "pipeline",
+    ("all_reduce", "pp"): "pipeline",
+}
+
+
+def exchange_seconds(
+    plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape, count: int, links: Links
+) -> tuple[dict[str, float], float]:
+    """({item: seconds}, the seconds of those that run beside products) of a step's collectives."""
+    work = communication.traffic_of(plan, shape, dims, microbatch)
+    work = replace(work, tokens=(microbatch.num_tokens,) * count)
+    items: dict[str, float] = {}
+    beside = 0.0
+    for exchange in communication.exchanges(dims, work, stage=dims.pp - 1):
+        seconds = exchange.calls * links.latency + _ring_bytes(exchange, dims) / _rate(exchange.axes, dims, links)
+        name = NAMES[exchange.kind, exchange.axes[0]]
+        items[name] = items.get(name, 0.0) + seconds
+        beside += seconds if exchange.beside_products else 0.0
+    return items, beside
+
+
+def _ring_bytes(exchange: communication.Exchange, dims: ParallelDims) -> float:
+    """Bytes that a rank sends in a ring for what it passes to the collective."""
+    size = group_size(exchange.axes, dims)
+    times = {
+        "all_gather": size - 1,
+        "reduce_scatter": (size - 1) / size,
+        "all_reduce": 2 * (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+        "send": 1,
+    }
+    return exchange.num_bytes * times[exchange.kind]
+
+
+def group_size(axes: tuple[str, ...], dims: ParallelDims) -> int:
+    return prod(dims.expert_shards if axis == "expert_shard" else getattr(dims, axis) for axis in axes)
+
+
+def _rate(axes: tuple[str, ...], dims: ParallelDims, links: Links) -> float:
+    """Bytes/s of the slowest link of a group: within a host, if all of its ranks are."""
+    along = ["dp_shard" if axis in ("ep", "expert_shard") else axis for axis in axes]
+    last = max(AXES.index(axis) for axis in along)
+    first = min(AXES.index(axis) for axis in along)
+    inner = prod(dims.mesh_shape[last + 1 :])
+    reach = inner * prod(dims.mesh_shape[first : last + 1])
+    if axes == ("ep",):  # adjacent ones of the shards
+        reach = inner * dims.ep
+    return links.near if reach <= links.per_host else links.far

@@ -1,0 +1,97 @@
+"""The predicted time of a step, and what the plan chooses by it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.errors import PlanError
+from finetune.estimate import budget, rates, step_time
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.plan.degrees import layouts
+from finetune.plan.memory import best_of, combinations
+from tests.support.planned import GIB, dry_run, plan_of_kind, shape_of
+
+H100 = step_time.Machine(rates.documented("h100"), rates.links_of(None, "h100"))
+SHAPE = "qwen3-32b"
+
+
+def time_of(dims=ParallelDims(), tokens=2048, count=1, machine=H100, **settings):  # noqa: B008  frozen
+    settings = dict(use_gradient_checkpointing="false") | settings
+    plan = replace(plan_of_kind("lora", "bf16", **settings), dims=dims)
+    microbatch = MicrobatchShape.full_rows(tokens // 512, 512)
+    return step_time.step_time(plan, shape_of(SHAPE), dims, microbatch, count, machine)
+
+
+def test_the_total_is_the_items_less_what_is_hidden():
+    found = time_of(ParallelDims(dp_shard=8))
+    assert found.total == pytest.approx(sum(found.items.values()) - found.hidden) and 0 < found.hidden
+
+
+def test_products_are_four_flop_per_weight_and_token_at_the_rate_of_the_device():
+    plain = time_of(tokens=8192)
+    weights, shape = shape_of(SHAPE).linear_weights, shape_of(SHAPE)
+    flop = 4 * 8192 * (weights + shape.vocab_size * shape.hidden_size)
+    assert plain.items["products"] == pytest.approx(flop / H100.rates.flops("bf16"))
+    assert time_of(tokens=4096, count=2).items["products"] == pytest.approx(plain.items["products"])
+    more = time_of(tokens=8192, use_gradient_checkpointing="true").items["recomputation"]
+    assert more == pytest.approx(plain.items["products"] / 2, rel=0.1)  # without the head, with attention
+
+
+def test_a_gather_is_a_ring_over_the_slowest_link():
+    near, far = (time_of(ParallelDims(dp_shard=n)).items["gathers"] for n in (8, 16))
+    assert far / near == pytest.approx(15 / 14 * H100.links.near / H100.links.far, rel=0.1)
+
+
+def test_the_fastest_combination_that_fits_is_taken():
+    shape, room = shape_of(SHAPE), budget.MemoryBudget(24 * GIB, "cuda", 4, ParallelDims(dp_shard=4))
+    plan = replace(plan_of_kind("qlora", "bf16", use_gradient_checkpointing="auto", batch_size=16), dims=room.dims)
+    tried = combinations(plan.with_settings(microbatch_tokens=None), room, set(), timed=True)
+    seconds = [
+        step_time.seconds_per_step(t, shape, room, H100).total
+        for t in tried
+        if budget.predicted_bytes(t, shape, room) <= room.usable
+    ]
+    assert 1 < len(seconds) < len(tried)
+    assert best_of(tried, shape, room, H100).time.total <= min(seconds) / 0.98
+
+
+def test_layouts_multiply_to_the_world_size_and_divide_the_model():
+    shape = shape_of("mixtral-8x22b")
+    found = layouts(16, shape, 4096, 8)
+    assert found[0] == ParallelDims(dp_shard=16) and len(set(found)) == len(found) > 20
+    assert all(dims.world_size == 16 and shape.num_kv_heads % dims.tp == 0 for dims in found)
+    assert {dims.ep for dims in found} == {1, 2, 4, 8} and {dims.cp for dims in found} == {1}
+    assert {dims.cp for dims in layouts(16, shape, 131072, 8)} == {1, 2, 4, 8, 16}
+
+
+def test_a_dry_run_chooses_the_degrees_of_assumed_ranks_and_no_others():
+    flags = f"--model_name examples/configs/{SHAPE} --assume_device h100 --assume_world_size 8 --train_type lora"
+    code, out, err = dry_run(flags)
+    assert code == 0, err
+    assert "layouts of 8 ranks, the fastest predicted first:" in out and re.search(
+        r"predicted [\d.]+ s per step: ", out
+    )
+    assert "dp_degree: 1 -> " in out and "the memory of h100" in out
+    code, out, err = dry_run(f"{flags} --dp_shards 8")
+    assert code == 0 and "layouts of" not in out and "ranks: 8 (dp_shards 8)" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    [
+        ("--assume_device abacus --assume_world_size 2", "--assume_device abacus: not known. Use one of t4, "),
+        ("--assume_memory 24GiB --assume_interconnect string", "--assume_interconnect string: not known. Use one of "),
+    ],
+)
+def test_an_unknown_device_or_link_is_one_line(flags, fact):
+    code, _, err = dry_run(f"--model_name examples/configs/{SHAPE} {flags}")
+    assert code == 2 and fact in err and len(err.splitlines()) == 1
+
+
+def test_a_rate_of_links_in_bytes_is_of_both():
+    links = rates.links_of("25GB", "h100")
+    assert links.near == links.far == 25e9
+    with pytest.raises(PlanError, match="--assume_interconnect 1"):
+        rates.links_of("1", "h100")
