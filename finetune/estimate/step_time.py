@@ -3,8 +3,8 @@
 Products are counted as in "Scaling Laws" (Kaplan et al. 2020, section 2.1): 2 FLOP per weight and token forward, the
 same for the gradient of an input and for that of a weight; a product takes the longer of its FLOP at the device's rate
 and of reading its weight. Collectives are those of estimate.communication, at the rates of a ring (Patarasuk and Yuan
-2009). What autograd saves was written and is read again, and what lies between was too: a multiple of the saved bytes. That
-multiple and the numbers of operators are estimates, not fitted yet; benchmarks/step_time.py compares.
+2009). What autograd saves was written and is read again, and what lies between was too: a multiple of the saved bytes.
+That multiple and the numbers of operators are estimates, not fitted yet; benchmarks/step_time.py compares.
 """
 
 from dataclasses import dataclass, replace
