@@ -256,7 +256,10 @@ def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
             f"--model_name: {name} lets a token see those after it (they move logits {moved:.1e} times as far as "
             f"those before it), so it is not a causal language model. {_decoder_remedy(model)}"
         )
-    if not (own - short).abs().max().item() <= limit * scale + limit / 10 * own.abs().max().item():
+    # Rounding at other numbers of rows: of SmolLM2-135M in bf16, one token moves by 0.14 of the scale, the others by at
+    # most 0.03. A model that reads the length moves all of them.
+    by_token, allowed = (own - short).abs().amax(-1), limit * scale + limit / 10 * own.abs().max().item()
+    if not (by_token.max().item() <= allowed or by_token.mean().item() <= allowed / 2):
         raise PlanError(
             f"--model_name: {name} gives a token other logits when other numbers of tokens follow it, so it is not a "
             "causal language model. Give another."
