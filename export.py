@@ -316,7 +316,8 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     settings = replace(run or TrainConfig(), score_dataset=dataset)
     alone = replace(settings, dataset=None, validation_dataset=None)
     datasets = read_datasets(Parts(alone).data)["score"]
-    how = argparse.Namespace(checkpoint=str(folder), device=None, precision="auto", n_bits=None)
+    precision = run.precision if run else "auto"  # a score in another one would not say what the merge changed
+    how = argparse.Namespace(checkpoint=str(folder), device=None, precision=precision, n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
     rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, settings.context_length)
     loss = f"loss {result.loss:.4f}"

@@ -169,7 +169,7 @@ def right_rows(predictions: list[dict], name: str) -> list[int]:
 def test_of_32_rows_each_is_answered_as_in_the_run_and_the_export_s_score_stands_beside(kind, tmp_path, run, capsys):
     """Row by row: what the run found right is what score.py finds right; the merged model's score is printed too."""
     rows = jsonl(tmp_path / "32.jsonl", SAID[:32])
-    flags = dict(dataset=jsonl(tmp_path / "said.jsonl", SAID), lr=1e-2, num_epochs=4) | STEPS.get(kind, {})
+    flags = dict(dataset=jsonl(tmp_path / "said.jsonl", SAID), lr=1e-2, num_epochs=6) | STEPS.get(kind, {})
     flags |= KINDS.get(kind, KINDS["nf4"] if "nf4" in kind else {})
     if kind.startswith("dpo"):
         flags |= dict(preference="dpo", dataset=jsonl(tmp_path / "pairs.jsonl", PAIRS))
@@ -203,7 +203,8 @@ def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run
     argv = ["--checkpoint", str(tmp_path / "out"), "--dtype", "fp32", "--output_dir"]
     assert export.main([*argv, str(tmp_path / "merged")]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    found, _ = scored(tmp_path / "merged", rows, capsys, "--device", "cpu", "--context_length", "64")
+    how = ("--device", "cpu", "--context_length", "64", "--precision", "fp32")  # as the run
+    found, _ = scored(tmp_path / "merged", rows, capsys, *how)
     words = f"exact match {found['exact_match']:.1%} of 6, loss {found['loss']:.4f}; the run's own, on "
     assert said.startswith(f"score of {tmp_path / 'merged'}: {words}")
     assert f"{'nf4 4 bits' if kind == 'nf4' else 'the same base'}: {own['exact_match']:.1%}" in said
