@@ -43,7 +43,7 @@ from finetune.data.prepare import eva_batches, load_data, needs_chat_template, r
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
-from finetune.estimate.budget import predicted_for_batch
+from finetune.estimate.budget import predicted_for_batch, shape_of_run
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
@@ -138,8 +138,9 @@ def run(
         writer.describe(engine, plan, data)
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
-        predicted = predicted_for_batch(plan, data, engine.pad_id, rank.loads_own_shards)
-        predicted |= {"step": predicted_time(plan, data.train.row_lengths, env.local_size, os.environ)}
+        shape = shape_of_run(plan)
+        log.summary.predicted_step = predicted_time(plan, shape, data.train.row_lengths, env.local_size, os.environ)
+        predicted = predicted_for_batch(plan, shape, data, engine.pad_id, rank.loads_own_shards)
         state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
         run_steps(engine, data, plan, state, log, writer, stop)

@@ -31,48 +31,26 @@ from finetune.system import process  # noqa: E402
 
 GIB = 2**30
 MIXTURE = dict(num_local_experts=8, num_experts_per_tok=2)
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    """Of a decoder, as transformers' configurations name them."""
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+    )
+
+
 SHAPES = {
-    "moe": dict(
-        hidden_size=1024,
-        intermediate_size=1792,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        **MIXTURE,
-    ),
-    "tiny": dict(
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=8000,
-    ),
-    "300m": dict(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=20,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=16000,
-    ),
-    "1b": dict(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-    ),
-    "7b": dict(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-    ),
+    "moe": sizes(1024, 1792, 8, 16, 4, 32000) | MIXTURE,
+    "tiny": sizes(512, 1408, 4, 8, 2, 8000),
+    "300m": sizes(1024, 2816, 20, 16, 4, 16000),
+    "1b": sizes(2048, 5632, 22, 32, 4, 32000),
+    "7b": sizes(4096, 11008, 32, 32, 32, 32000),
 }
 LIMIT = 1.15  # of what is stored, with two slices in flight beside it; of one process with two unquantized layers
 DEGREES = {"dp_shards": "dp_shard", "tp": "tp", "pp": "pp", "ep": "ep"}

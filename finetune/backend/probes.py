@@ -128,10 +128,7 @@ def _matmul_speeds(device: str) -> dict:
         facts["onednn_error"] = "this torch was built without oneDNN"
     times: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
-    threads = torch.get_num_threads()
-    try:
-        if device == "cpu":
-            torch.set_num_threads(1)
+    with _one_thread(device):
         for _ in range(9):
             for name, (dtype, allowed) in ways.items():
                 if name not in failed:
@@ -142,11 +139,9 @@ def _matmul_speeds(device: str) -> dict:
                         failed |= {name: f"error {off:.1e} on {device}"} if not off <= limit else {}
                     except (RuntimeError, TypeError) as error:
                         failed[name] = first_line(error)
-    finally:
-        torch.set_num_threads(threads)
     best = {name: min(found[1:]) for name, found in times.items() if name not in failed}
     if device == "cpu":
-        facts["product_rates"] = {name: float(f"{2 * x.numel() * len(w) / found:.3g}") for name, found in best.items()}
+        facts["product_rates"] = {name: _rounded(2 * x.numel() * len(w) / found) for name, found in best.items()}
     if "onednn" in ways:
         facts["onednn_error"] = failed.get("onednn") and f"oneDNN's fp32 products fail here: {failed['onednn']}"
         both = "onednn" in best and "fp32" in best
@@ -183,25 +178,39 @@ def _rates(device: str) -> dict:
             taken.append(clock() - start)
         return max(min(taken[1:]), 1e-9)
 
-    threads = torch.get_num_threads()
     try:
-        if cpu:
-            torch.set_num_threads(1)
-        source = torch.ones(COPIED_BYTES // 4, device=device)
-        target = torch.empty_like(source)
-        found["memory_rate"] = float(f"{2 * COPIED_BYTES / best(lambda: target.copy_(source)):.3g}")
-        small = torch.ones(8, device=device, requires_grad=True)
-        found["operator_seconds"] = float(f"{best(lambda: [small + small for _ in range(OPERATORS)]) / OPERATORS:.3g}")
+        with _one_thread(device):
+            source = torch.ones(COPIED_BYTES // 4, device=device)
+            target = torch.empty_like(source)
+            found["memory_rate"] = _rounded(2 * COPIED_BYTES / best(lambda: target.copy_(source)))
+            small = torch.ones(8, device=device, requires_grad=True)
+            found["operator_seconds"] = _rounded(best(lambda: [small + small for _ in range(OPERATORS)]) / OPERATORS)
         if not cpu:
             found["product_rates"] = {}
             for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
                 x = torch.ones(ACCELERATOR_SIZE, ACCELERATOR_SIZE, device=device, dtype=dtype)
-                found["product_rates"][name] = float(f"{2 * ACCELERATOR_SIZE**3 / best(lambda x=x: x @ x):.3g}")
+                found["product_rates"][name] = _rounded(2 * ACCELERATOR_SIZE**3 / best(lambda x=x: x @ x))
     except (RuntimeError, TypeError):
         return {}  # nothing is predicted from them then; what fails is reported by the products above
+    return found
+
+
+@contextlib.contextmanager
+def _one_thread(device: str):
+    """Context in which torch computes with one thread, on a CPU: other load changes its processor time least."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        if device == "cpu":
+            torch.set_num_threads(1)
+        yield
     finally:
         torch.set_num_threads(threads)
-    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:

@@ -38,6 +38,11 @@ class MemoryBudget:
     ranks: int = 1
     dims: ParallelDims = field(default_factory=ParallelDims)
 
+    @classmethod
+    def of_run(cls, plan) -> "MemoryBudget":
+        """Of a plan whose degrees are settled: how its model is divided, for bytes and seconds that no limit bounds."""
+        return cls(0, plan.backend, plan.dims.shards, plan.dims)
+
     @property
     def usable(self) -> int:
         return max(0, int(USABLE_PART * self.memory_bytes) - PROCESS_BYTES.get(self.device, 0))
@@ -103,23 +108,27 @@ def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: 
 
 def snapshot_bytes(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int:
     """Bytes of the copy from which one rank writes checkpoints beside steps; see memory.snapshot_bytes."""
-    part, _ = memory.per_rank(shape, full_microbatch(plan), budget.dims)
+    part = memory.model_per_rank(shape, budget.dims)
     return memory.snapshot_bytes(ModelCost(part, plan, budget.device), budget.ranks)
 
 
-def predicted_for_batch(plan, data, pad_id: int, loads_own_shards: bool) -> dict:
+def shape_of_run(plan) -> KnownShape | None:
+    """The shape of the run's model, read from its headers; None where no formula describes it."""
+    return planned_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
+
+
+def predicted_for_batch(plan, shape: KnownShape | None, data, pad_id: int, loads_own_shards: bool) -> dict:
     """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
 
     Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its part of the weights.
     """
+    if shape is None:
+        return {"total": 0, "items": {}}
     batch = data.largest_microbatch(plan, pad_id)
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
     several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
-    shape = planned_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
-    if shape is None:
-        return {"total": 0, "items": {}}
-    found = predicted(plan, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), microbatch)
+    found = predicted(plan, shape, MemoryBudget.of_run(plan), microbatch)
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
     parts = (plan.dims.shards, plan.dims) if loads_own_shards else ()

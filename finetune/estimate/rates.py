@@ -124,21 +124,16 @@ def links_of(word: str | None, device: str, per_host: int = RANKS_PER_HOST) -> L
     )
 
 
-def probed(rates: dict, threads: int, accelerator: bool) -> Rates | None:
-    """Rates by what `backend.probes` measured: of the device, or of one CPU thread. None if it measured nothing."""
-    if not rates:
-        return None
+def probed(products: dict[str, float], memory: float, operator: float, threads: int, accelerator: bool) -> Rates:
+    """Rates by what `backend.probes` measured, of the device or of one CPU thread: FLOP/s of `products` by precision,
+    bytes/s of `memory`, seconds of an `operator`.
+    """
     many = 1 if accelerator else threads
-    products = {name: value * many for name, value in rates["products"].items()}
-    if not accelerator and rates["products"].get("onednn"):
-        products["fp32"] = max(products["fp32"], products["onednn"])
-    return Rates(
-        products,
-        rates["memory"] * (1 if accelerator else min(many, 4)),
-        rates["operator"],
-        runs_ahead=accelerator,
-        source="measured here",
-    )
+    scaled = {name: value * many for name, value in products.items()}
+    if not accelerator and "onednn" in scaled:
+        scaled["fp32"] = max(scaled["fp32"], scaled["onednn"])
+    bandwidth = memory * (1 if accelerator else min(many, 4))
+    return Rates(scaled, bandwidth, operator, runs_ahead=accelerator, source="measured here")
 
 
 def assumed_memory(device: str) -> int:

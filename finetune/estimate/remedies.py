@@ -229,7 +229,7 @@ def report_lines(
             "each rank sends per step of full rows: "
             + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
         )
-    if machine and machine.rates.flops(plan.precision.compute):
+    if machine:
         lines.append(time_line(plan, shape, budget, machine))
     lines += layouts
     if largest:

@@ -24,7 +24,7 @@ OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
-BUBBLE_OF_STAGE = 1.0  # of a microbatch's time, by stage but the first, that a pipeline fills and drains
+DEQUANTIZED_TRAFFIC = 2.0  # bytes moved per byte of a dense weight while it is made
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def step_time(
         items["operators"] = started
     busy = sum(items.values())
     if dims.pp > 1:
-        items["bubble"] = busy / count * (dims.pp - 1) * BUBBLE_OF_STAGE
+        items["bubble"] = busy / count * (dims.pp - 1)  # each stage but the first waits for one more microbatch
     items |= offload_items(work, rates, dims, machine.ranks_per_host)
     items["optimizer"] = optimizer_seconds(work, rates, dims)
     hidden = 0.0
@@ -216,9 +216,6 @@ def dequantized_seconds(m: ModelCost, rates: Rates) -> float:
         return m.compute * m.shape.linear_weights / rates.memory if m.autocast else 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
     return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.memory
-
-
-DEQUANTIZED_TRAFFIC = 2.0  # bytes moved per byte of a dense weight while it is made
 
 
 def between_seconds(work: Work, rates: Rates, targets: int) -> float:

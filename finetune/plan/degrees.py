@@ -18,6 +18,13 @@ DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_
 LONG_ROW = 8192  # tokens from which splitting a row over ranks is tried
 MOST_STAGES, MOST_SLICES = 16, 8
 SHOWN = 3
+# What is chosen anew for each layout, and the words by which it is open.
+MEMORY_SETTINGS = {
+    "use_gradient_checkpointing": "auto",
+    "microbatch_tokens": None,
+    "use_cpu_offload": False,
+    "sharding_strategy": None,
+}
 
 
 def is_open(draft: Draft) -> bool:
@@ -35,7 +42,6 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     of which the rows per step are kept.
     """
     memory_budget, given = draft.memory_budget(), {n for n in MEMORY_SETTINGS if not draft.is_open(n)}
-    given |= {"microbatch_tokens"} if draft.given("microbatch_tokens") else set()
     assert memory_budget is not None
     open_plan = plan.with_settings(
         **{name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
@@ -48,14 +54,6 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     nearly = [t for t in found if t.time and WORTH * t.seconds_per_row <= fitting[0].seconds_per_row]
     fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
     return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
-
-
-MEMORY_SETTINGS = {
-    "use_gradient_checkpointing": "auto",
-    "microbatch_tokens": None,
-    "use_cpu_offload": False,
-    "sharding_strategy": None,
-}
 
 
 def candidates(plan: Parts, shape: KnownShape, room: MemoryBudget, draft: Draft, per_host: int):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
 from finetune.estimate.budget import MemoryBudget, parse_size
-from finetune.estimate.model_shape import planned_shape
+from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
     LOOPBACK,
     RANKS_PER_HOST,
@@ -17,7 +17,6 @@ from finetune.estimate.rates import (
 )
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
 from finetune.plan.draft import Draft
-from finetune.plan.parts import AddedLayers
 from finetune.plan.run_plan import RunPlan
 
 
@@ -39,8 +38,10 @@ def machine_of(draft: Draft) -> Machine | None:
         per_host = draft.local_world_size
         if values["assume_world_size"]:
             per_host = min(RANKS_PER_HOST, draft.dims.world_size)
-        assumed = device or "a100" if draft.backend is not Backend.CPU or draft.assumes_accelerator else None
-        links = links_of(values["assume_interconnect"], assumed, per_host) if assumed else LOOPBACK
+        if draft.backend is Backend.CPU and not draft.assumes_accelerator:
+            links = LOOPBACK
+        else:
+            links = links_of(values["assume_interconnect"], device or "a100", per_host)
     return Machine(rates, links, mean)
 
 
@@ -48,25 +49,25 @@ def rates_here(
     backend: Backend, caps: BackendCapabilities, local_ranks: int, environment: Mapping[str, str]
 ) -> Rates | None:
     """Rates of one of the `local_ranks` ranks of this machine, as probed."""
-    found = dict(products=caps.product_rates, memory=caps.memory_rate, operator=caps.operator_seconds)
-    if not all(found.values()):
+    if not (caps.product_rates and caps.memory_rate and caps.operator_seconds):
         return None
     given = environment.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() and int(given) else max(1, cpu_facts()["cores"] // local_ranks)
-    return probed(found, threads, backend is not Backend.CPU)
+    accelerator = backend is not Backend.CPU
+    return probed(caps.product_rates, caps.memory_rate, caps.operator_seconds, threads, accelerator)
 
 
-def predicted_time(plan: RunPlan, row_lengths, local_ranks: int, environment: Mapping[str, str]) -> StepTime | None:
+def predicted_time(
+    plan: RunPlan, shape: KnownShape | None, row_lengths, local_ranks: int, environment: Mapping[str, str]
+) -> StepTime | None:
     """Of the average step of a run whose data are read. `row_lengths`: tokens of each row.
 
     None if the rates of this machine are not known, or no formula describes the model.
     """
-    added = plan.trains.folder if isinstance(plan.trains, AddedLayers) else None
-    shape = planned_shape(plan.files, added).known
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     if rates is None or shape is None or not len(row_lengths):
         return None
     links = LOOPBACK if plan.backend == "cpu" else links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
-    return seconds_per_step(plan, shape, MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims), machine)
+    return seconds_per_step(plan, shape, MemoryBudget.of_run(plan), machine)

@@ -218,12 +218,11 @@ def settle_memory(
     recomputation, so they are tried first, down to one row.
     """
     tried = combinations(plan, memory_budget, given, machine is not None)
-    first = Tried(tried[0], budget.predicted_bytes(tried[0], shape, memory_budget))
     used = best_of(tried, shape, memory_budget, machine)
     chosen: dict[str, tuple] = {}
     if plan.settings.use_gradient_checkpointing == "auto" and len({t.memory.recompute for t in tried}) > 1:
-        chosen["use_gradient_checkpointing"] = _checkpointing(used.plan, shape, memory_budget, machine)
-    default = first.plan.steps.microbatch_tokens
+        chosen["use_gradient_checkpointing"] = _checkpointing(used.plan, shape, memory_budget)
+    default = tried[0].steps.microbatch_tokens
     if used.plan.steps.microbatch_tokens != default:
         reason = _tokens_reason(used, default, shape, memory_budget, machine)
         chosen["microbatch_tokens"] = (used.plan.steps.microbatch_tokens, reason)
@@ -250,7 +249,7 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
         while timed and memory_budget.device != "cpu" and 2 * larger <= min(in_batch, MOST_TOKENS):
             larger *= 2
             tokens.append(larger)
-    on_device = memory_budget.device not in ("cpu", "mps", "mlx")
+    on_device = memory_budget.device not in ("cpu", *UNIFIED)
     sharded = timed and on_device and memory_budget.ranks > 1
     offloads = [settings.use_cpu_offload]
     if sharded and "use_cpu_offload" not in given and not settings.use_cpu_offload:
@@ -286,7 +285,7 @@ def best_of(tried: list[Parts], shape: KnownShape, memory_budget: MemoryBudget, 
     return found
 
 
-def _checkpointing(used: Parts, shape, memory_budget, machine: Machine | None) -> tuple[str, str]:
+def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     without = used.with_settings(use_gradient_checkpointing="false")
     word = used.settings.use_gradient_checkpointing
     plain = budget.predicted_bytes(without, shape, memory_budget)

@@ -21,6 +21,7 @@ from finetune.data.facts import facts_of
 from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
+from finetune.estimate.step_time import StepTime
 from finetune.plan.log_to import names_of
 from finetune.plan.run_plan import TrainState
 from finetune.run import diagnostics, samples
@@ -56,7 +57,7 @@ class Summary:
     scored_answer: str | None = None
     peak: dict | None = None
     predicted: dict | None = None
-    predicted_step: float | None = None
+    predicted_step: StepTime | None = None
     step_seconds: list[float] = field(default_factory=list)
     findings: list = field(default_factory=list)
     best: dict | None = None
@@ -267,9 +268,8 @@ class Metrics:
             self.say(self.step_line())
 
     def start(self, data, predicted: dict) -> None:
-        """The `start` event. `predicted`: bytes, see report.memory_table; `step`: a step_time.StepTime, or None."""
-        time = predicted.pop("step", None)
-        self.summary.predicted_step = time and time.total
+        """The `start` event. `predicted`: bytes, see report.memory_table."""
+        time = self.summary.predicted_step
         self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
         facts = {} if self.quiet else facts_of(data)
         self.event(

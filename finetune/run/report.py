@@ -173,8 +173,8 @@ def step_lines(summary: Summary) -> list[str]:
     if not (summary.predicted_step and summary.step_seconds):
         return []
     took = median(summary.step_seconds)
-    off = summary.predicted_step / took - 1
-    return [f"time of a step: {took:.2g} s, the median ({summary.predicted_step:.2g} predicted, {off:+.0%})"]
+    predicted = summary.predicted_step.total
+    return [f"time of a step: {took:.2g} s, the median ({predicted:.2g} predicted, {predicted / took - 1:+.0%})"]
 
 
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:

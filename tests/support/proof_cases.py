@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -303,37 +304,24 @@ def _blocks_of_next_layer(before):
     return read_blocks
 
 
-@contextlib.contextmanager
+def applied(owner, name: str, apply: Callable):
+    """`apply` in place of what the autograd function of this name computes."""
+    return patched(owner, name, lambda _: SimpleNamespace(apply=apply))
+
+
 def experts_not_reduced():
-    class Identity:
-        @staticmethod
-        def apply(x, group):
-            return x
-
-    with patched(tensor, "_ReduceFromTensorParallelRegion", lambda _: Identity):
-        yield
+    return applied(tensor, "_ReduceFromTensorParallelRegion", lambda x, group: x)
 
 
-@contextlib.contextmanager
 def outputs_not_gathered():
-    class Repeated:
-        @staticmethod
-        def apply(out, groups):
-            return torch.cat([out] * groups.dims.tp, -1)
-
-    with patched(tensor, "_GatherFromTensorParallelRegion", lambda _: Repeated):
-        yield
+    return applied(tensor, "_GatherFromTensorParallelRegion", lambda out, groups: torch.cat([out] * groups.dims.tp, -1))
 
 
-@contextlib.contextmanager
 def inputs_not_scattered():
-    class First:
-        @staticmethod
-        def apply(x, groups):
-            return x[..., : x.shape[-1] // groups.dims.tp].contiguous()
+    def first(x, groups):
+        return x[..., : x.shape[-1] // groups.dims.tp].contiguous()
 
-    with patched(tensor, "_ScatterToTensorParallelRegion", lambda _: First):
-        yield
+    return applied(tensor, "_ScatterToTensorParallelRegion", first)
 
 
 @contextlib.contextmanager
@@ -349,19 +337,15 @@ def experts_in_other_order():
         yield
 
 
-@contextlib.contextmanager
 def keys_by_rank():
     """Gathered keys and values keep the order of the ranks, not that of the row."""
 
-    class Unordered:
-        @staticmethod
-        def apply(x_L, gathering):
-            gathered = [torch.empty_like(x_L) for _ in range(dist.get_world_size(gathering.group))]
-            dist.all_gather(gathered, x_L.contiguous(), group=gathering.group)
-            return torch.cat(gathered)
+    def unordered(x_L, gathering):
+        gathered = [torch.empty_like(x_L) for _ in range(dist.get_world_size(gathering.group))]
+        dist.all_gather(gathered, x_L.contiguous(), group=gathering.group)
+        return torch.cat(gathered)
 
-    with patched(context, "_AllGatherSequence", lambda _: Unordered):
-        yield
+    return applied(context, "_AllGatherSequence", unordered)
 
 
 FAULTS = {
