@@ -22,7 +22,9 @@ def package_version(name: str) -> str | None:
 
 
 def cpu_facts() -> dict:
-    """{'model', 'cores', 'flags'} of this CPU; flags: its bf16 instructions, if the system reports them."""
+    """{'model', 'cores', 'physical_cores', 'flags'} of this CPU. `cores`: those that this process may use, the second
+    threads of physical ones included; `flags`: its bf16 instructions, if the system reports them.
+    """
     model = platform.processor() or platform.machine()
     flags: set[str] = set()
     try:
@@ -32,12 +34,21 @@ def cpu_facts() -> dict:
         model, flags = named[1] if named else model, set(listed[1].split()) if listed else flags
     except OSError:
         pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "model": model,
-        "cores": cores,
+        "cores": len(usable),
+        "physical_cores": len({_siblings(cpu) for cpu in usable}),
         "flags": sorted(flags & {"avx512_bf16", "amx_bf16", "bf16", "avx512f", "avx2"}),
     }
+
+
+def _siblings(cpu: int) -> str:
+    """The threads of the physical core of a logical one, as Linux lists them; itself where the system does not say."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
 
 
 def system_memory() -> tuple[int, int]:

@@ -4,7 +4,8 @@ Products are counted as in "Scaling Laws" (Kaplan et al. 2020, section 2.1): 2 F
 same for the gradient of an input and for that of a weight; a product takes the longer of its FLOP at the device's rate
 and of reading its weight. Collectives are those of estimate.communication, at the rates of a ring (Patarasuk and Yuan
 2009). What autograd saves was written and is read again, and what lies between was too: a multiple of the saved bytes.
-That multiple and the numbers of operators are estimates, not fitted yet; benchmarks/step_time.py compares.
+That multiple and the numbers of operators are estimates; what a CPU reaches of them was fitted (rates.of_cpu), nothing
+was on an accelerator. benchmarks/step_time.py compares.
 """
 
 from dataclasses import dataclass, replace
@@ -151,14 +152,14 @@ def compute_items(work: Work, rates: Rates, dims: ParallelDims) -> dict[str, flo
     targets = -(-work.microbatch.num_targets // dims.tp)
     head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
-    dequantized = dequantized_seconds(m, rates)
+    dequantized = dequantized_seconds(m, rates, word)
     items = {
         "products": count * (forward * times + head * (3 if m.full else 2)),
         "adapters": count * adapter_seconds(work, rates, word),
         "recomputation": count * recomputed * (forward + attention),
         "attention": count * attention * (1 + part * BACKWARD_OF_ATTENTION),
         "dequantization": count * dequantized * (1 + part + recomputed),
-        "between": count * between_seconds(work, rates, targets) * (1 + recomputed / 3),
+        "between": count * between_seconds(work, rates, targets, word) * (1 + recomputed / 3),
     }
     return items
 
@@ -188,7 +189,7 @@ def adapter_seconds(work: Work, rates: Rates, word: str) -> float:
     if m.full:
         return 0.0
     widths = tokens * adapter_widths(m)
-    return max(3 * widths * m.compute / rates.memory, 6 * widths * m.adapter.rank / rates.flops(word))
+    return max(3 * widths * m.compute / rates.between(word), 6 * widths * m.adapter.rank / rates.flops(word))
 
 
 @remembered
@@ -206,24 +207,24 @@ def attention_seconds(work: Work, rates: Rates, word: str) -> float:
     for rows, length in work.microbatch.groups():
         seen = min(length, shape.window or length)
         pairs += rows * (length * seen - seen * (seen - 1) / 2)
-    return shape.num_layers * 4.0 * pairs * m.q / rates.flops(word)
+    return shape.num_layers * 4.0 * pairs * m.q / rates.attention_flops(word)
 
 
-def dequantized_seconds(m: ModelCost, rates: Rates) -> float:
+def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
     """Of writing every quantized matrix once in the compute dtype."""
     quantization = m.plan.quantization
     if m.full or quantization is None or m.plan.memory.cache_dequantized:
-        return m.compute * m.shape.linear_weights / rates.memory if m.autocast else 0.0
+        return m.compute * m.shape.linear_weights / rates.between(word) if m.autocast else 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
-    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.memory
+    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.between(word)
 
 
-def between_seconds(work: Work, rates: Rates, targets: int) -> float:
+def between_seconds(work: Work, rates: Rates, targets: int, word: str) -> float:
     """Norms, activations, rotations, sums and the loss: what reads and writes, of one forward and backward."""
     m = work.m
     saved = m.learning_layers * activations.layer_activation_bytes(m, work.microbatch)
     logits = 4.0 * targets * m.shape.vocab_size
-    return (TRAFFIC_PER_SAVED_BYTE * saved + 6 * logits) / rates.memory
+    return (TRAFFIC_PER_SAVED_BYTE * saved + 6 * logits) / rates.between(word)
 
 
 def launch_seconds(work: Work, rates: Rates) -> float:

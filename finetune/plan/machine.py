@@ -7,13 +7,14 @@ from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
     LOOPBACK,
+    MEASURED,
     RANKS_PER_HOST,
     Links,
     Rates,
     device_of_memory,
     documented,
     links_of,
-    probed,
+    of_cpu,
 )
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
 from finetune.plan.draft import Draft
@@ -51,10 +52,12 @@ def rates_here(
     """Rates of one of the `local_ranks` ranks of this machine, as probed."""
     if not (caps.product_rates and caps.memory_rate and caps.operator_seconds):
         return None
-    given = environment.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() and int(given) else max(1, cpu_facts()["cores"] // local_ranks)
-    accelerator = backend is not Backend.CPU
-    return probed(caps.product_rates, caps.memory_rate, caps.operator_seconds, threads, accelerator)
+    if backend is not Backend.CPU:
+        return Rates(caps.product_rates, caps.memory_rate, caps.operator_seconds, source=MEASURED)
+    given, cpu = environment.get("OMP_NUM_THREADS", ""), cpu_facts()
+    threads = int(given) if given.isdigit() and int(given) else max(1, cpu["cores"] // local_ranks)
+    one = caps.product_rates, caps.memory_rate, caps.operator_seconds
+    return of_cpu(*one, threads, local_ranks, cpu["cores"], cpu["physical_cores"])
 
 
 def predicted_time(

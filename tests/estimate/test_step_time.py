@@ -44,6 +44,15 @@ def test_a_gather_is_a_ring_over_the_slowest_link():
     assert far / near == pytest.approx(15 / 14 * H100.links.near / H100.links.far, rel=0.1)
 
 
+def test_threads_add_speed_up_to_the_physical_cores_and_share_it_among_ranks():
+    one, two, second = (rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, n, 1, 2, p) for n, p in ((1, 2), (2, 2), (2, 1)))
+    assert two.flops("fp32") == pytest.approx(2 * one.flops("fp32"))
+    assert one.flops("fp32") < second.flops("fp32") < 1.5 * one.flops("fp32")
+    ranks = rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, 1, 4, 2, 2)  # four processes on two cores
+    assert ranks.flops("fp32") == pytest.approx(one.flops("fp32") / 2) and ranks.launch == 2 * one.launch
+    assert ranks.between("bf16") < ranks.between("fp32") == pytest.approx(one.between("fp32") / 2)
+
+
 def test_the_fastest_combination_that_fits_is_taken():
     shape, room = shape_of(SHAPE), budget.MemoryBudget(24 * GIB, "cuda", 4, ParallelDims(dp_shard=4))
     plan = replace(plan_of_kind("qlora", "bf16", use_gradient_checkpointing="auto", batch_size=16), dims=room.dims)
