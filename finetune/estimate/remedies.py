@@ -4,6 +4,7 @@ Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import communication, memory
@@ -23,16 +24,17 @@ from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.plan.parts import Adapter, Parts
 from quantization_wrapper import METHODS
 
-MOST_RANKS = 1024
+MOST_RANKS, MOST_CHANGES = 1024, 16
 
 
 @dataclass(frozen=True)
 class Option:
-    """A change that saves memory, its price, and the plan with it."""
+    """A change of settings that saves memory, its price, and the plan with it."""
 
     text: str
     price: str
     plan: Parts
+    changes: dict[str, Any]
     saved: int = 0
     fits: bool = False
 
@@ -46,7 +48,7 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
         other = plan.with_settings(**new)
         took = predicted_bytes(other, shape, budget)
         if now - took >= now / 1000:
-            found.append(Option(text, price, other, now - took, took <= budget.usable))
+            found.append(Option(text, price, other, new, now - took, took <= budget.usable))
 
     if steps.microbatch_tokens > data.row_length:
         offer(
@@ -125,20 +127,46 @@ def _offer_less_precision(plan: Parts, offer, found: list) -> None:
 
 
 def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
-    """The cheapest changes, accumulated until it fits; `fits` of the last one says whether they suffice."""
+    """The cheapest changes, accumulated until it fits, less those that are not needed then; all of them where it does
+    not fit, as `fits` of the last one says.
+    """
     taken: list[Option] = []
     now = plan
-    for _ in range(12):
-        offered = [
-            c for c in options(now, shape, budget) if c.text.split()[0] not in {t.text.split()[0] for t in taken}
-        ]
+    for _ in range(MOST_CHANGES):
+        offered = [c for c in options(now, shape, budget) if c.text not in {t.text for t in taken}]
         if not offered:
             break
         taken.append(next((c for c in offered if c.fits), offered[0]))
         now = taken[-1].plan
         if taken[-1].fits:
-            break
+            return _needed(taken, plan, shape, budget)
     return taken
+
+
+def _needed(taken: list[Option], plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
+    """Of changes with which it fits, those without each of which it does not; the dearest are left out first. `saved`:
+    by a change beside the others.
+    """
+    kept = taken
+    for one in reversed(taken):
+        if fits(_without(one, kept, plan), shape, budget):
+            kept = [change for change in kept if change is not one]
+    whole = _changed(plan, kept)
+    took = predicted_bytes(whole, shape, budget)
+    return [
+        replace(c, plan=whole, fits=True, saved=predicted_bytes(_without(c, kept, plan), shape, budget) - took)
+        for c in kept
+    ]
+
+
+def _without(one: Option, changes: list[Option], plan: Parts) -> Parts:
+    return _changed(plan, [change for change in changes if change is not one])
+
+
+def _changed(plan: Parts, changes: list[Option]) -> Parts:
+    for change in changes:
+        plan = plan.with_settings(**change.changes)
+    return plan
 
 
 def fewest_devices(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int | None:
@@ -170,9 +198,12 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
-            devices = fewest_devices(steps[-1].plan, shape, budget)
+            on_several = [c for c in steps if c.changes.get("optimizer") != "adamw_8bit"]  # which does not shard
+            devices = fewest_devices(_changed(plan, on_several), shape, budget)
             if devices:
-                lines.append(f"with all of them you need {devices} such devices")
+                wider = replace(budget, ranks=devices * budget.ranks // budget.devices)
+                needed = [c.text for c in _needed(on_several, plan, shape, wider)]
+                lines.append(f"{devices} such devices are enough with {', '.join(needed)}")
             lines.append(
                 f"or {budget.devices} device{'s' * (budget.devices > 1)} of {gib(least / USABLE_PART)} or more each"
             )

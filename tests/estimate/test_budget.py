@@ -78,6 +78,31 @@ def test_what_would_make_it_fit_fits():
     )
 
 
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
+def test_of_changes_that_fit_together_none_can_be_left_out(kind):
+    shape, plan = shape_of("qwen3-32b"), plan_of_kind(kind, "bf16", use_gradient_checkpointing="false")
+    plan, several = plan.with_settings(microbatch_tokens=4096, context_length=2048), 0
+    for gigabytes in range(14, 120, 6):
+        room = budget.MemoryBudget(gigabytes * GIB, "cuda")
+        steps = [] if budget.fits(plan, shape, room) else remedies.cheapest_combination(plan, shape, room)
+        if steps and steps[-1].fits:
+            several += len(steps) > 1
+            assert budget.fits(steps[-1].plan, shape, room) and all(one.saved > 0 for one in steps)
+            for one in steps:
+                without = plan
+                for other in (c for c in steps if c is not one):
+                    without = without.with_settings(**other.changes)
+                assert not budget.fits(without, shape, room), (gigabytes, one.text, [c.text for c in steps])
+    assert several and remedies.cheapest_combination(plan, shape, budget.MemoryBudget(24 * GIB, "cuda"))[-1].fits
+
+
+def test_what_a_run_that_fits_nowhere_here_needs_of_more_devices_is_no_more_than_it_needs():
+    plan, shape = plan_of_kind("lora", "bf16", use_gradient_checkpointing="false"), shape_of("llama-3-70b")
+    room = budget.MemoryBudget(16 * GIB, "cuda")
+    (line,) = [line for line in remedies.remedy_lines(plan, shape, room) if " such devices are enough with " in line]
+    assert "--quantization_backend hqq" in line and "adamw_8bit" not in line and len(line.split(", ")) < 6
+
+
 @pytest.mark.parametrize(
     "dims", [dict(pp=2), dict(tp=2), dict(tp=2, pp=2), dict(cp=2), dict(dp_replicate=2, dp_shard=2)], ids=str
 )
