@@ -41,7 +41,7 @@ def amount(draft: Draft) -> None:
             values[name] = DEFAULTS[name]
     if rows is not None:
         if "batch_size" in open_ones:
-            draft.adjust("batch_size", *_rows_per_batch(draft, rows))
+            draft.adjust("batch_size", *rows_per_batch(draft, rows, draft.dims.data_ranks))
         if "num_epochs" in open_ones:
             draft.adjust("num_epochs", *_epochs(draft, rows))
         if "lora_rank" in open_ones:
@@ -89,9 +89,9 @@ def _hold_out(draft: Draft, rows: int | None) -> None:
     draft.adjust("validation_split", round(held_out / rows, 6), f"{held_out} of {rows:,} rows, for the validation loss")
 
 
-def _rows_per_batch(draft: Draft, rows: int) -> tuple[int, str]:
+def rows_per_batch(draft: Draft, rows: int, data_ranks: int) -> tuple[int, str]:
     """(batch_size, why): a power of two rows per step over all ranks, where the other flags allow it."""
-    values, batches = draft.values, draft.values["gradient_accumulation_steps"] * draft.dims.data_ranks
+    values, batches = draft.values, draft.values["gradient_accumulation_steps"] * data_ranks
     if rows / MOST_ROWS >= MANY_STEPS:
         per_step, why = MOST_ROWS, f"{rows:,} rows give {MANY_STEPS} steps and more"
     elif values["max_steps"] > 0:

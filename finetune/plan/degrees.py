@@ -9,6 +9,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.plan.amount import rows_per_batch, training_rows
 from finetune.plan.draft import Draft
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
 from finetune.plan.parts import Parts
@@ -38,8 +39,9 @@ def is_open(draft: Draft) -> bool:
 
 
 def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> tuple[list[Tried], list[Tried]]:
-    """(layouts that fit, the fastest predicted first; those that do not, the smallest first). `plan`: the settled one,
-    of which the rows per step are kept.
+    """(layouts that fit, the fastest run first; those that do not, the smallest first). `plan`: the settled one.
+
+    A number of passes fixes the rows of a run, so that a row's time counts; --max_steps fixes the steps.
     """
     memory_budget, given = draft.memory_budget(), {n for n in MEMORY_SETTINGS if not draft.is_open(n)}
     assert memory_budget is not None
@@ -50,24 +52,21 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
         best_of(combinations(one, room, given, timed=True), shape, room, machine)
         for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
     ]
-    fitting = sorted((t for t in found if t.time), key=lambda t: t.seconds_per_row)
-    nearly = [t for t in found if t.time and WORTH * t.seconds_per_row <= fitting[0].seconds_per_row]
+    by_step = draft.values["max_steps"] > 0 and draft.is_open("batch_size")
+    cost = {id(t): t.time.total if by_step else t.seconds_per_row for t in found if t.time}
+    fitting = sorted((t for t in found if t.time), key=lambda t: cost[id(t)])
+    nearly = [t for t in found if t.time and WORTH * cost[id(t)] <= cost[id(fitting[0])]]
     fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
     return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
 
 
 def candidates(plan: Parts, shape: KnownShape, room: MemoryBudget, draft: Draft, per_host: int):
-    """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit."""
-    rows = plan.steps.batch_size * draft.dims.data_ranks
+    """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit, with the
+    rows per rank that the plan would take there.
+    """
+    rows = training_rows(draft) if draft.is_open("batch_size") else None
     for dims in layouts(draft.dims.world_size, shape, plan.data.context_length, per_host):
-        if draft.given("batch_size"):
-            batch = plan.steps.batch_size
-        elif rows % dims.data_ranks == 0:
-            batch = rows // dims.data_ranks
-        elif rows < dims.data_ranks:
-            batch = 1
-        else:
-            continue
+        batch = plan.steps.batch_size if rows is None else rows_per_batch(draft, rows, dims.data_ranks)[0]
         one = replace(plan.with_settings(**flags(dims), batch_size=batch), dims=dims)
         yield one, replace(room, ranks=dims.shards, dims=dims)
 

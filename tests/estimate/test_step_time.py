@@ -75,6 +75,18 @@ def test_layouts_multiply_to_the_world_size_and_divide_the_model():
     assert {dims.cp for dims in layouts(16, shape, 131072, 8)} == {1, 2, 4, 8, 16}
 
 
+@pytest.mark.parametrize("flags", ["", "--dataset alpaca_sample --train_type lora", "--batch_size 4"])
+def test_what_is_compared_is_what_would_run(flags):
+    """The first layout's bytes and seconds are those of the plan that is printed."""
+    code, out, err = dry_run(
+        f"--model_name examples/configs/{SHAPE} --assume_device h100 --assume_world_size 64 {flags}"
+    )
+    assert code == 0, err
+    first = out.partition("layouts of 64 ranks, the fastest predicted first:\n")[2].splitlines()[0]
+    total = re.search(r"\n  total +([\d.]+ GiB)", out)[1]
+    assert total in first and re.search(r"predicted ([\d.]+ s per step): ", out)[1] in first
+
+
 def test_a_dry_run_chooses_the_degrees_of_assumed_ranks_and_no_others():
     flags = f"--model_name examples/configs/{SHAPE} --assume_device h100 --assume_world_size 8 --train_type lora"
     code, out, err = dry_run(flags)
