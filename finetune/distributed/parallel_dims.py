@@ -6,7 +6,7 @@ in torchtitan: ep divides dp_shard, and does not multiply the world size.
 """
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from finetune.errors import PlanError
@@ -143,10 +143,23 @@ def check_model(dims: ParallelDims, shape) -> None:
     else:
         sizes["intermediate_size"] = shape.intermediate_size
     _divides("tp_degree", dims.tp, sizes)
-    _divides("pp_degree", dims.pp, {"num_hidden_layers": shape.num_layers})
+    if shape.num_layers and dims.pp > shape.num_layers:
+        raise PlanError(f"--pp_degree {dims.pp}: the model has {shape.num_layers} layers. Use at most as many stages.")
     if dims.ep > 1 and not shape.num_experts:
         raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
     _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
+
+
+def stage_layers(num_layers: int, stages: int, head: float = 0.0) -> list[range]:
+    """Layers of each pipeline stage: runs that take about the same time. `head`: what the last stage computes beside
+    its layers, in layers. Of the others, later ones have more: the first keeps most microbatches and the embedding.
+    """
+    if stages == 1:
+        return [range(num_layers)]
+    most = num_layers - stages + 1
+    last = min(range(most, 0, -1), key=lambda n: max(-(-(num_layers - n) // (stages - 1)), n + head))
+    bounds = [stage * (num_layers - last) // (stages - 1) for stage in range(stages)] + [num_layers]
+    return [range(*pair) for pair in pairwise(bounds)]
 
 
 def _divides(flag: str, degree: int, sizes: dict) -> None:

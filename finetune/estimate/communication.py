@@ -10,7 +10,7 @@ bytes.
 
 from dataclasses import dataclass
 
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
@@ -161,24 +161,28 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.context_length
-    parts = dims.tp * dims.pp
-    routed = positions // dims.cp * shape.experts_per_token * layers_with_experts // dims.pp
+    largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
+
+    def of_stage(amount: int) -> int:
+        return amount * largest // shape.num_layers
+
+    routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
-        layers=(stored - outside - in_experts) // parts,
+        layers=of_stage(stored - outside - in_experts) // dims.tp,
         outside=outside // dims.pp,
-        trained=(trained - trained_experts) // parts,
+        trained=of_stage(trained - trained_experts) // dims.tp,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,
         routed=routed,
         arrived=routed,  # if the routers are balanced
-        shared_experts=sum(".shared_expert" in n and n.endswith("down_proj") for n, _, _ in shape.linears) // dims.pp,
+        shared_experts=of_stage(sum(".shared_expert" in n and n.endswith("down_proj") for n, _, _ in shape.linears)),
         attention_is_sliced=shape.kind not in WITHOUT_TP_PLAN,
         tokens=(microbatch.num_tokens,) * max(1, positions // microbatch.num_tokens),
-        num_layers=shape.num_layers // dims.pp,
+        num_layers=largest,
         hidden_size=shape.hidden_size,
         key_value_width=2 * m.k,
         head=shape.vocab_size * shape.hidden_size * 4 if m.full else 0,
-        partial=partial // dims.pp,
+        partial=of_stage(partial),
         tied=shape.vocab_size * shape.hidden_size * 4 if m.full and shape.tied else 0,
         element=m.compute,
         no_sync=plan.parallel.no_sync,

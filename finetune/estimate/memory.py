@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate.activations import (
     READS,
     WITH_SINKS,
@@ -279,7 +279,7 @@ def model_per_rank(shape: KnownShape, dims: ParallelDims) -> KnownShape:
 
 @lru_cache(maxsize=256)
 def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
-    layers, linears = shape.num_layers // pp, []
+    layers, linears = max(map(len, stage_layers(shape.num_layers, pp, shape.head_in_layers))), []
     for name, rows, columns in shape.linears:
         found = re.search(r"\.(\d+)\.", name)
         if found and int(found[1]) >= layers:
@@ -288,7 +288,7 @@ def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
         by_rows = name.rpartition(".")[2] in READS
         linears.append((name, rows // cut, columns) if by_rows else (name, rows, columns // cut))
     kept = sum(rows * columns for _, rows, columns in linears)
-    experts = shape.expert_weights // pp // tp
+    experts = shape.expert_weights * layers // shape.num_layers // tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
     if pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
         weights -= shape.vocab_size * shape.hidden_size

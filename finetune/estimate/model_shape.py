@@ -161,6 +161,15 @@ class ModelShape:
             return None
         return KnownShape(**{f.name: getattr(self, f.name) for f in fields(ModelShape)})
 
+    @property
+    def head_in_layers(self) -> float:
+        """Products of the head in those of a decoder layer, if half of the tokens are targets; 0 if unknown."""
+        active = self.experts_per_token / self.num_experts if self.num_experts else 0.0
+        layers = self.linear_weights + active * self.expert_weights
+        if not (layers and self.num_layers and self.vocab_size and self.hidden_size):
+            return 0.0
+        return 0.5 * self.vocab_size * self.hidden_size * self.num_layers / layers
+
     @cached_property
     def linear_weights(self) -> int:
         return sum(rows * columns for _, rows, columns in self.linears)

@@ -1,9 +1,11 @@
 """Degrees as data: coordinates, groups, and what flags mean."""
 
+from itertools import product
+
 import pytest
 
 from finetune.config import DEFAULTS
-from finetune.distributed.parallel_dims import ParallelDims, dims_of
+from finetune.distributed.parallel_dims import ParallelDims, dims_of, stage_layers
 
 
 def test_a_rank_has_one_place_and_its_groups_hold_it():
@@ -36,3 +38,13 @@ def test_a_rank_has_one_place_and_its_groups_hold_it():
 def test_flags_and_older_words_mean_degrees(world, local, flags, degrees):
     dims = dims_of({**DEFAULTS, **flags}, world, local)
     assert (dims.dp_replicate, dims.dp_shard) == degrees
+
+
+@pytest.mark.parametrize("head", [0.0, 0.4, 2.5, 9.0])
+@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (5, 2), (7, 3), (8, 4), (9, 4), (6, 6)])
+def test_stages_are_runs_of_all_layers_and_none_is_slower_than_it_must_be(layers, stages, head):
+    found = stage_layers(layers, stages, head)
+    assert [i for run in found for i in run] == list(range(layers)) and all(found) and len(found) == stages
+    slowest = max(*map(len, found[:-1]), len(found[-1]) + head)
+    ends = [cut for cut in product(range(1, layers + 1), repeat=stages) if sum(cut) == layers]
+    assert slowest == min(max(*cut[:-1], cut[-1] + head) for cut in ends)

@@ -22,7 +22,7 @@ from tests.support.plans import plan_of
     ("flags", "message"),
     [
         (dict(tp_degree=4, world_size=4), "does not divide num_key_value_heads 2. Use one of 1, 2."),
-        (dict(pp_degree=3, world_size=3), "does not divide num_hidden_layers 2. Use one of 1, 2."),
+        (dict(pp_degree=3, world_size=3), "the model has 2 layers. Use at most as many stages."),
         (
             dict(cp_degree=2, world_size=2, batch_layout="padded"),
             "contradicts --cp_degree 2, which splits only padding-free rows",

@@ -21,7 +21,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
 from finetune.torch_engine.lora.targets import linear_names, target_names
-from finetune.torch_engine.parallel import fsdp, placement, process_groups
+from finetune.torch_engine.parallel import fsdp, pipeline, placement, process_groups
 from tests.support import devices, engine_access, ranks, tiny
 from tests.support.build import torch_engine
 
@@ -35,6 +35,7 @@ LAYOUTS = {
     "CP 2": ParallelDims(cp=2),
     "CP 4": ParallelDims(cp=4),
     "PP 2": ParallelDims(pp=2),
+    "PP 3": ParallelDims(pp=3),  # four layers: 1, 2, 1
     "PP 4": ParallelDims(pp=4),
     "FSDP2 2 x TP 2": ParallelDims(dp_shard=2, tp=2),
     "FSDP2 2 x CP 2": ParallelDims(dp_shard=2, cp=2),
@@ -393,7 +394,7 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         outside=padded_bytes(p for n, p in here.items() if inside not in n),
         trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts),
         tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
-        num_layers=config.num_hidden_layers // dims.pp,
+        num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
         hidden_size=config.hidden_size,
         key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),

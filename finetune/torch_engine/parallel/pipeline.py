@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from finetune.distributed.parallel_dims import stage_layers
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
+from finetune.estimate.model_shape import ModelShape
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 
@@ -72,8 +74,7 @@ class Stage:
 
     def _drop_other_stages(self):
         layers = decoder_layers(self.model)
-        each = len(layers) // self.count
-        mine = range(self.number * each, (self.number + 1) * each)
+        mine = layers_of_stages(self.model, self.count)[self.number]
         for i, layer in enumerate(layers):
             if i not in mine:
                 layer.forward = self._return_received if i < mine.start else self._leave_model
@@ -244,22 +245,28 @@ def _directly(work, *args):
     return work(*args)
 
 
+def layers_of_stages(model, count: int) -> list[range]:
+    """Numbers of the decoder layers of each stage, by the model's config alone: all of its parts agree on it."""
+    head = ModelShape.from_config(model.config.to_dict()).head_in_layers
+    return stage_layers(len(decoder_layers(model)), count, head)
+
+
 def stages_of(model, count: int) -> dict[str, tuple]:
-    """{parameter: stages that hold it}: equal runs of layers in the config's module order.
+    """{parameter: stages that hold it}: runs of layers in the config's module order.
 
     What precedes the layers is on the first stage, what follows on the last; a tied embedding and head is on both.
-    PlanError if the config has no pipeline plan, or `count` does not divide the layers.
+    PlanError if the config has no pipeline plan, or fewer layers than stages.
     """
     config, flag = model.config.get_text_config(), f"--pp_degree {count}"
     plan = getattr(config, "base_model_pp_plan", None)
     layers = decoder_layers(model)
     if not plan or "layers" not in plan:
         raise PlanError(f"{flag}: transformers has no pipeline plan for {config.model_type}. Use --dp_shards instead.")
-    if len(layers) % count:
-        raise PlanError(f"{flag}: does not divide the {len(layers)} layers. Use a degree that does.")
-    each, stage_of_layer = len(layers) // count, {}
-    for i, layer in enumerate(layers):
-        stage_of_layer |= {id(p): i // each for p in layer.parameters()}
+    if len(layers) < count:
+        raise PlanError(f"{flag}: the model has {len(layers)} layers. Use at most as many stages.")
+    stage_of_layer = {}
+    for stage, run in enumerate(layers_of_stages(model, count)):
+        stage_of_layer |= {id(p): stage for i in run for p in layers[i].parameters()}
     decoder, order = model.get_decoder(), list(plan)
     at = order.index("layers")
 
