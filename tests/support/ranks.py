@@ -1,4 +1,8 @@
-"""Real Gloo ranks for tests: processes of this interpreter that meet through a file, and leave nothing behind."""
+"""Real Gloo ranks for tests: processes that meet through a file, and leave nothing behind.
+
+They are forks of one process per test worker that has imported torch and computed nothing: to import it takes 4 s of a
+processor, which most ranks' own work does not.
+"""
 
 import contextlib
 import importlib
@@ -8,8 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DEVICE, RANK = "RANKS_DEVICE", "RANKS_RANK"
@@ -25,14 +32,11 @@ def run(
     "emulated+resize" lets storages be resized.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{function.__module__}:{function.__name__}"
-    command = [sys.executable, *"-W ignore -m tests.support.ranks".split(), size, name, json.dumps(arguments), folder]
-    started = []
+    name, started = f"{function.__module__}:{function.__name__}", []
     try:
         for rank in range(size):
-            with open(folder / f"output-{rank}.txt", "w") as output:
-                options = dict(stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-                started.append(start([*command, str(rank)], {DEVICE: device, RANK: str(rank)}, **options))
+            place, output = {DEVICE: device, RANK: str(rank)}, folder / f"output-{rank}.txt"
+            started.append(Fork([size, name, json.dumps(arguments), folder, rank], place, output))
         end = time.monotonic() + timeout_s
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
             assert time.monotonic() < end, f"no end after {timeout_s:.0f} s"
@@ -48,12 +52,50 @@ def run(
 
 def start(command, environment=None, **options) -> subprocess.Popen:
     """A process in its own session with one compute thread, so that it and its children can be ended together."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    env |= {"OMP_NUM_THREADS": "1", **(environment or {})}
+    env = environment_of(environment or {})
     return subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options)
 
 
-def kill_session(process: subprocess.Popen) -> None:
+def environment_of(more: dict[str, str]) -> dict[str, str]:
+    """This process's variables without those of a launcher, one compute thread, and `more`."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return env | {"OMP_NUM_THREADS": "1", **more}
+
+
+class Fork:
+    """A rank, forked from this worker's `origin`, in its own session; `poll`, `wait`, `pid` as Popen's."""
+
+    def __init__(self, argv: list, environment: dict[str, str], output: Path):
+        request = {"argv": list(map(str, argv)), "environment": environment_of(environment), "output": str(output)}
+        self.pid, self.returncode = ask(request), None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self.returncode
+
+
+@cache
+def origin() -> subprocess.Popen:
+    """The process that ranks are forked from; it ends with this one."""
+    command = [sys.executable, *"-W ignore -m tests.support.ranks".split()]
+    return start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def ask(request: dict) -> Any:
+    """What `origin` answers."""
+    stdin, stdout = origin().stdin, origin().stdout
+    stdin.write(json.dumps(request) + "\n")
+    stdin.flush()
+    return json.loads(stdout.readline())
+
+
+def kill_session(process: subprocess.Popen | Fork) -> None:
     """Kills every process of the session that this one began."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -88,14 +130,49 @@ def compute_device():
     return device_of(name, int(os.environ[RANK]) if RANK in os.environ else None)
 
 
-def main() -> None:
+def serve() -> None:
+    """Forks a rank for each request of standard input, or says how one ended: its exit status, null while it runs."""
+    import tests.support.cases  # noqa: F401  with all that most ranks import
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork() or be_rank(**request)
+        print(json.dumps(answer), flush=True)
+
+
+def be_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
+    """The life of a fork; does not return."""
+    os.setsid()
+    with open(output, "w") as file, open(os.devnull) as nothing:
+        for number, opened in enumerate((nothing, file, file)):
+            os.dup2(opened.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    status = 1
+    try:
+        main(*argv)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except Exception:  # noqa: BLE001  as an interpreter prints what ends it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(size_word: str, function: str, arguments: str, folder: str, rank_word: str) -> None:
     import torch
     import torch.distributed as dist
 
     from finetune.torch_engine.parallel.process_groups import prepare_device
 
-    size, function, arguments, folder, rank = sys.argv[1:]
-    size, rank = int(size), int(rank)
+    size, rank = int(size_word), int(rank_word)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = compute_device()
@@ -111,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()
