@@ -15,9 +15,9 @@ from finetune.plan.draft import Draft
 
 FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
 LORA_FACTOR = 10
-SHORT_RUN, SHORT_FACTOR = 100, 1.5
-# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on one task.
-FEW_ROWS, ROWS_EXPONENT = 8, 1 / 3
+SHORT_RUN, LONG_RUN, SHORT_FACTOR = 100, 1000, 1.5  # steps; between the two the factor falls with their logarithm
+# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on three tasks.
+FEW_ROWS, ROWS_EXPONENT = 8, 1 / 6
 ALPHA = FIELDS["lora_alpha"].default
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
@@ -61,9 +61,15 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
     what = "DoRA" if values["use_dora"] else "LoRA"
     said = f"{what}{of} on a model of width {width}"
     if steps is not None:
-        rate *= SHORT_FACTOR if steps < SHORT_RUN else 1
+        rate *= _of_steps(steps)
         said += f", {steps:,} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
     return rounded(min(MOST, rate)), said + _beside(values)
+
+
+def _of_steps(steps: int) -> float:
+    """SHORT_FACTOR up to SHORT_RUN steps, 1 from LONG_RUN on."""
+    part = math.log(LONG_RUN / min(max(steps, SHORT_RUN), LONG_RUN)) / math.log(LONG_RUN / SHORT_RUN)
+    return SHORT_FACTOR**part
 
 
 def _of_scale(values: dict) -> float:

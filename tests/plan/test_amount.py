@@ -119,14 +119,16 @@ def rate(rows=300, **flags):
 
 def test_the_rate_falls_with_the_width_and_rises_in_short_runs():
     assert SMALL.hidden_size == 2048
-    assert rate() == pytest.approx(5e-4 * (2000 / 2048) ** 0.781, rel=0.05)  # two digits
-    assert rate(max_steps=50) == pytest.approx(1.5 * rate(), rel=0.05)
-    assert rate(train_type="full") == pytest.approx(rate() / 10, rel=0.05)
+    long = rate(max_steps=1000)
+    assert long == rate(max_steps=5000) == pytest.approx(5e-4 * (2000 / 2048) ** 0.781, rel=0.05)  # two digits
+    assert rate(max_steps=20) == rate(max_steps=100) == pytest.approx(1.5 * long, rel=0.05)
+    assert rate(max_steps=316) == pytest.approx(1.5**0.5 * long, rel=0.05)
+    assert rate(train_type="full") == pytest.approx(long / 10, rel=0.05)
 
 
 def test_few_rows_a_step_are_noise_and_take_a_lower_rate():
     few = [rate(batch_size=n, num_epochs=3, max_steps=200) for n in (1, 4, 8, 16)]
-    assert few[0] == pytest.approx(few[2] / 2, rel=0.05) and few[0] < few[1] < few[2] == few[3]
+    assert few[0] == pytest.approx(few[2] / 2**0.5, rel=0.05) and few[0] < few[1] < few[2] == few[3]
 
 
 def test_the_rate_is_divided_by_what_multiplies_the_change_of_a_weight():
