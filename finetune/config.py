@@ -118,6 +118,14 @@ class TrainConfig:
     llama_pro_path: str | None = model_flag(
         None, "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
+    new_tokens: str | None = model_flag(
+        None,
+        "words that become one token each, such as <|tool|>, or a file of one per line: embeddings and head get a row "
+        "for each, and train in full",
+        metavar="WORD,...|FILE",
+        comma_separated=True,
+        nonempty=True,
+    )
     dataset: str | list[str] | None = data_flag(
         None,
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
@@ -391,6 +399,14 @@ class TrainConfig:
         "all (every linear layer and expert except the head), default (q_proj and v_proj, or "
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
         comma_separated=True,
+    )
+    modules_to_save: str | None = adapter_flag(
+        None,
+        "modules that train in full beside the adapter and are saved with it, such as embed_tokens,lm_head: those "
+        "whose names end so, as in PEFT",
+        metavar="NAME,...",
+        comma_separated=True,
+        nonempty=True,
     )
     num_layers: int = adapter_flag(
         -1,

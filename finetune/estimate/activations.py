@@ -154,7 +154,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
         if not microbatch.even and microbatch.layout == "padded":
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
-    if m.full:
+    if m.trains_head:
         total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
     return int(total)
 

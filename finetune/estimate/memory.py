@@ -53,17 +53,20 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     if m.full:
         return 0
     quantization, quantized = m.plan.quantization, 0
-    new = sum(-(-n // ranks) for n in new_weights(m))
+    new = sum(-(-n // ranks) for n in new_weights(m)) + sum(-(-rows // ranks) * c for _, rows, c in m.saved)
     frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
     if quantization is None:
         return frozen * m.weight
     sizes: dict[tuple[int, int], int] = {}
-    for rows, columns in [item[1:] for item in m.shape.linears] + _quantized_experts(m, quantization):
+    saved = {name for name, _, _ in m.saved}
+    linears = [item[1:] for item in m.shape.linears if item[0] not in saved]
+    for rows, columns in linears + _quantized_experts(m, quantization):
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
         quantized += count * quantization.weight_bytes(rows, columns, m.weight, ranks)
     quantized_too = dense_tensors(m.shape, others=False)
     counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
+    counted -= sum(-(-rows // ranks) * columns for name, rows, columns in m.shape.linears if name in saved)
     # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - m.shape.new_layers / m.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * m.weight
@@ -110,6 +113,7 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
         for name, rows, columns in m.adapted:
             out, inner = (columns, rows) if name == OUTER_NAMES[0] else (rows, columns)
             shapes += [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else [])
+        shapes += [(rows, columns) for _, rows, columns in m.saved]
     return [-(-rows // ranks) * columns for rows, columns in shapes]
 
 
@@ -145,6 +149,7 @@ def adafactor_bytes(m: ModelCost) -> int:
         adapted = [(*((c, w) if name == OUTER_NAMES[0] else (w, c)),) for name, w, c in m.adapted]
         shapes = [pair for out, inner in adapted for pair in ((1, out, r), (1, r, inner))]
         shapes += [(1, out, 1) for out, _ in adapted] if m.adapter.dora else []
+        shapes += [(1, rows, columns) for _, rows, columns in m.saved]
         for rows, columns in adapted_experts(m):
             shapes += [(1, rows // experts, r * experts), (1, r * experts, columns)]
     if m.shape.new_layers and not m.full:
@@ -173,7 +178,7 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
     total += vocab * h * b if m.autocast else 0
-    if m.full:
+    if m.trains_head:
         total += vocab * h * (b + (4 if b < 4 else 0))
     return int(total)
 
@@ -209,7 +214,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
-    head = 4 * shape.vocab_size * h if m.full else 0
+    head = 4 * shape.vocab_size * h if m.trains_head else 0
     recomputed = layer_activation_bytes(m, microbatch) if m.plan.memory.recompute else 0
     if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
@@ -385,9 +390,10 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     shape = m.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
-    one = (all_layers - outside * m.weight) / shape.num_layers
-    adapters = 0 if m.full else 4 * sum(trainable_tensors(m)) / shape.num_layers
-    return one + adapters - _experts_elsewhere(m) / shape.num_layers, outside * m.weight
+    frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
+    one = (all_layers - frozen) / shape.num_layers
+    adapters = 0 if m.full else (4 * sum(trainable_tensors(m)) - trained) / shape.num_layers
+    return one + adapters - _experts_elsewhere(m) / shape.num_layers, frozen + trained
 
 
 def _experts_elsewhere(m: ModelCost) -> float:
@@ -477,6 +483,8 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     if m.full or m.adapter.init.needs_data:
         dense = shape.num_weights * m.weight
         return dense + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
+    # What trains in full is cast once it is read.
+    trainable += m.weight * max((rows * columns for _, rows, columns in m.saved), default=0)
     if plan.quantization is None:
         return base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
     workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS

@@ -299,6 +299,16 @@ PREFERENCE = (
         f"{WHY_REFERENCE}, which its trained layers replace",
         f"Omit it to train an adapter, {NO_REFERENCE}",
     ),
+    *(
+        Conflict(
+            name,
+            SET,
+            COMPARING,
+            f"{WHY_REFERENCE}, which modules that train in full replace",
+            f"Omit it, {NO_REFERENCE}",
+        )
+        for name in ("modules_to_save", "new_tokens")
+    ),
     Conflict(
         "init_lora_weights",
         is_one_of(*RESIDUAL_INITS),
@@ -367,6 +377,7 @@ TRAIN_TYPE = (
         Conflict(name, CHANGED, FULL, "full fine-tuning has no adapter", "Use --train_type lora")
         for name in ADAPTER_FLAGS
     ),
+    contradicts("new_tokens", SET, "llama_pro_path", SET, ", whose embeddings are frozen"),
     Conflict(
         "llama_pro_path",
         SET,
@@ -459,6 +470,8 @@ MLX = (
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
         for name, why in (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
+            ("new_tokens", "mlx-lm's models keep their vocabulary"),
+            ("modules_to_save", "the MLX engine trains adapters or all weights, not some modules in full"),
             ("tp_degree", f"mlx-lm's sharded layers do not support adapters, and {DATA_PARALLEL_ONLY}"),
             ("cp_degree", DATA_PARALLEL_ONLY),
             ("pp_degree", DATA_PARALLEL_ONLY),
@@ -509,6 +522,7 @@ MLX = (
     ),
 )
 
+REMEDY = "Use --dp_shards or --dp_degree"
 PARALLELISM = tuple(
     contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
     for degree, name, value, why in (
@@ -530,6 +544,10 @@ PARALLELISM = tuple(
             "keeps the activations of several microbatches on the device",
         ),
     )
+) + tuple(
+    Conflict(name, SET, beside(degree, over(1)), "trains full modules, which FSDP and DDP alone share out", REMEDY)
+    for name in ("new_tokens", "modules_to_save")
+    for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree")
 )
 
 REPLICATED = (
@@ -593,6 +611,10 @@ ACCELERATE = (
             ("optimizer", is_none_of(*TORCHS, *EIGHT_BIT), "steps a flat part of all weights", "Use adamw"),
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
+    ),
+    *(
+        Conflict(name, SET, BY_ACCELERATE, "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd")
+        for name in ("new_tokens", "modules_to_save")
     ),
 )
 

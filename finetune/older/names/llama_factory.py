@@ -177,14 +177,16 @@ LLAMA_FACTORY: Names = {
         }
     ),
     "interleave_probs": Instead("Weights mix datasets: --dataset NAME:WEIGHT, several times."),
-    "additional_target": Instead("Name embeddings and head in --lora_target_modules, which trains adapters on them."),
+    "additional_target": "modules_to_save",
     "dataset_dir": Instead("Give the file itself: --dataset DIR/FILE."),
     "create_new_adapter": ByValue({"true": "--adapter_merge true", "false": ""}),
     "default_system": Instead("Write it as the system message of the rows."),
     "plot_loss": ByValue({"true": LeftOut("report.html in --output_dir has the curves."), "false": ""}),
     "enable_thinking": LeftOut("The template decides, by the row's chat_template_kwargs."),
     **instead("Unsloth is not used here. Omit it.", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths"),
-    **instead("Vocabularies are not changed. Omit it.", "resize_vocab", "add_tokens", "add_special_tokens"),
+    "add_tokens": "new_tokens",
+    "add_special_tokens": "new_tokens",
+    "resize_vocab": LeftOut("--new_tokens gives embeddings and head their rows."),
     **instead(
         "GaLore, APOLLO, BAdam and Adam-mini are not here; --optimizer has others that keep less. Omit it.",
         *("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
