@@ -408,15 +408,18 @@ class TrainConfig:
         comma_separated=True,
         nonempty=True,
     )
-    num_layers: int = adapter_flag(
+    num_layers: int = flag(
+        "adapter",
         -1,
-        "adapt the last N decoder layers only; those before them need no backward pass; -1: all",
+        "train the last N decoder layers only, by adapters, or with --train_type full their own weights; those before "
+        "them need no backward pass; -1: all",
         minimum=-1,
         nonzero=True,
     )
-    layers_to_transform: str | None = adapter_flag(
+    layers_to_transform: str | None = flag(
+        "adapter",
         None,
-        "adapt these decoder layers only, by number from 0: 0,1,30",
+        "train these decoder layers only, as --num_layers does, by number from 0: 0,1,30",
         metavar="N,...",
         comma_separated=True,
         nonempty=True,

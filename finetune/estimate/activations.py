@@ -162,7 +162,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
     if m.full:
-        return m.compute * (m.shape.linear_weights + m.shape.expert_weights) if m.autocast else 0
+        weights = (m.shape.linear_weights + m.shape.expert_weights) * m.learning_layers // m.shape.num_layers
+        return m.compute * weights if m.autocast else 0
     if m.adapter.dora and m.adapter.dropout and m.plan.quantization:
         return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

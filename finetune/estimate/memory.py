@@ -7,6 +7,7 @@ dtype.
 """
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -51,7 +52,8 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     With row-wise sharding over `ranks`, those of one rank.
     """
     if m.full:
-        return 0
+        every = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape))
+        return m.weight * (every - sum(trainable_tensors(m, ranks))) if m.freezes else 0
     quantization, quantized = m.plan.quantization, 0
     new = sum(-(-n // ranks) for n in new_weights(m)) + sum(-(-rows // ranks) * c for _, rows, c in m.saved)
     frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
@@ -81,6 +83,21 @@ def dense_tensors(shape: KnownShape, others: bool = True) -> list[tuple[int, int
     return linears + experts + (list(shape.others) if others else [])
 
 
+def trained_in_full(m: ModelCost) -> list[tuple[int, int]]:
+    """(rows, columns) of what full fine-tuning trains: all tensors, or those of some decoder layers."""
+    shape, layers = m.shape, m.trained_layers
+    if not m.freezes:
+        return dense_tensors(shape)
+    inside = tuple(item for item in shape.linears if m.in_its_layers(item[0]))
+    linears = dense_tensors(replace(shape, linears=inside, num_experts=0), others=False)
+    matrices = shape.expert_matrices()
+    per_layer = len(matrices) // shape.num_layers
+    experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in matrices[: per_layer * len(layers)]]
+    # Embeddings and head are outside, and a final norm is one more of its size than the layers have.
+    others = Counter(size for size in shape.others if size[0] != shape.vocab_size)
+    return linears + experts + [size for size, n in others.items() for _ in range(n // shape.num_layers * len(layers))]
+
+
 def _quantized_experts(m: ModelCost, quantization: Quantization) -> list[tuple[int, int]]:
     """(rows, columns) of experts as they are quantized: one by one if the method needs the full matrix."""
     matrices = m.shape.expert_matrices()
@@ -103,7 +120,7 @@ def new_weights(m: ModelCost) -> list[int]:
 def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
     """Number of weights in each trainable tensor; with row-wise sharding over `ranks`, those of one rank."""
     if m.full:
-        shapes = dense_tensors(m.shape)
+        shapes = trained_in_full(m)
     elif m.shape.new_layers:
         shapes = [(n, 1) for n in new_weights(m)]
     else:
@@ -121,7 +138,7 @@ def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
     if m.plan.steps.optimizer == "adafactor":
         return adafactor_bytes(m)
     if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
-        return 8 * sum(tensors) - 4 * sum(rows * columns for _, rows, columns in m.shape.linears)
+        return 8 * sum(tensors) - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
     if m.plan.steps.moments_are_8_bit:
         return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
@@ -141,7 +158,9 @@ def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
 def adafactor_bytes(m: ModelCost) -> int:
     """A row's and a column's sums per matrix, a number per weight of a vector."""
     experts, r = m.shape.num_experts, m.adapter.rank
-    if m.full:
+    if m.freezes:
+        shapes = [(1, rows, columns) for rows, columns in trained_in_full(m)]
+    elif m.full:
         shapes = [(1, rows, columns) for _, rows, columns in m.shape.linears]
         shapes += [(1, rows, columns) for rows, columns in m.shape.others]
         shapes += [(experts, rows // experts, columns) for rows, columns in m.shape.expert_matrices()]

@@ -77,12 +77,25 @@ class ModelCost:
         return self.plan.trains if isinstance(self.plan.trains, Adapter) else Adapter()
 
     def in_its_layers(self, name: str) -> bool:
-        """Whether a module of this name is in the decoder layers that the adapter is limited to."""
-        return is_in_layers(name, self.shape.num_layers, self.adapter.last_layers, self.adapter.layers)
+        """Whether a module of this name is in the decoder layers that training is limited to."""
+        trains = self.plan.trains if isinstance(self.plan.trains, AllWeights) else self.adapter
+        return is_in_layers(name, self.shape.num_layers, trains.last_layers, trains.layers)
+
+    @property
+    def freezes(self) -> bool:
+        """True if some layers of the model train in full and all else is frozen."""
+        return isinstance(self.plan.trains, AllWeights) and self.plan.trains.freezes
+
+    @property
+    def trained_layers(self) -> list[int]:
+        """Numbers of the decoder layers that training is limited to."""
+        return [i for i in range(self.shape.num_layers) if self.in_its_layers(f"layers.{i}.")]
 
     @property
     def learning_layers(self) -> int:
         """Decoder layers from the first one on that learns: those before it keep nothing for a backward pass."""
+        if self.freezes:
+            return self.shape.num_layers - min(self.trained_layers, default=0)
         if self.full or self.trains_outer(0):
             return self.shape.num_layers
         return self.shape.num_layers - first_layer(self.shape, self.adapter)
@@ -94,7 +107,7 @@ class ModelCost:
 
     @property
     def trains_head(self) -> bool:
-        return self.full or self.trains_outer(1)
+        return self.full and not self.freezes or self.trains_outer(1)
 
     @property
     def outer_trained(self) -> int:

@@ -371,6 +371,7 @@ SAVED_ADAPTER = (
 FULL, QLORA = beside("train_type", is_one_of("full")), beside("train_type", is_one_of("qlora"))
 UNQUANTIZED = beside("train_type", is_none_of("qlora"))
 ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
+LIMITS = ("num_layers", "layers_to_transform")
 QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
 TRAIN_TYPE = (
     *(
@@ -378,6 +379,20 @@ TRAIN_TYPE = (
         for name in ADAPTER_FLAGS
     ),
     contradicts("new_tokens", SET, "llama_pro_path", SET, ", whose embeddings are frozen"),
+    *(
+        Conflict(name, CHANGED, beside("llama_pro_path", SET), "--llama_pro_path says which layers train", "Omit it")
+        for name in LIMITS
+    ),
+    *(
+        Conflict(
+            "new_tokens",
+            SET,
+            both(FULL, beside(name, NOT_DEFAULT)),
+            "embeddings and head train for it, and --{other} freezes them".replace("{other}", name),
+            OMIT_ONE,
+        )
+        for name in LIMITS
+    ),
     Conflict(
         "llama_pro_path",
         SET,
@@ -480,6 +495,16 @@ MLX = (
             ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
+    ),
+    *(
+        Conflict(
+            name,
+            NOT_DEFAULT,
+            both(ON_MLX, FULL),
+            "the MLX engine trains adapters in some layers, or all weights",
+            "Use --train_type lora, or --backend cpu",
+        )
+        for name in LIMITS
     ),
     Conflict(
         "init_lora_weights",
@@ -593,6 +618,7 @@ SHARDED = (
 )
 
 BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
 TORCHS = ("adamw", "adam", "sgd", "adadelta")
 BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
 ACCELERATE = (
@@ -612,10 +638,8 @@ ACCELERATE = (
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),
-    *(
-        Conflict(name, SET, BY_ACCELERATE, "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd")
-        for name in ("new_tokens", "modules_to_save")
-    ),
+    *(Conflict(name, SET, BY_ACCELERATE, UNTESTED, PTD) for name in ("new_tokens", "modules_to_save")),
+    *(Conflict(name, NOT_DEFAULT, both(FULL, BY_DEEPSPEED), UNTESTED, PTD) for name in LIMITS),
 )
 
 PREFERENCE_PARALLELISM = (

@@ -136,7 +136,17 @@ class AdapterInit:
 
 @dataclass(frozen=True)
 class AllWeights:
-    """Full fine-tuning."""
+    """Full fine-tuning: of the last `last_layers` decoder layers or of the `layers` of these numbers, if either is
+    given; then all else is frozen.
+    """
+
+    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def freezes(self) -> bool:
+        """True if some layers train only."""
+        return self.last_layers is not None or self.layers is not None
 
 
 @dataclass(frozen=True)
@@ -178,11 +188,15 @@ class Adapter:
         s = settings
         rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
         how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
-        layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
-        last = None if s.num_layers == -1 else s.num_layers
         modules = tuple(name.strip() for name in (s.modules_to_save or "").split(",") if name.strip())
         init = AdapterInit(s.init_lora_weights, s.seed)
-        return cls(*how, s.loraplus_lr_ratio, init, last, layers, modules, bool(s.new_tokens))
+        return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
+
+
+def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
+    layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
+    return None if s.num_layers == -1 else s.num_layers, layers
 
 
 Trains = AllWeights | AddedLayers | Adapter
@@ -190,7 +204,7 @@ Trains = AllWeights | AddedLayers | Adapter
 
 def trains_of(settings: TrainConfig) -> Trains:
     if settings.train_type == "full":
-        return AllWeights()
+        return AllWeights(*_layers_of(settings))
     return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)
 
 

@@ -88,6 +88,14 @@ def quantized(value) -> str | Instead:
     )
 
 
+def trainable_layers(value) -> str | LeftOut | Instead:
+    if str(value).startswith("-"):
+        return Instead("--layers_to_transform names layers by number: the first two are 0,1.")
+    return (
+        LeftOut("It is what --num_layers is with finetuning_type freeze.") if str(value) == "2" else "--num_layers {}"
+    )
+
+
 LLAMA_FACTORY: Names = {
     **{name: entry for name, entry in HF.items()},
     "use_muon": ByValue({"true": "--optimizer muon", "false": ""}),
@@ -107,7 +115,7 @@ LLAMA_FACTORY: Names = {
         {
             "lora": "| --train_type lora",
             "full": "--train_type full",
-            "freeze": Instead("There are lora, qlora and full; expand.py and --llama_pro_path train added layers."),
+            "freeze": "--train_type full | --num_layers 2",
             "*": Instead("There are lora, qlora and full."),
         }
     ),
@@ -212,7 +220,7 @@ LLAMA_FACTORY: Names = {
         "swanlab_project",
         "swanlab_run_name",
     ),
-    **instead("Layers are chosen by --lora_target_modules. Omit it.", "freeze_trainable_layers", unless=("2",)),
+    "freeze_trainable_layers": Computed(trainable_layers, "`--num_layers N`"),
     **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token"),
     **left_out(
         "Rows are read and tokenized once and kept, on all cores.",

@@ -13,7 +13,7 @@ from finetune.adapters.saved import CONFIG, PEFT_FILE
 from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.plan.parts import Adapter
-from finetune.safetensors_io import read_header
+from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
 from finetune.torch_engine.weights.vocabulary import ends_of
 
@@ -74,7 +74,7 @@ def in_file(folder: Path) -> dict[str, tuple]:
     """{name in the base: shape} of the modules' own weights that are saved with an adapter; none without one."""
     if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
         return {}
-    return own_weights({name: of["shape"] for name, of in read_header(folder / PEFT_FILE).items() if "shape" in of})
+    return own_weights(FloatTensors(folder / PEFT_FILE).shapes)
 
 
 def own_weights(tensors: Mapping) -> dict:

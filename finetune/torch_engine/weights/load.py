@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import quantization_wrapper
-from finetune.adapters.targets import in_layers
+from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
@@ -158,8 +158,10 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
     """
-    if plan.all_weights:
-        model.requires_grad_(True)
+    if isinstance(plan.trains, AllWeights):
+        limits = num_layers_of(model), plan.trains.last_layers, plan.trains.layers
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_in_layers(name, *limits))
         return
     if local_shards is None:
         model.to(device)
@@ -172,6 +174,10 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
     if plan.precision.casts_buffers:
         cast_buffers(model)
+
+
+def num_layers_of(model) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def cast_buffers(model) -> None:
