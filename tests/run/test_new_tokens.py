@@ -189,6 +189,16 @@ def test_a_continued_adapter_keeps_its_tokens_and_may_get_more(trained, tmp_path
     assert len(losses(third)) == 2
 
 
+def test_a_merged_adapter_s_tokens_are_the_new_base_s_own(trained):
+    first = trained("llama_tied")
+    how = dict(adapter=str(first), adapter_merge=True, new_tokens="<|end|>,0", lora_rank=4)
+    second = trained(name="second", **how)
+    tokenizer = AutoTokenizer.from_pretrained(second)
+    assert tokenizer.encode(WORDS[0] + "<|end|>", add_special_tokens=False) == [len(tokenizer) - 4, len(tokenizer) - 1]
+    model = opened(second)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and len(model.lm_head.weight) == len(tokenizer)
+
+
 def test_an_adapter_of_peft_whose_tied_ends_were_trained_apart_opens(bases, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(bases["llama_tied"], dtype=torch.float32)
     theirs = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
