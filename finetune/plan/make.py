@@ -51,6 +51,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     files, on_paper = find_model_of(overrides, fetch=prepare), ""
     if files is None and not overrides.get("llama_pro_path") and overrides.get("model_name") not in (None, DEMO_MODEL):
         files, on_paper = model_on_paper(overrides["model_name"], overrides.get("revision"))
+        if files and (files.tokenizer_folder / "tokenizer.json").is_file():
+            files = with_new_tokens(files, overrides.get("new_tokens"))
     if adapter and files and not on_paper:
         check_base(adapter, files)
         adapter = with_its_tokens(adapter, files, overrides)
