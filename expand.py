@@ -13,6 +13,11 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed()
+
 from finetune import safetensors_io
 from finetune.checkpoint.published import verified
 from finetune.checkpoint.store import storage
@@ -33,7 +38,6 @@ from finetune.model_files.llama_pro import (
     split,
     write,
 )
-from finetune.system import process
 from finetune.system.files import check_new, new_folder
 from finetune.system.program import started_as
 from finetune.system.terminal import say

@@ -15,10 +15,14 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed()
+
 from finetune.cli import Parser, check_ranges
 from finetune.errors import PlanError
 from finetune.run.answers import answers_of, begun, content_of, prompt_ids
-from finetune.system import process
 from finetune.system.terminal import say
 
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity

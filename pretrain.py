@@ -11,6 +11,11 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed()
+
 import contextlib
 import os
 import time
@@ -35,7 +40,6 @@ from finetune.pretrain_config import PretrainConfig
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
-from finetune.system import process
 from finetune.system.terminal import say
 
 

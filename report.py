@@ -11,9 +11,13 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed(("numpy", "pygal"))
+
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.system import process
 from finetune.system.terminal import say
 
 

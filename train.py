@@ -47,6 +47,7 @@ from finetune.estimate.budget import predicted_for_batch, shape_of_run
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
+from finetune.model_files.vocabulary import add_tokens
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.machine import predicted_time
@@ -118,6 +119,7 @@ def run(
         log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
         tokenizer = load_tokenizer(tokenizer_folder_of(plan))
+        add_tokens(tokenizer, plan.data.new_tokens)
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
         if notice:
             log.say(f"  note: {notice}")

@@ -9,13 +9,17 @@ import random
 import re
 from pathlib import Path
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed()
+
 from finetune.cli import Parser, check_ranges
 from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
 from finetune.data.pretraining.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_folder, hub_problem, looks_like_hub_id
-from finetune.system import process
 from finetune.system.terminal import say
 
 SMALLEST_BPE = 256 + len(MARKERS)  # every byte and every marker

@@ -7,11 +7,15 @@ python -m dataset.build_puzzle_dataset --kind sudoku --input-file puzzles.csv --
 import json
 from pathlib import Path
 
+from finetune.system import process
+
+if __name__ == "__main__":  # one line instead of the traceback of the imports below
+    process.require_installed()
+
 from finetune.cli import Parser, check_ranges
 from finetune.data.pretraining import puzzles
 from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
 from finetune.errors import PlanError
-from finetune.system import process
 from finetune.system.terminal import say
 
 LARGEST_MAZE = 63

@@ -215,6 +215,11 @@ def parse_value(name: str, value, where: str | None = None):
     if value_type(field) in (int, float):
         return _parse_number(field, value, where)
     if not isinstance(value, str):
+        if name == "model_name" and not isinstance(value, int | float | list | tuple | dict):
+            raise PlanError(
+                f"{where}: is a {type(value).__name__}, and each rank loads the model from its files. Write it with "
+                "save_pretrained(FOLDER), its tokenizer too, and give FOLDER."
+            )
         raise PlanError(f"{where}: is {type(value).__name__} {shown(value)}, must be a string.")
     if meta["choices"]:
         return _parse_choice(meta, value, where)

@@ -118,6 +118,14 @@ class TrainConfig:
     llama_pro_path: str | None = model_flag(
         None, "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
+    new_tokens: str | None = model_flag(
+        None,
+        "words that become one token each, such as <|tool|>, or a file of one per line: embeddings and head get a row "
+        "for each, and train in full",
+        metavar="WORD,...|FILE",
+        comma_separated=True,
+        nonempty=True,
+    )
     dataset: str | list[str] | None = data_flag(
         None,
         "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
@@ -392,15 +400,26 @@ class TrainConfig:
         "this model's equivalents), comma-separated names (may include embeddings and head), or a regex",
         comma_separated=True,
     )
-    num_layers: int = adapter_flag(
+    modules_to_save: str | None = adapter_flag(
+        None,
+        "modules that train in full beside the adapter and are saved with it, such as embed_tokens,lm_head: those "
+        "whose names end so, as in PEFT",
+        metavar="NAME,...",
+        comma_separated=True,
+        nonempty=True,
+    )
+    num_layers: int = flag(
+        "adapter",
         -1,
-        "adapt the last N decoder layers only; those before them need no backward pass; -1: all",
+        "train the last N decoder layers only, by adapters, or with --train_type full their own weights; those before "
+        "them need no backward pass; -1: all",
         minimum=-1,
         nonzero=True,
     )
-    layers_to_transform: str | None = adapter_flag(
+    layers_to_transform: str | None = flag(
+        "adapter",
         None,
-        "adapt these decoder layers only, by number from 0: 0,1,30",
+        "train these decoder layers only, as --num_layers does, by number from 0: 0,1,30",
         metavar="N,...",
         comma_separated=True,
         nonempty=True,

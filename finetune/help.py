@@ -93,6 +93,7 @@ PAGES = {
     **dict.fromkeys(("router_aux_loss_coef", "ep_degree"), "docs/experts.md"),
     **dict.fromkeys(("mlx_config",), "docs/mlx.md"),
     **dict.fromkeys(("config",), "docs/migration.md"),
+    **dict.fromkeys(("new_tokens", "modules_to_save"), "docs/models.md"),
     **dict.fromkeys(("optimizer", "lr_scheduler", "wsd_decay_ratio", "wsd_decay_type"), "docs/optimizers.md"),
     **dict.fromkeys(("label_smoothing", "neftune_noise_alpha", "data_seed", "num_layers"), "docs/optimizers.md"),
     **dict.fromkeys(("layers_to_transform", "adam_beta1", "adam_beta2", "adam_epsilon"), "docs/optimizers.md"),

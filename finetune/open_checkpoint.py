@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
+from finetune.checkpoint.output_dir import MOMENTS
 from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.config import AUTO_BOOL
@@ -18,12 +19,13 @@ from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
-from finetune.plan.parts import Parts
+from finetune.plan.parts import AllWeights, Parts, trains_of
 from finetune.run import over_ranks
 from finetune.run.over_ranks import Ranks
+from finetune.safetensors_io import INDEX
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
-from finetune.trained_base import TrainedBase, trained_base
+from finetune.trained_base import TrainedBase, settings_of_run, trained_base
 
 
 def add_flags(parser) -> None:
@@ -85,6 +87,7 @@ def base_of(checkpoint: str) -> ModelFiles:
             raise PlanError(
                 f"--checkpoint {checkpoint}: has no config.json and no adapter_config.json. Give an output_dir."
             )
+        check_is_whole(folder)
         return find_model(checkpoint, None, flag="--checkpoint")
     if not (folder / weights).is_file():
         raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
@@ -105,6 +108,17 @@ def base_of(checkpoint: str) -> ModelFiles:
             f"one there, or remove the digest from {holder}, to use this one."
         )
     return files
+
+
+def check_is_whole(folder: Path) -> None:
+    """Raises PlanError for a step-N folder of a run that trains some layers of a model: the others are not in it."""
+    settings = settings_of_run(folder) if (folder / MOMENTS).is_file() or (folder / INDEX).is_file() else None
+    trains = trains_of(settings) if settings else None
+    if isinstance(trains, AllWeights) and trains.freezes:
+        raise PlanError(
+            f"--checkpoint {folder}: holds the layers that train, and not the rest of the model. Give the --output_dir "
+            "of the run, once it is finished."
+        )
 
 
 def is_recursive(checkpoint: str) -> bool:

@@ -80,7 +80,9 @@ class PretrainConfig:
     `checkpoint_path`: the run's folder, in which step_N are; None is checkpoints/<data>/<run_name or time>.
     `cpu_matmul`: library of fp32 products on a CPU, blas is torch's. `async_save`: what is saved is copied, and written
     while steps go on.
-    `max_steps`, if not 0, is the total of optimizer steps, whatever `epochs` says.
+    `eval_samples`: test prompts of conversations that are answered at each evaluation. `stop_on_divergence`: a run ends
+    whose loss is far above its start, as train.py's does. `max_steps`, if not 0, is the total of optimizer steps,
+    whatever `epochs` says.
     """
 
     arch: ArchConfig = field(default_factory=ArchConfig)
@@ -123,6 +125,8 @@ class PretrainConfig:
     run_name: str | None = None
     project_name: str | None = None
     eval_save_outputs: tuple[str, ...] = ()
+    eval_samples: int = 4
+    stop_on_divergence: bool = False
     log_every_n_steps: int = 10
     log_to: str = "auto"
     rank_timeout: float = 600.0
@@ -144,9 +148,8 @@ class PretrainConfig:
         return self.async_save and bool(self.checkpoint_every or (self.checkpoint_every_eval and self.eval_interval))
 
     save_model = True
-    eval_samples = 0
+    score_max_new_tokens = 64
     run_page = True
-    stop_on_divergence = False
     profile = False
     llama_pro_path = None
     validation_dataset = None
@@ -189,6 +192,7 @@ RANGES = {
     "seed": (0, 2**31),
     "keep_last": (1, 2**31),
     "checkpoint_every": (0, 2**31),
+    "eval_samples": (0, 2**31),
     "log_every_n_steps": (1, 2**31),
     "rank_timeout": (1.0, 1e9),
     "arch.hidden_size": (2, 2**16),

@@ -286,3 +286,30 @@ def test_a_python_without_the_requirements_is_one_line():
     assert done.returncode == 2 and done.stderr.startswith("error: numpy: is not installed for ") and not done.stdout
     assert done.stderr.count("\n") == 1 and "source .venv/bin/activate" in done.stderr
     assert subprocess.run([*bare, "--help"], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *("score.py", "generate.py", "export.py", "expand.py", "pretrain.py", "report.py"),
+        *("dataset/build_chat_dataset.py", "dataset/build_puzzle_dataset.py"),
+    ],
+)
+def test_every_program_says_so_in_one_line(program):
+    how = ["-m", program.removesuffix(".py").replace("/", ".")] if "/" in program else [str(ROOT / program)]
+    done = subprocess.run([sys.executable, "-S", *how, "x"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.startswith("error: numpy: is not installed for ") and not done.stdout
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_object_is_answered_with_what_to_do(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for name in ("model", "model_name"):
+        with pytest.raises(PlanError) as refused:
+            fine_tune(**{name: model}, dataset="x.jsonl")
+        assert "is a LlamaForCausalLM, and each rank loads the model from its files." in str(refused.value)
+        assert "save_pretrained(FOLDER)" in str(refused.value) and str(refused.value).startswith("fine_tune(model")
+    with pytest.raises(PlanError, match="model_name=...\\): is int 3, must be a string"):
+        fine_tune(model_name=3)

@@ -24,6 +24,7 @@ TRIED = {
     "gradient_checkpointing_kwargs": ("{'use_reentrant': true}", {"reentrant_checkpointing": True}),
     "activation_checkpointing_kwargs": ("{'use_reentrant': false}", {}),
     "report_to": (["wandb", "tensorboard"], {"log_to": "wandb,tensorboard"}),
+    "freeze_trainable_layers": ("4", {"num_layers": 4}),
     "test_split_size": ("0.1", {"validation_split": 0.1}),
     "val_set_size": ("0.1", {"validation_split": 0.1}),
     "val_size": ("0.1", {"validation_split": 0.1}),

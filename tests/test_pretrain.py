@@ -25,10 +25,11 @@ from finetune.estimate.recursive import parameters
 from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
 from finetune.plan.run_plan import SavedRun, TrainState
 from finetune.recipe import read_arguments, read_recipe
+from finetune.run import samples
 from finetune.run.metrics import read_events
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
-from tests.support.pretraining import TINY
+from tests.support.pretraining import QUESTIONS, TINY, call
 
 RECURSIVE = ["--config-name", "cfg_chat_recursive", *TINY, "global_batch_size=4", "lr_warmup_steps=2", "ema_rate=0.9"]
 
@@ -510,3 +511,46 @@ def test_a_vanishing_temperature_is_greedy():
         args = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "Hi", "--temperature", given])
         generate.check(args)
         assert args.temperature == used
+
+
+# ---- samples, and the end of a run that diverges
+
+
+def test_test_prompts_are_answered_at_each_evaluation_as_generate_answers_them(here, tmp_path):
+    out = tmp_path / "out"
+    train(here, *argv_of(out), "eval_samples=2")
+    found = samples.read(out)
+    assert [s["step"] for s in found] == [0, 0, 4, 4, 8, 8]
+    asked = {q: a for q, a in QUESTIONS}
+    for sample in found:
+        question = next(q for q in asked if q in sample["prompt"])
+        assert sample["expected"].strip() == asked[question]
+    question = next(q for q in asked if q in found[-1]["prompt"])
+    argv = ["--checkpoint", out / "step_8", "--prompt", question, "--max_new_tokens", 64, "--device", "cpu"]
+    assert found[-1]["answer"].strip("\ufffd ") in call(here, "generate", *argv).stdout
+    assert question in (out / "report.html").read_text()
+    # They change nothing of the run.
+    plain = tmp_path / "plain"
+    train(here, *argv_of(plain), "eval_samples=0")
+    assert step_values(out) == step_values(plain) and not (plain / "samples.jsonl").exists()
+
+
+def argv_of(out):
+    return [*RECURSIVE, "data_paths=[data/tiny]", "epochs=2", "eval_interval=1", f"checkpoint_path={out}"]
+
+
+def test_a_puzzle_run_has_no_samples(here, tmp_path):
+    out = tmp_path / "out"
+    argv = ["--config-name", "cfg_puzzle", *TINY, "data_paths=[sudoku]", "global_batch_size=4", "max_steps=2"]
+    train(here, *argv, f"checkpoint_path={out}")
+    assert not samples.read(out)
+
+
+def test_a_run_that_diverges_ends_if_that_is_asked_for(here, tmp_path):
+    out = tmp_path / "out"
+    argv = [*argv_of(out), "max_steps=60", "lr=10", "lr_warmup_steps=0", "checkpoint_every=1", "eval_interval=0"]
+    done = call(here, "pretrain", *argv, "stop_on_divergence=true")
+    assert done.returncode == 66 and "the run diverged" in done.stderr and "Lower lr=10" in done.stderr
+    end = read_events(out, "end")[-1]
+    assert end["exit_code"] == 66 and end["step"] < 60
+    assert "the run diverged" in (out / "report.html").read_text()

@@ -23,7 +23,6 @@ NOT_CONTINUED = {  # and what an adapter without it has
     "bias": ("none", None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
 }
@@ -42,6 +41,8 @@ class SavedAdapter:
     base: str
     revision: str | None
     digest: str | None
+    modules: str | None = None  # of --modules_to_save
+    new_tokens: str | None = None  # that it adds to the base's, and the run after it
 
     @property
     def scaling(self) -> float:
@@ -67,7 +68,11 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     for key, fine in NOT_CONTINUED.items():
         if key in config and config[key] not in fine:
             raise PlanError(f"--adapter {folder}: {key} {config[key]} is not supported. Merge it with peft first.")
+    modules = config.get("modules_to_save") or []
+    if not (isinstance(modules, list) and all(isinstance(name, str) and "," not in name for name in modules)):
+        raise PlanError(f"--adapter {folder}: modules_to_save is {str(modules)[:80]}, must be a list of names.")
     odd = next((name for name in tensors if not (name.startswith(PREFIX) and LEAF.search(name))), None)
+    odd = odd if not modules else next((name for name in tensors if not name.startswith(PREFIX)), None)
     if odd:
         raise PlanError(
             f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
@@ -78,9 +83,8 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     if not isinstance(base, str) or not isinstance(revision, str | None) or not isinstance(digest, str | None):
         raise PlanError(f"--adapter {folder}: its {CONFIG} names no base model. Give a complete adapter.")
     dora, rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
-    return SavedAdapter(
-        path, config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors), base, revision, digest
-    )
+    how = config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors)
+    return SavedAdapter(path, *how, base, revision, digest, ",".join(modules) or None)
 
 
 def _targets(config: dict, tensors) -> str:
@@ -92,7 +96,7 @@ def _targets(config: dict, tensors) -> str:
         return "all" if named == "all-linear" else named
     if isinstance(named, list) and all(isinstance(name, str) for name in [*named, *parameters]):
         return ",".join([*named, *parameters])
-    modules = sorted({LEAF.sub("", name.removeprefix(PREFIX)) for name in tensors})
+    modules = sorted({LEAF.sub("", name.removeprefix(PREFIX)) for name in tensors if LEAF.search(name)})
     return ",".join(modules)
 
 
@@ -115,13 +119,23 @@ def continued(saved: SavedAdapter, own: dict[str, np.ndarray], rank: int, scalin
         array = tensors[name]
         if name.endswith(("lora_B.weight", "lora_embedding_B")):
             array = array * np.float32(saved.scaling / scaling)
-        made[name] = _padded(name, array, np.asarray(start), saved.rank, rank)
+        if LEAF.search(name):
+            made[name] = _padded(name, array, np.asarray(start), saved.rank, rank)
+        else:
+            made[name] = _with_rows(array, np.asarray(start))
         if made[name].shape != start.shape:
             raise PlanError(
                 f"--adapter {saved.folder}: {name} is {list(array.shape)}, this base needs {list(start.shape)}. Give "
                 "the base it was trained on."
             )
     return made
+
+
+def _with_rows(array: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """A module's own weight; of one that has rows for more tokens now, those from `start`."""
+    if array.shape[1:] != start.shape[1:] or len(array) > len(start):
+        return array
+    return np.concatenate([array, start[len(array) :]])
 
 
 def _padded(name: str, array: np.ndarray, start: np.ndarray, rank: int, more: int) -> np.ndarray:

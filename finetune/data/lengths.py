@@ -15,6 +15,7 @@ from finetune.data.tokens.encode import RowEncoder
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.vocabulary import add_tokens
 from finetune.plan.parts import DataPlan
 
 READ_ROWS, SAMPLE_ROWS = 20_000, 1000  # of each dataset, and evenly spaced ones of these: about a second
@@ -48,6 +49,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         return None
     tokenizer = PlainTokenizer.from_folder(model_folder)
     if tokenizer is not None:
+        add_tokens(tokenizer, plan.new_tokens)
         ensure_chat_template(tokenizer)
     found, num_rows, is_all = [], 0, True
     for source in sources:

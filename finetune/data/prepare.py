@@ -170,7 +170,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
 
     `say` is called with lines on what takes long.
     """
-    vocab_size = ModelShape.from_config(files.config).vocab_size
+    vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
 
     def tokenized(use: str, renderer) -> TokenizedDataset:
         limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)

@@ -21,6 +21,7 @@ from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import unknown_id
+from finetune.model_files.vocabulary import add_tokens
 from finetune.plan.parts import DataPlan
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -62,8 +63,9 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
     tokenizer = PlainTokenizer.from_folder(files.folder)
     if tokenizer is None:
         return [f"data: not read, as {files.folder} has no tokenizer.json"]
+    add_tokens(tokenizer, plan.new_tokens)
     try:
-        content = preview(plan, tokenizer, ModelShape.from_config(files.config).vocab_size)
+        content = preview(plan, tokenizer, ModelShape.from_config(files.config).with_vocabulary(files).vocab_size)
     except NotReadError as error:
         return [f"data: not read by a dry run, as {error}"]
     if report:

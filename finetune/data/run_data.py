@@ -6,6 +6,7 @@ import numpy as np
 
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row
+from finetune.data.held_out import prompts_of
 from finetune.data.sampler import Cursor, first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
@@ -57,6 +58,12 @@ class Data:
         (result,) = results.values()
         values = {"loss": result.loss, "num_targets": result.num_targets}
         return values | ({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics})
+
+    def sample_prompts(self, number: int) -> list[tuple]:
+        """(prompt ids, expected answer, source) of the first held-out rows: of validation, else the scored ones."""
+        if self.validation is None or self.validation is self.score_rows:
+            return self.score_examples[:number]
+        return prompts_of(self.validation, self.tokenizer, self.stop_ids, number)
 
     def sources_of(self, rows) -> list[str]:
         """Where these rows of a step are from."""

@@ -154,7 +154,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
         if not microbatch.even and microbatch.layout == "padded":
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
-    if m.full:
+    if m.trains_head:
         total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
     return int(total)
 
@@ -162,7 +162,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
     if m.full:
-        return m.compute * (m.shape.linear_weights + m.shape.expert_weights) if m.autocast else 0
+        weights = (m.shape.linear_weights + m.shape.expert_weights) * m.learning_layers // m.shape.num_layers
+        return m.compute * weights if m.autocast else 0
     if m.adapter.dora and m.adapter.dropout and m.plan.quantization:
         return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

@@ -7,6 +7,7 @@ dtype.
 """
 
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -51,19 +52,23 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     With row-wise sharding over `ranks`, those of one rank.
     """
     if m.full:
-        return 0
+        every = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape))
+        return m.weight * (every - sum(trainable_tensors(m, ranks))) if m.freezes else 0
     quantization, quantized = m.plan.quantization, 0
-    new = sum(-(-n // ranks) for n in new_weights(m))
+    new = sum(-(-n // ranks) for n in new_weights(m)) + sum(-(-rows // ranks) * c for _, rows, c in m.saved)
     frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
     if quantization is None:
         return frozen * m.weight
     sizes: dict[tuple[int, int], int] = {}
-    for rows, columns in [item[1:] for item in m.shape.linears] + _quantized_experts(m, quantization):
+    saved = {name for name, _, _ in m.saved}
+    linears = [item[1:] for item in m.shape.linears if item[0] not in saved]
+    for rows, columns in linears + _quantized_experts(m, quantization):
         sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
     for (rows, columns), count in sizes.items():
         quantized += count * quantization.weight_bytes(rows, columns, m.weight, ranks)
     quantized_too = dense_tensors(m.shape, others=False)
     counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
+    counted -= sum(-(-rows // ranks) * columns for name, rows, columns in m.shape.linears if name in saved)
     # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - m.shape.new_layers / m.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * m.weight
@@ -76,6 +81,21 @@ def dense_tensors(shape: KnownShape, others: bool = True) -> list[tuple[int, int
         linears = [(columns, rows) for rows, columns in linears]
     experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in shape.expert_matrices()]
     return linears + experts + (list(shape.others) if others else [])
+
+
+def trained_in_full(m: ModelCost) -> list[tuple[int, int]]:
+    """(rows, columns) of what full fine-tuning trains: all tensors, or those of some decoder layers."""
+    shape, layers = m.shape, m.trained_layers
+    if not m.freezes:
+        return dense_tensors(shape)
+    inside = tuple(item for item in shape.linears if m.in_its_layers(item[0]))
+    linears = dense_tensors(replace(shape, linears=inside, num_experts=0), others=False)
+    matrices = shape.expert_matrices()
+    per_layer = len(matrices) // shape.num_layers
+    experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in matrices[: per_layer * len(layers)]]
+    # Embeddings and head are outside, and a final norm is one more of its size than the layers have.
+    others = Counter(size for size in shape.others if size[0] != shape.vocab_size)
+    return linears + experts + [size for size, n in others.items() for _ in range(n // shape.num_layers * len(layers))]
 
 
 def _quantized_experts(m: ModelCost, quantization: Quantization) -> list[tuple[int, int]]:
@@ -100,7 +120,7 @@ def new_weights(m: ModelCost) -> list[int]:
 def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
     """Number of weights in each trainable tensor; with row-wise sharding over `ranks`, those of one rank."""
     if m.full:
-        shapes = dense_tensors(m.shape)
+        shapes = trained_in_full(m)
     elif m.shape.new_layers:
         shapes = [(n, 1) for n in new_weights(m)]
     else:
@@ -110,6 +130,7 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
         for name, rows, columns in m.adapted:
             out, inner = (columns, rows) if name == OUTER_NAMES[0] else (rows, columns)
             shapes += [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else [])
+        shapes += [(rows, columns) for _, rows, columns in m.saved]
     return [-(-rows // ranks) * columns for rows, columns in shapes]
 
 
@@ -117,7 +138,7 @@ def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
     if m.plan.steps.optimizer == "adafactor":
         return adafactor_bytes(m)
     if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
-        return 8 * sum(tensors) - 4 * sum(rows * columns for _, rows, columns in m.shape.linears)
+        return 8 * sum(tensors) - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
     if m.plan.steps.moments_are_8_bit:
         return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
@@ -137,7 +158,9 @@ def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
 def adafactor_bytes(m: ModelCost) -> int:
     """A row's and a column's sums per matrix, a number per weight of a vector."""
     experts, r = m.shape.num_experts, m.adapter.rank
-    if m.full:
+    if m.freezes:
+        shapes = [(1, rows, columns) for rows, columns in trained_in_full(m)]
+    elif m.full:
         shapes = [(1, rows, columns) for _, rows, columns in m.shape.linears]
         shapes += [(1, rows, columns) for rows, columns in m.shape.others]
         shapes += [(experts, rows // experts, columns) for rows, columns in m.shape.expert_matrices()]
@@ -145,6 +168,7 @@ def adafactor_bytes(m: ModelCost) -> int:
         adapted = [(*((c, w) if name == OUTER_NAMES[0] else (w, c)),) for name, w, c in m.adapted]
         shapes = [pair for out, inner in adapted for pair in ((1, out, r), (1, r, inner))]
         shapes += [(1, out, 1) for out, _ in adapted] if m.adapter.dora else []
+        shapes += [(1, rows, columns) for _, rows, columns in m.saved]
         for rows, columns in adapted_experts(m):
             shapes += [(1, rows // experts, r * experts), (1, r * experts, columns)]
     if m.shape.new_layers and not m.full:
@@ -173,7 +197,7 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
     total += vocab * h * b if m.autocast else 0
-    if m.full:
+    if m.trains_head:
         total += vocab * h * (b + (4 if b < 4 else 0))
     return int(total)
 
@@ -209,7 +233,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
-    head = 4 * shape.vocab_size * h if m.full else 0
+    head = 4 * shape.vocab_size * h if m.trains_head else 0
     recomputed = layer_activation_bytes(m, microbatch) if m.plan.memory.recompute else 0
     if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
@@ -385,9 +409,10 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     shape = m.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
-    one = (all_layers - outside * m.weight) / shape.num_layers
-    adapters = 0 if m.full else 4 * sum(trainable_tensors(m)) / shape.num_layers
-    return one + adapters - _experts_elsewhere(m) / shape.num_layers, outside * m.weight
+    frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
+    one = (all_layers - frozen) / shape.num_layers
+    adapters = 0 if m.full else (4 * sum(trainable_tensors(m)) - trained) / shape.num_layers
+    return one + adapters - _experts_elsewhere(m) / shape.num_layers, frozen + trained
 
 
 def _experts_elsewhere(m: ModelCost) -> float:
@@ -477,6 +502,8 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     if m.full or m.adapter.init.needs_data:
         dense = shape.num_weights * m.weight
         return dense + LOADING_BYTES + trainable * (not m.full) + (base_bytes(m) if not m.full else 0)
+    # What trains in full is cast once it is read.
+    trainable += m.weight * max((rows * columns for _, rows, columns in m.saved), default=0)
     if plan.quantization is None:
         return base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
     workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS

@@ -60,8 +60,10 @@ class ModelCost:
     plan: Parts
     device: str = "cpu"
     adapted: tuple = field(init=False)
+    saved: tuple = field(init=False)  # (name, rows, columns) of what trains in full beside adapters
 
     def __post_init__(self):
+        object.__setattr__(self, "saved", () if self.full else saved_of(self.shape, self.adapter))
         object.__setattr__(self, "adapted", adapted_of(self.shape, None if self.full else self.adapter))
 
     @property
@@ -75,13 +77,42 @@ class ModelCost:
         return self.plan.trains if isinstance(self.plan.trains, Adapter) else Adapter()
 
     def in_its_layers(self, name: str) -> bool:
-        """Whether a module of this name is in the decoder layers that the adapter is limited to."""
-        return is_in_layers(name, self.shape.num_layers, self.adapter.last_layers, self.adapter.layers)
+        """Whether a module of this name is in the decoder layers that training is limited to."""
+        trains = self.plan.trains if isinstance(self.plan.trains, AllWeights) else self.adapter
+        return is_in_layers(name, self.shape.num_layers, trains.last_layers, trains.layers)
+
+    @property
+    def freezes(self) -> bool:
+        """True if some layers of the model train in full and all else is frozen."""
+        return isinstance(self.plan.trains, AllWeights) and self.plan.trains.freezes
+
+    @property
+    def trained_layers(self) -> list[int]:
+        """Numbers of the decoder layers that training is limited to."""
+        return [i for i in range(self.shape.num_layers) if self.in_its_layers(f"layers.{i}.")]
 
     @property
     def learning_layers(self) -> int:
         """Decoder layers from the first one on that learns: those before it keep nothing for a backward pass."""
-        return self.shape.num_layers - (0 if self.full else first_layer(self.shape, self.adapter))
+        if self.freezes:
+            return self.shape.num_layers - min(self.trained_layers, default=0)
+        if self.full or self.trains_outer(0):
+            return self.shape.num_layers
+        return self.shape.num_layers - first_layer(self.shape, self.adapter)
+
+    def trains_outer(self, end: int) -> bool:
+        """Whether the embeddings (0) or the head (1) train in full beside adapters."""
+        names = {name for name, _, _ in self.saved}
+        return OUTER_NAMES[end] in names or bool(self.shape.tied and names & set(OUTER_NAMES))
+
+    @property
+    def trains_head(self) -> bool:
+        return self.full and not self.freezes or self.trains_outer(1)
+
+    @property
+    def outer_trained(self) -> int:
+        """Weights of embeddings and head that train in full beside adapters."""
+        return sum(rows * columns for name, rows, columns in self.saved if name in OUTER_NAMES)
 
     @property
     def weight(self) -> int:
@@ -139,7 +170,29 @@ def adapted_of(shape: KnownShape, adapter: Adapter | None) -> tuple[tuple[str, i
     if adapter is None:
         return shape.linears
     last, layers, count = adapter.last_layers, adapter.layers, shape.num_layers
-    return tuple(i for i in adapted_linears(shape, adapter.targets) if is_in_layers(i[0], count, last, layers))
+    chosen = (i for i in adapted_linears(shape, adapter.targets) if is_in_layers(i[0], count, last, layers))
+    return tuple(i for i in chosen if i[0] not in {name for name, _, _ in saved_of(shape, adapter)})
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")  # their names in most models' layers
+
+
+@lru_cache(maxsize=256)
+def saved_of(shape: KnownShape, adapter: Adapter) -> tuple[tuple[str, int, int], ...]:
+    """(name, rows, columns) of what --modules_to_save and --new_tokens train in full; a tied head once."""
+    if not adapter.trains_modules:
+        return ()
+    h, outer = shape.hidden_size, [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
+    norms = [(f"model.layers.{i}.{leaf}", h, 1) for i in range(shape.num_layers) for leaf in NORMS]
+    named = [i for i in (*shape.linears, *norms, ("model.norm", h, 1)) if _ends_so(i[0], adapter.modules)]
+    ends = [i for i in outer if adapter.grows or _ends_so(i[0], adapter.modules)]
+    return (*named, *(ends[:1] if shape.tied else ends))
+
+
+def _ends_so(name: str, words: tuple[str, ...]) -> bool:
+    """Whether the name of a module, or of one that it is in, ends with one of these words, as PEFT reads them."""
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]).endswith(word) for i in range(len(parts)) for word in words)
 
 
 @lru_cache(maxsize=256)

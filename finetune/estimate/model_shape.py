@@ -146,6 +146,15 @@ class ModelShape:
         counted = _from_tensors(tensors, kind, known["tied"], bool(experts)) if tensors else _computed(known, text)
         return cls(**known, **counted, exact=bool(tensors))
 
+    def with_vocabulary(self, files) -> "ModelShape":
+        """With rows of embeddings and head for the new tokens of a model's files."""
+        old, new = self.vocab_size or 0, files.vocabulary.size if files.vocabulary else 0
+        if not old or new <= old:
+            return self
+        grown = tuple((new, columns) if rows == old else (rows, columns) for rows, columns in self.others)
+        more = sum(columns for rows, columns in self.others if rows == old) * (new - old)
+        return replace(self, vocab_size=new, others=grown, num_weights=self.num_weights and self.num_weights + more)
+
     @property
     def kind(self) -> str:
         """The model type without the suffix that marks the text part of a multimodal model."""
@@ -320,7 +329,7 @@ def shape_of_files(files) -> ModelShape:
 
 def planned_shape(files, llama_pro_path: str | None) -> ModelShape:
     """The shape of a model folder, with the number of added layers if a run trains only those. Raises PlanError."""
-    shape = shape_of_files(files)
+    shape = shape_of_files(files).with_vocabulary(files)
     if not llama_pro_path:
         return shape
     record = read_record(files.folder, f"--llama_pro_path {llama_pro_path}")

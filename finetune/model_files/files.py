@@ -9,7 +9,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from finetune.model_files.config_values import AGAIN, check_sizes, check_values,
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
+from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
 from finetune.older import expansion
 from finetune.system.files import check_inside, is_plain_name, outside
 from finetune.system.json_files import read_json
@@ -60,6 +61,7 @@ class ModelFiles:
     tokenizer_files: tuple[Path, ...]
     source: str
     stored: dict | None = None  # format of prequantized weights, see stored_format
+    vocabulary: Vocabulary | None = None  # with --new_tokens
 
     @cached_property
     def digest(self) -> str:
@@ -131,6 +133,16 @@ def find_model(
 
 def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
     """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
+    files = _named_model(values, fetch)
+    return with_new_tokens(files, values.get("new_tokens")) if files else None
+
+
+def with_new_tokens(files: ModelFiles, words: str | None) -> ModelFiles:
+    """The files of a model whose vocabulary --new_tokens extends."""
+    return replace(files, vocabulary=vocabulary_of(files.tokenizer_folder, words)) if words else files
+
+
+def _named_model(values: dict, fetch: bool) -> ModelFiles | None:
     if values.get("llama_pro_path"):
         folder = local_path(values["llama_pro_path"], f"--llama_pro_path {values['llama_pro_path']}")
         if expansion.is_bare(folder):

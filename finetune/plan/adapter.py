@@ -30,5 +30,8 @@ def saved_adapter(draft: Draft) -> None:
         draft.adjust("lora_alpha", saved.alpha_at(values["lora_rank"]), f"the scale {saved.scaling:g}, {why}")
     if not draft.given("lora_target_modules"):
         draft.adjust("lora_target_modules", saved.targets, why)
+    if not draft.given("modules_to_save"):
+        draft.adjust("modules_to_save", saved.modules, why)
+    draft.adjust("new_tokens", saved.new_tokens, why)
     if values["preference"] == "dpo":
         draft.adjust("precompute_ref_log_probs", "true", "the reference is --adapter, which training changes")

@@ -299,6 +299,16 @@ PREFERENCE = (
         f"{WHY_REFERENCE}, which its trained layers replace",
         f"Omit it to train an adapter, {NO_REFERENCE}",
     ),
+    *(
+        Conflict(
+            name,
+            SET,
+            COMPARING,
+            f"{WHY_REFERENCE}, which modules that train in full replace",
+            f"Omit it, {NO_REFERENCE}",
+        )
+        for name in ("modules_to_save", "new_tokens")
+    ),
     Conflict(
         "init_lora_weights",
         is_one_of(*RESIDUAL_INITS),
@@ -361,11 +371,27 @@ SAVED_ADAPTER = (
 FULL, QLORA = beside("train_type", is_one_of("full")), beside("train_type", is_one_of("qlora"))
 UNQUANTIZED = beside("train_type", is_none_of("qlora"))
 ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
+LIMITS = ("num_layers", "layers_to_transform")
 QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
 TRAIN_TYPE = (
     *(
         Conflict(name, CHANGED, FULL, "full fine-tuning has no adapter", "Use --train_type lora")
         for name in ADAPTER_FLAGS
+    ),
+    contradicts("new_tokens", SET, "llama_pro_path", SET, ", whose embeddings are frozen"),
+    *(
+        Conflict(name, CHANGED, beside("llama_pro_path", SET), "--llama_pro_path says which layers train", "Omit it")
+        for name in LIMITS
+    ),
+    *(
+        Conflict(
+            "new_tokens",
+            SET,
+            both(FULL, beside(name, NOT_DEFAULT)),
+            "embeddings and head train for it, and --{other} freezes them".replace("{other}", name),
+            OMIT_ONE,
+        )
+        for name in LIMITS
     ),
     Conflict(
         "llama_pro_path",
@@ -459,6 +485,8 @@ MLX = (
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
         for name, why in (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
+            ("new_tokens", "mlx-lm's models keep their vocabulary"),
+            ("modules_to_save", "the MLX engine trains adapters or all weights, not some modules in full"),
             ("tp_degree", f"mlx-lm's sharded layers do not support adapters, and {DATA_PARALLEL_ONLY}"),
             ("cp_degree", DATA_PARALLEL_ONLY),
             ("pp_degree", DATA_PARALLEL_ONLY),
@@ -467,6 +495,16 @@ MLX = (
             ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
+    ),
+    *(
+        Conflict(
+            name,
+            NOT_DEFAULT,
+            both(ON_MLX, FULL),
+            "the MLX engine trains adapters in some layers, or all weights",
+            "Use --train_type lora, or --backend cpu",
+        )
+        for name in LIMITS
     ),
     Conflict(
         "init_lora_weights",
@@ -509,6 +547,7 @@ MLX = (
     ),
 )
 
+REMEDY = "Use --dp_shards or --dp_degree"
 PARALLELISM = tuple(
     contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
     for degree, name, value, why in (
@@ -530,6 +569,10 @@ PARALLELISM = tuple(
             "keeps the activations of several microbatches on the device",
         ),
     )
+) + tuple(
+    Conflict(name, SET, beside(degree, over(1)), "trains full modules, which FSDP and DDP alone share out", REMEDY)
+    for name in ("new_tokens", "modules_to_save")
+    for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree")
 )
 
 REPLICATED = (
@@ -575,6 +618,7 @@ SHARDED = (
 )
 
 BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
 TORCHS = ("adamw", "adam", "sgd", "adadelta")
 BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
 ACCELERATE = (
@@ -594,6 +638,8 @@ ACCELERATE = (
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),
+    *(Conflict(name, SET, BY_ACCELERATE, UNTESTED, PTD) for name in ("new_tokens", "modules_to_save")),
+    *(Conflict(name, NOT_DEFAULT, both(FULL, BY_DEEPSPEED), UNTESTED, PTD) for name in LIMITS),
 )
 
 PREFERENCE_PARALLELISM = (

@@ -16,9 +16,10 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import planned_shape, read_headers
 from finetune.model_files.demo_model import DEMO_MODEL
-from finetune.model_files.files import ModelFiles, find_model_of
+from finetune.model_files.files import ModelFiles, find_model_of, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
+from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.draft import Facts
 from finetune.plan.parts import Adapter
@@ -34,6 +35,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     `env`: this process's rank if a launcher started it.
     """
     check_environment(overrides)
+    if overrides.get("new_tokens"):
+        overrides = {**overrides, "new_tokens": words_of(overrides["new_tokens"])}
     prepare, given = not overrides.get("dry_run"), overrides
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
@@ -48,8 +51,17 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     files, on_paper = find_model_of(overrides, fetch=prepare), ""
     if files is None and not overrides.get("llama_pro_path") and overrides.get("model_name") not in (None, DEMO_MODEL):
         files, on_paper = model_on_paper(overrides["model_name"], overrides.get("revision"))
+        if files and (files.tokenizer_folder / "tokenizer.json").is_file():
+            files = with_new_tokens(files, overrides.get("new_tokens"))
     if adapter and files and not on_paper:
         check_base(adapter, files)
+        adapter = with_its_tokens(adapter, files, overrides)
+    if files and (adapter or saved):
+        words = saved.saved_plan["settled"].get("new_tokens") if saved else None
+        words = adapter.new_tokens if adapter else words
+        files = with_new_tokens(files, words)
+        if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
+            overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
@@ -80,20 +92,43 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
-    """Raises PlanError for names in --lora_target_modules that no weight of the model's files has. Experts, which
-    are fused when they are loaded, full names and regexes are checked on the loaded model.
+    """Raises PlanError for names in --lora_target_modules and --modules_to_save that no weight of the model's files
+    has. Experts, which are fused when they are loaded, full names and regexes are checked on the loaded model.
     """
     trains, shape = plan.trains, plan.shape
-    if not isinstance(trains, Adapter) or trains.targets in ("all", "default") or plan.settings.adapter:
+    if not isinstance(trains, Adapter) or plan.settings.adapter or shape is None or shape.num_experts:
         return
-    plain = re.fullmatch(r"[\w,\s]+", trains.targets) and not (shape is None or shape.num_experts)
-    if not plain or not files.weight_files or any(path.suffix != ".safetensors" for path in files.weight_files):
+    if not files.weight_files or any(path.suffix != ".safetensors" for path in files.weight_files):
         return
     headers = read_headers(files.weight_files)
+    for word in trains.modules:
+        check_module(word, headers)
+    if trains.targets in ("all", "default") or not re.fullmatch(r"[\w,\s]+", trains.targets):
+        return
     matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
     packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
     names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
     named_targets(names, trains.targets, "no weight of this model has that name")
+
+
+def check_module(word: str, tensors) -> None:
+    """Raises PlanError if the name of no module in a model's files ends so; a tied head is in none."""
+    modules = {".".join(name.split(".")[:i]) for name in tensors for i in range(1, name.count(".") + 1)} | {"lm_head"}
+    if not any(module.endswith(word) for module in modules):
+        leaves = sorted({leaf for name in modules if not (leaf := name.rpartition(".")[2]).isdecimal()})
+        raise PlanError(
+            f"--modules_to_save {word}: no module of this model is named so. Choose from {', '.join(leaves)}."
+        )
+
+
+def with_its_tokens(adapter: SavedAdapter, files: ModelFiles, overrides: dict) -> SavedAdapter:
+    """The adapter with the tokens that it adds to its base, and those that are asked for after them."""
+    if overrides.get("adapter_merge"):
+        return replace(adapter, new_tokens=overrides.get("new_tokens"))
+    grown = adapter.modules and (adapter.folder / "tokenizer.json").is_file()
+    own = added_beyond(adapter.folder, files.tokenizer_folder) if grown else None
+    asked = [word for word in tokens_of(overrides.get("new_tokens")) if word not in tokens_of(own)]
+    return replace(adapter, new_tokens=",".join([*tokens_of(own), *asked]) or None)
 
 
 def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:

@@ -60,8 +60,9 @@ class Precision:
         word = settings.precision
         compute = word.partition("_")[0]
         weights = "fp32" if word.endswith("autocast") else compute
-        # Added layers train in fp32 between frozen ones in 16 bits.
-        mixed = weights != compute or (settings.llama_pro_path and compute != "fp32")
+        # Added layers, and modules that train beside an adapter, are in fp32 between frozen ones in 16 bits.
+        in_full = settings.llama_pro_path or settings.modules_to_save or settings.new_tokens
+        mixed = weights != compute or (in_full and compute != "fp32")
         buffers = word == "bf16_buffers_autocast"
         return cls(word, weights, compute, compute if mixed else None, buffers, settings.cpu_matmul == "onednn")
 
@@ -135,7 +136,17 @@ class AdapterInit:
 
 @dataclass(frozen=True)
 class AllWeights:
-    """Full fine-tuning."""
+    """Full fine-tuning: of the last `last_layers` decoder layers or of the `layers` of these numbers, if either is
+    given; then all else is frozen.
+    """
+
+    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def freezes(self) -> bool:
+        """True if some layers train only."""
+        return self.last_layers is not None or self.layers is not None
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,9 @@ class AddedLayers:
 class Adapter:
     """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules; of them those in the last
     `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
+
+    `modules`: endings of the names of modules that train in full and are saved with the adapter; `grows`: so do
+    embeddings and head, which have rows for new tokens.
     """
 
     rank: int = 16
@@ -161,15 +175,28 @@ class Adapter:
     init: AdapterInit = AdapterInit()
     last_layers: int | None = None
     layers: tuple[int, ...] | None = None
+    modules: tuple[str, ...] = ()
+    grows: bool = False
+
+    @property
+    def trains_modules(self) -> bool:
+        """True if weights of the base itself train, so that the base without its adapters is not as it was."""
+        return bool(self.modules) or self.grows
 
     @classmethod
     def of(cls, settings: TrainConfig) -> "Adapter":
         s = settings
         rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
         how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
-        layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
-        last = None if s.num_layers == -1 else s.num_layers
-        return cls(*how, s.loraplus_lr_ratio, AdapterInit(s.init_lora_weights, s.seed), last, layers)
+        modules = tuple(name.strip() for name in (s.modules_to_save or "").split(",") if name.strip())
+        init = AdapterInit(s.init_lora_weights, s.seed)
+        return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
+
+
+def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
+    layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
+    return None if s.num_layers == -1 else s.num_layers, layers
 
 
 Trains = AllWeights | AddedLayers | Adapter
@@ -177,7 +204,7 @@ Trains = AllWeights | AddedLayers | Adapter
 
 def trains_of(settings: TrainConfig) -> Trains:
     if settings.train_type == "full":
-        return AllWeights()
+        return AllWeights(*_layers_of(settings))
     return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)
 
 
@@ -247,6 +274,7 @@ class DataPlan:
     labels: bool
     mismatches: bool
     first_rows: bool
+    new_tokens: str | None
 
     @property
     def documents_per_row(self) -> int:

@@ -26,6 +26,7 @@ COMPILE_COSTS = "compiling takes longer than it saves here"
 # What a resumed run may change.
 RESUMABLE = {
     *("epochs", "max_steps", "eval_interval", "min_eval_interval", "checkpoint_every_eval", "checkpoint_every"),
+    *("eval_samples", "stop_on_divergence"),
     *(
         "async_save",
         "keep_last",

@@ -163,6 +163,13 @@ def train_type_limits(draft: Draft) -> None:
     """Settings that the train type has no use for. LLaMA-Pro trains the layers that expand.py added, and no adapter."""
     values, folder = draft.values, draft.values["llama_pro_path"]
     check(draft, conflicts.TRAIN_TYPE)
+    if values["new_tokens"]:
+        beside = "" if values["train_type"] == "full" else ", and train in full beside the adapter"
+        words = values["new_tokens"].count(",") + 1
+        draft.notices.append(
+            f"{words} new tokens: embeddings and head have a row for each, which starts from the mean of the others"
+            f"{beside}"
+        )
     if folder:
         if draft.given("model_name") and values["model_name"] != folder:
             draft.adjust("model_name", folder, "the expanded folder is the model; it records what it was made from")

@@ -24,7 +24,15 @@ KEPT = (
     *("warmup_ratio", "context_length", "precompute_ref_log_probs"),
 )
 # What --adapter settled, which a resumed run does not read again.
-OF_ADAPTER = ("lora_rank", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora")
+OF_ADAPTER = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "use_dora",
+    "use_rslora",
+    "modules_to_save",
+    "new_tokens",
+)
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {
     **{"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"},
@@ -75,7 +83,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
         rows = {}
     rows |= {name: saved["settled"][name] for name in KEPT if name in saved["settled"]}
     if saved["settled"].get("adapter"):
-        rows |= {name: saved["settled"][name] for name in OF_ADAPTER}
+        rows |= {name: saved["settled"][name] for name in OF_ADAPTER if name in saved["settled"]}
     rows |= {name: value for name, value in BEFORE_IT_WAS_A_SETTING.items() if name not in saved["settled"]}
     if saved["settled"].get("backend") != backend:
         portable = {"precision"}

@@ -152,7 +152,8 @@ def _gradients(steps: list[dict], settled: dict) -> Finding | None:
     if len(norms) < FEWEST_STEPS:
         return None
     part = max(1, len(norms) // 5)
-    start, end = median(norms[:part]), median(norms[-part:])
+    # Of a rate far too high the second step is beyond already: the start is what is like the first.
+    start, end = median([norm for norm in norms[:part] if norm <= EXPLODED * norms[0]]), median(norms[-part:])
     steps_end, steps_start = mean_loss(steps[-part:]), mean_loss(steps[:part])
     if max(norms) == 0:
         return Finding(

@@ -197,8 +197,8 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         if found is None:
             return
         log.evaluation(found.values, found.right)
-        if s.eval_samples:
-            prompts = samples.prompts_of(data, s.eval_samples)
+        prompts = data.sample_prompts(s.eval_samples) if s.eval_samples else []
+        if prompts:
             most = s.score_max_new_tokens
             log.sampled(samples.answered(engine, data, prompts, most, state.step, stop.requested))
         summary.scored_answer = found.first_answer

@@ -17,6 +17,7 @@ from finetune.data.prepare import load_data, read_datasets
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
+from finetune.model_files.vocabulary import add_tokens
 from finetune.plan.finalize import finalize
 from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run.report import plan_lines
@@ -60,6 +61,7 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
         if overrides.get("dry_run"):
             continue
         tokenizer, raw_datasets = load_tokenizer(plan.files.tokenizer_folder), read_datasets(plan.data)
+        add_tokens(tokenizer, plan.data.new_tokens)
         ensure_chat_template(tokenizer)
         data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))

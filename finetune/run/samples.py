@@ -4,40 +4,12 @@ import json
 from pathlib import Path
 
 from finetune.checkpoint.store import replace_bytes, storage
-from finetune.data.tokens.overlong import last_answer_start
-from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
 
 FILE = "samples.jsonl"
 MOST_TOKENS = 64  # of an answer
-TEXT_TOKENS = 32  # of a text that the model goes on with
 MOST_LETTERS = 4000  # of a prompt in the file, from its end
-
-
-def prompts_of(data, number: int) -> list[tuple[list[int], str, str]]:
-    """(prompt ids, expected answer, source) of the first held-out rows: of the validation set, else the scored ones.
-
-    Of a preference pair the chosen answer is expected. A text is cut after its first tokens.
-    """
-    if data.validation is None or data.validation is data.score_rows:
-        return data.score_examples[:number]
-    dataset, each = data.validation, data.validation.documents_per_row
-    return [
-        (*_asked(dataset, row * each, data.tokenizer, data.stop_ids), dataset.row_source(row))
-        for row in range(min(number, dataset.num_rows))
-    ]
-
-
-def _asked(dataset: TokenizedDataset, document: int, tokenizer, stop_ids: set[int]) -> tuple[list[int], str]:
-    ids, is_target = dataset.document(document)
-    start = last_answer_start(is_target)
-    if start <= 1:
-        start = max(1, min(TEXT_TOKENS, len(ids) // 2))
-    answer = ids[start:][is_target[start:]].tolist()
-    while answer and answer[-1] in stop_ids:
-        answer.pop()
-    return ids[:start].tolist(), tokenizer.decode(answer)
 
 
 def answered(engine, data, prompts: list, most_tokens: int, step: int, stopping) -> list[dict]:

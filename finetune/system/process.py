@@ -149,9 +149,18 @@ def parse_or_exit(parser) -> None:
         exit_with(lambda error=error: _raise(error))
 
 
-def check_installed() -> None:
+def require_installed(names: tuple[str, ...] = REQUIRED) -> None:
+    """Exits with one error line if this Python lacks a package, before a module that imports it is imported."""
+    open_standard_streams()
+    try:
+        check_installed(names)
+    except PlanError as error:
+        exit_with(lambda error=error: _raise(error))
+
+
+def check_installed(names: tuple[str, ...] = REQUIRED) -> None:
     """Raises PlanError if this Python lacks a package that every run imports, as one beside .venv does."""
-    for name in REQUIRED:
+    for name in names:
         if importlib.util.find_spec(name) is None:
             raise PlanError(
                 f"{name}: is not installed for {sys.executable}. Run source .venv/bin/activate after make setup, or "

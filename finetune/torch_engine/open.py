@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from finetune.distributed.env import RankEnv
 from finetune.memory_advice import memory_advice, on_loading
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
 from finetune.torch_engine.device import device_of, prepare_attention, set_num_threads, set_onednn
@@ -14,15 +15,26 @@ from finetune.torch_engine.weights import load
 from finetune.torch_engine.weights.local_shards import LocalShards
 
 
-def load_model(folder, plan, groups, local_shards=None, batches=None, initial_adapter=None, log: Callable = say):
+def load_model(
+    folder,
+    plan,
+    groups,
+    local_shards=None,
+    batches=None,
+    initial_adapter=None,
+    log: Callable = say,
+    vocabulary: Vocabulary | None = None,
+):
     """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
 
     `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
-    a checkpoint's, for inits that change the base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
+    a checkpoint's, for inits that change the base; `vocabulary`: with new tokens. Code in the folder is never run.
+    Raises PlanError, OutOfMemoryError.
     """
     device = groups.device
     with memory_advice(on_loading(folder, plan)):
-        model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing)
+        how = plan.precision, plan.parallel, plan.objective.load_balancing
+        model = load.build_on_meta(folder, *how, vocabulary)
         layers = load.layers_of(model, folder, plan.trains)
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
@@ -53,7 +65,8 @@ class TorchRank:
         return self.local_shards is not None
 
     def load(self, batches=None, initial_adapter=None):
-        return load_model(self.plan.files.folder, self.plan, self.groups, self.local_shards, batches, initial_adapter)
+        files, given = self.plan.files, (self.groups, self.local_shards, batches, initial_adapter)
+        return load_model(files.folder, self.plan, *given, vocabulary=files.vocabulary)
 
     def build(self, model, pad_id: int) -> TorchEngine:
         parallel = self.wrap(model, self.plan, self.groups, self.local_shards, pad_id)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from finetune.data.held_out import split_at_answer
 from finetune.data.pretraining import puzzles
 from finetune.data.pretraining.arrays import Rows, joined, read_split, tokenizer_folder
 from finetune.data.pretraining.carry import Carry, SlotBatch, earliest_halt
@@ -128,6 +129,29 @@ class PretrainData:
 
     def test_batches(self, rows: Rows, size: int) -> list[SlotBatch]:
         return [batch_of(rows, np.arange(i, min(i + size, len(rows))), self.trims) for i in range(0, len(rows), size)]
+
+    @property
+    def stop_ids(self) -> set[int]:
+        assert isinstance(self.tokenizer, ChatTokenizer), "puzzles have no answers that end"
+        return self.tokenizer.stop_ids
+
+    def sample_prompts(self, number: int) -> list[tuple]:
+        """(prompt ids, expected answer, source) of the first test rows of every path in turn; none of puzzles, whose
+        answers are no text.
+        """
+        if isinstance(self.tokenizer, NoTokenizer):
+            return []
+        places = [(rows, i) for i in range(number) for rows in self.tests.values() if i < len(rows)][:number]
+        return [(*self._split(rows, i), rows.sources[i]) for rows, i in places]
+
+    def _split(self, rows: Rows, row: int) -> tuple[list[int], str]:
+        """A row's tokens before its last answer, and its text. A label is the token after its position."""
+        labels, inputs = rows.labels_NS[row], rows.inputs_NS[row]
+        length = int(rows.lengths[row])
+        last = np.where(labels[length - 1] == IGNORE_INDEX, [], labels[length - 1 : length]).astype(np.int64)
+        ids = np.concatenate([inputs[:length].astype(np.int64), last])
+        is_target = np.concatenate([[False], labels[: length - 1] != IGNORE_INDEX, np.ones(len(last), bool)])
+        return split_at_answer(ids, is_target, self.tokenizer, self.stop_ids)
 
     @property
     def example(self):

@@ -184,14 +184,17 @@ AXOLOTL: Names = {
     "peft_layers_to_transform": "layers_to_transform",
     **instead(ALL_LAYERS, "peft_layers_pattern", "unfrozen_parameters", "lisa_n_layers"),
     **instead("Every layer has the same rank and alpha. Omit it.", "lora_rank_pattern", "lora_alpha_pattern"),
+    "lora_modules_to_save": "modules_to_save",
+    "tokens": "new_tokens",
     **instead(
-        "Name embeddings and head in --lora_target_modules, which trains adapters on them.",
-        *("lora_modules_to_save", "peft_trainable_token_indices", "embedding_lr", "embedding_lr_scale"),
-        "loraplus_lr_embedding",
+        "--new_tokens and --modules_to_save train all rows of embeddings and head.", "peft_trainable_token_indices"
     ),
     **instead(
-        "Vocabularies are not changed. Omit it.", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"
+        "Every weight has the same rate, but for --loraplus_lr_ratio. Omit it.",
+        *("embedding_lr", "embedding_lr_scale", "loraplus_lr_embedding"),
     ),
+    **instead("Tokens are added and none is renamed: --new_tokens.", "added_tokens_overrides"),
+    **left_out("Embeddings have a row for each token, and no more.", "resize_token_embeddings_to_32x"),
     **instead("A tokenizer's own template is used; edit its chat_template.jinja.", "chat_template_jinja"),
     **instead("Write it as the system message of the rows.", "default_system_message"),
     **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),

@@ -88,6 +88,14 @@ def quantized(value) -> str | Instead:
     )
 
 
+def trainable_layers(value) -> str | LeftOut | Instead:
+    if str(value).startswith("-"):
+        return Instead("--layers_to_transform names layers by number: the first two are 0,1.")
+    return (
+        LeftOut("It is what --num_layers is with finetuning_type freeze.") if str(value) == "2" else "--num_layers {}"
+    )
+
+
 LLAMA_FACTORY: Names = {
     **{name: entry for name, entry in HF.items()},
     "use_muon": ByValue({"true": "--optimizer muon", "false": ""}),
@@ -107,7 +115,7 @@ LLAMA_FACTORY: Names = {
         {
             "lora": "| --train_type lora",
             "full": "--train_type full",
-            "freeze": Instead("There are lora, qlora and full; expand.py and --llama_pro_path train added layers."),
+            "freeze": "--train_type full | --num_layers 2",
             "*": Instead("There are lora, qlora and full."),
         }
     ),
@@ -177,14 +185,16 @@ LLAMA_FACTORY: Names = {
         }
     ),
     "interleave_probs": Instead("Weights mix datasets: --dataset NAME:WEIGHT, several times."),
-    "additional_target": Instead("Name embeddings and head in --lora_target_modules, which trains adapters on them."),
+    "additional_target": "modules_to_save",
     "dataset_dir": Instead("Give the file itself: --dataset DIR/FILE."),
     "create_new_adapter": ByValue({"true": "--adapter_merge true", "false": ""}),
     "default_system": Instead("Write it as the system message of the rows."),
     "plot_loss": ByValue({"true": LeftOut("report.html in --output_dir has the curves."), "false": ""}),
     "enable_thinking": LeftOut("The template decides, by the row's chat_template_kwargs."),
     **instead("Unsloth is not used here. Omit it.", "use_unsloth", "use_unsloth_gc", "shift_attn", "mixture_of_depths"),
-    **instead("Vocabularies are not changed. Omit it.", "resize_vocab", "add_tokens", "add_special_tokens"),
+    "add_tokens": "new_tokens",
+    "add_special_tokens": "new_tokens",
+    "resize_vocab": LeftOut("--new_tokens gives embeddings and head their rows."),
     **instead(
         "GaLore, APOLLO, BAdam and Adam-mini are not here; --optimizer has others that keep less. Omit it.",
         *("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
@@ -210,7 +220,7 @@ LLAMA_FACTORY: Names = {
         "swanlab_project",
         "swanlab_run_name",
     ),
-    **instead("Layers are chosen by --lora_target_modules. Omit it.", "freeze_trainable_layers", unless=("2",)),
+    "freeze_trainable_layers": Computed(trainable_layers, "`--num_layers N`"),
     **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token"),
     **left_out(
         "Rows are read and tokenized once and kept, on all cores.",

@@ -25,10 +25,8 @@ PEFT: Names = {
     "layers_to_transform": "layers_to_transform",
     **instead(ALL_LAYERS, "layers_pattern", "exclude_modules"),
     **instead("Every layer has the same rank and alpha. Omit it.", "rank_pattern", "alpha_pattern"),
-    **instead(
-        "Name embeddings and head in --lora_target_modules, which trains adapters on them.",
-        *("modules_to_save", "trainable_token_indices"),
-    ),
+    **same("modules_to_save"),
+    **instead("--new_tokens and --modules_to_save train all rows of embeddings and head.", "trainable_token_indices"),
     **instead("Biases are not trained with adapters. Omit it.", "bias", "lora_bias"),
     **instead("Experts are targets of --lora_target_modules all. Omit it.", "target_parameters"),
     **instead(

@@ -82,9 +82,7 @@ TRL: Names = {
     **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
     **instead("The model opens with its own config.json. Omit it.", "model_init_kwargs"),
     **instead("Experts are targets of --lora_target_modules all. Omit it.", "lora_target_parameters"),
-    **instead(
-        "Name embeddings and head in --lora_target_modules, which trains adapters on them.", "lora_modules_to_save"
-    ),
+    "lora_modules_to_save": "modules_to_save",
     **instead(
         "The loss is DPO's own, with the model before training as its reference. Omit it.",
         *("loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "rpo_alpha"),

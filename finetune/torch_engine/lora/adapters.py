@@ -12,10 +12,14 @@ from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters, scaling_of
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
-from finetune.torch_engine.lora.targets import WRAPPERS, tied_bases
+from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
+from finetune.torch_engine.weights.vocabulary import ends_of
+
+LORA = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
 
 
 def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None = None, local_shards=None) -> None:
@@ -110,40 +114,46 @@ def remove_adapters(model) -> None:
 def _untie_adapted(model) -> None:
     outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, WRAPPERS)]
     if outer and tied_bases(model):
-        head = model.get_output_embeddings()
-        head = head.base if isinstance(head, WRAPPERS) else head
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
+        _untie(model)
 
 
-def attach_adapter(model, folder, local_shards=None) -> None:
-    """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options."""
+def _untie(model) -> None:
+    head = model.get_output_embeddings()
+    head = head.base if isinstance(head, WRAPPERS) else head
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def attach_adapter(model, folder, local_shards=None, as_trained: bool = False) -> None:
+    """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options.
+    `as_trained`: modules saved with it stay in fp32.
+    """
     config, arrays = read_adapter(Path(folder))
     tensors = {n: torch.from_numpy(array) for n, array in arrays.items()}
-    attach_tensors(model, config, tensors, Path(folder) / CONFIG, local_shards)
+    attach_tensors(model, config, tensors, Path(folder) / CONFIG, local_shards, as_trained)
 
 
-def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: Path, local_shards=None) -> None:
+def attach_tensors(
+    model, config: dict, tensors: dict[str, torch.Tensor], file: Path, local_shards=None, as_trained: bool = False
+) -> None:
     """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
-    `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta.
+    `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta. `as_trained`: see
+    attach_adapter.
     """
     plain = {
         "bias": ("none", None),
         "rank_pattern": ({}, None),
         "alpha_pattern": ({}, None),
-        "modules_to_save": (None, []),
         "layer_replication": (None,),
         "trainable_token_indices": (None,),
     }
     for key, fine in plain.items():
         if key in config and config[key] not in fine:
             raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
-    _copy_outer_weights(model, tensors, file, local_shards)
+    _copy_own_weights(model, tensors, file, local_shards, as_trained)
     modules = dict(model.named_modules())
-    names = {
-        re.sub(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$", "", k.removeprefix(PREFIX)) for k in tensors
-    }
+    names = {LORA.sub("", k.removeprefix(PREFIX)) for k in tensors}
     wished = config.get("target_parameters") or []
     three_d = [n for n in fused.parameter_names(model) if any(n == w or n.endswith("." + w) for w in wished)]
     owners = {n.rpartition(".")[0] for n in three_d}
@@ -171,14 +181,34 @@ def attach_tensors(model, config: dict, tensors: dict[str, torch.Tensor], file: 
 
 
 @torch.no_grad()
-def _copy_outer_weights(model, tensors: dict, file, local_shards=None) -> None:
-    """Copies the base weights of adapted embeddings or head, which PEFT saves with the adapter, from `tensors`."""
-    for key in [k for k in tensors if k.endswith(".base_layer.weight")]:
-        name = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
-        saved, modules = tensors.pop(key), dict(model.named_modules())
-        weight = modules[name].weight if name in modules else None
-        if weight is None or weight.shape != saved.shape:
+def _copy_own_weights(model, tensors: dict, file, local_shards, as_trained: bool) -> None:
+    """Takes weights of the base itself out of `tensors` into the model: those of --modules_to_save, and of adapted
+    embeddings or head, which PEFT saves with the adapter.
+    """
+    own = saved_modules.own_weights(tensors)
+    for key in [key for key in tensors if not LORA.search(key)]:
+        del tensors[key]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in own.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
             raise PlanError(
-                f"{file}: contains {name} {list(saved.shape)}, which this base does not have. Merge it with peft first."
+                f"{file}: contains {name} {list(tensor.shape)}, which this base does not have. Merge it with peft "
+                "first."
             )
-        assign(local_shards, f"{name}.weight", weight, lambda saved=saved: saved)
+    untie_if_different(model, own)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if as_trained:
+        dtype = next((p.dtype for p in parameters.values() if p.is_floating_point()), torch.float32)
+        saved_modules.keep_in_fp32(model, {name.rpartition(".")[0] for name in own}, dtype, local_shards)
+    for name, tensor in own.items():
+        assign(local_shards, name, parameters[name], lambda tensor=tensor: tensor)
+
+
+def untie_if_different(model, own: dict) -> None:
+    """Unties embeddings and head if an adapter's `own` weights of them differ, as PEFT trains each alone."""
+    ends = [f"{name}.weight" for name in ends_of(model)]
+    given = [own[name] for name in ends if name in own]
+    if len(ends) < 2 or not given or not tied(model):
+        return
+    if len(given) == 1 or not (given[0].is_meta or torch.equal(*given)):
+        _untie(model)

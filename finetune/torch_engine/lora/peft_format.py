@@ -8,9 +8,10 @@ from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.plan.parts import Adapter
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.experts import fused
-from finetune.torch_engine.lora import factors
+from finetune.torch_engine.lora import factors, saved_modules
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
-from finetune.torch_engine.lora.targets import original_names, peft_takes_for_experts
+from finetune.torch_engine.lora.targets import original_names, peft_takes_for_experts, tied
+from finetune.torch_engine.weights.vocabulary import ends_of
 
 PREFIX = "base_model.model."
 
@@ -29,9 +30,17 @@ def disk_name(name: str) -> str:
     return PREFIX + name + (".weight" if name.rpartition(".")[2] in ("lora_A", "lora_B") else "")
 
 
+def tied_names(model, named: dict) -> dict[str, str]:
+    """{name of a weight that is tied to a trained one: the trained one's}: PEFT keeps a copy of each module."""
+    ends = {f"{name}.weight" for name in ends_of(model)}
+    trained = ends & set(named)
+    return dict.fromkeys(ends - trained, next(iter(trained))) if trained and tied(model) else {}
+
+
 def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
     """{PEFT key: tensor} of the adapters; of twice the rank, for the original base, if the base was changed."""
     out = {disk_name(n): p.detach().float().cpu() for n, p in named.items()}
+    out |= {disk_name(n): out[disk_name(same)] for n, same in tied_names(model, named).items()}
     if adapter.init.changes_base:
         for name in named:
             owner, _, leaf = name.rpartition(".")
@@ -47,9 +56,10 @@ def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
 
 def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
     """Inverse of to_disk, for numpy arrays: the trained adapters, without the half of the initial ones."""
+    twice = {disk_name(n) for n in tied_names(model, named)}
+    out = {name: tensor for name, tensor in tensors.items() if name not in twice}
     if not adapter.init.changes_base:
-        return tensors
-    out = dict(tensors)
+        return out
     for name in named:
         owner, _, leaf = name.rpartition(".")
         key, count = disk_name(name), model.get_submodule(owner).num_experts
@@ -77,5 +87,7 @@ def peft_config(model, adapter: Adapter, base_name: str, revision: str | None = 
         changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * (2**0.5 if adapter.rslora else 2)}
     if parameters:  # PEFT rejects dropout with target_parameters
         changes["lora_dropout"] = 0.0
+    if adapter.trains_modules:
+        changes["modules_to_save"] = saved_modules.words(model, adapter)
     targets = shortest_targets(chosen, original_names(model))
     return adapter_config(adapter, base_name, revision, targets, fan_in_fan_out=conv, **changes)

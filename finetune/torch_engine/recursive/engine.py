@@ -224,6 +224,8 @@ class RecursiveEngine(EngineBase):
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         self.model.eval()
+        if not prompts:  # of a rank that has none
+            return []
         with self.averaged():
             stops = (stop_row, on_token, Sampling(**sampling))
             return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)

@@ -1,6 +1,7 @@
 """A model folder's weight files: tensors by name, plain, sharded, or decoded as they are read."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,8 +10,10 @@ from safetensors import safe_open
 from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.model_files.files import DECODED
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.weights import decoded
+from finetune.torch_engine.weights.vocabulary import GrownTensor
 
 GIVE_ANOTHER = "Download the model again, or give the unquantized model it was made from."
 PLAIN_KINDS = ("F32", "BF16", "F16", "F64")
@@ -49,6 +52,7 @@ class WeightFiles:
         self.quantization = quantization or {}
         self.decoded, self.method = {}, (decoding or {}).get("quant_method")
         self.cut = {}  # tensors of sharded checkpoints
+        self.grown: dict[str, GrownTensor] = {}  # tensors that are given with more rows
         if safetensors_io.shapes_of(files):
             self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
             self.file_of = dict.fromkeys(self.cut, files[0])
@@ -72,8 +76,15 @@ class WeightFiles:
             for part in decoded.parts_of(self.decoded, stored):
                 del self.file_of[part]
 
+    def grow(self, name: str, num_rows: int, vocabulary: Vocabulary) -> None:
+        """Gives a tensor with rows for the tokens of `vocabulary` from now on."""
+        self.grown[name] = GrownTensor(partial(self._stored, name), self.shape(name), num_rows, vocabulary)
+
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor, or what `index` is of it, reading only that (of a decoded one: all of it)."""
+        return self.grown[name].read(index) if name in self.grown else self._stored(name, index)
+
+    def _stored(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         if name in self.decoded:
             one = self.decoded[name]
             tensors = {a: self._open[self.stored_in[part]].get_tensor(part) for a, part in one.parts.items()}
@@ -107,6 +118,8 @@ class WeightFiles:
         return self._open[self.file_of[name]].get_slice(name).get_dtype()
 
     def shape(self, name: str) -> tuple:
+        if name in self.grown:
+            return self.grown[name].shape
         if name in self.decoded:
             return self.decoded[name].shape
         if name in self.cut:

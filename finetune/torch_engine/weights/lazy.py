@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from finetune.errors import PlanError
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.weights import prequantized
 from finetune.torch_engine.weights.files import open_weights
@@ -17,6 +18,7 @@ from finetune.torch_engine.weights.stream import (
     empty_model,
     leave_in_files,
 )
+from finetune.torch_engine.weights.vocabulary import grow
 
 AT_ONCE = 2**22  # numbers of a tensor that are read or computed with at a time
 
@@ -37,11 +39,14 @@ class LazyWeights:
     or what one conversion makes. `lines`: what to say of the folder, as load_weights returns it.
     """
 
-    def __init__(self, folder):
-        """Raises PlanError for weights that are missing, of another shape, or in an unsupported format."""
-        self.model, self._files = empty_model(folder, torch.float32), open_weights(folder)
+    def __init__(self, folder, vocabulary: Vocabulary | None = None):
+        """Raises PlanError for weights that are missing, of another shape, or in an unsupported format.
+        `vocabulary`: see empty_model.
+        """
+        self.model, self._files = empty_model(folder, torch.float32, vocabulary), open_weights(folder)
         files, wanted = self._files, self.model.state_dict()
         tasks, extra = assign_tensors(self.model, files, wanted)
+        grow(self.model, files, tasks)
         said = f"--model_name {self.model.name_or_path}"
         check_tensors(said, files, tasks, wanted)
         self._reader = _Reader(self.model, files, None, torch.device("cpu"), {}, None, said)

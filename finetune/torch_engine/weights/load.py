@@ -3,13 +3,13 @@
 No list of model classes: layers are found by type and name, and torch_engine/checks.py tests the loaded model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 import quantization_wrapper
-from finetune.adapters.targets import in_layers
+from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
@@ -19,9 +19,11 @@ from finetune.system.untrusted import untrusted
 from finetune.torch_engine import llama_pro, memory_stats
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused, load_balancing
+from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import ResidualInit, eva_init
 from finetune.torch_engine.lora.layers import adapter_parameters
+from finetune.torch_engine.lora.saved_modules import inside
 from finetune.torch_engine.lora.targets import linear_names, read_by_code, target_names
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
@@ -34,7 +36,7 @@ class Layers:
     """A model's layers by name: new blocks, linears and experts that qlora quantizes, layers that get an adapter.
 
     `quantize_last`: adapters start from what flows through unquantized weights, so the base is quantized only after it
-    was loaded in full.
+    was loaded in full. `saved`: modules that train in full beside the adapters.
     """
 
     new_blocks: list
@@ -42,14 +44,17 @@ class Layers:
     experts: list
     adapted: list
     quantize_last: bool
+    saved: tuple[str, ...] = ()
 
 
-def build_on_meta(folder, precision: Precision, parallel: ParallelPlan, load_balancing_loss: float = 0.0):
-    """The model of a folder's config, its parameters on meta.
+def build_on_meta(
+    folder, precision: Precision, parallel: ParallelPlan, load_balancing_loss: float = 0.0, vocabulary=None
+):
+    """The model of a folder's config, its parameters on meta. `vocabulary`: see empty_model.
 
     PlanError if its class has no plan for TP or PP, no experts for EP, or no router for a load-balancing loss.
     """
-    model = empty_model(folder, DTYPES[precision.weights])
+    model = empty_model(folder, DTYPES[precision.weights], vocabulary)
     if parallel.tp > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {parallel.tp}")
     if parallel.ep > 1:
@@ -70,7 +75,11 @@ def layers_of(model, folder, trains: Trains) -> Layers:
         return Layers(new, linears, moe, [], False)
     adapted = target_names(model, trains.targets, trains.dora)
     adapted = in_layers(adapted, linears, trains.last_layers, trains.layers)
-    return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
+    if not trains.trains_modules:
+        return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
+    saved = saved_modules.named(model, trains)
+    linears, moe, adapted = ([n for n in names if not inside(n, saved)] for names in (linears, moe, adapted))
+    return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data, tuple(saved))
 
 
 def load_and_quantize(
@@ -149,8 +158,10 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
     """
-    if plan.all_weights:
-        model.requires_grad_(True)
+    if isinstance(plan.trains, AllWeights):
+        limits = num_layers_of(model), plan.trains.last_layers, plan.trains.layers
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_in_layers(name, *limits))
         return
     if local_shards is None:
         model.to(device)
@@ -160,8 +171,13 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
         llama_pro.unfreeze_blocks(model, layers.new_blocks, local_shards)
     else:
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
+        saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
     if plan.precision.casts_buffers:
         cast_buffers(model)
+
+
+def num_layers_of(model) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def cast_buffers(model) -> None:
@@ -204,7 +220,14 @@ def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
     In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize.
     """
     model = build_on_meta(files.folder, plan.precision, plan.parallel)
-    load_and_quantize(model, files.folder, layers_of(model, files.folder, AllWeights()), plan, device, local_shards)
+    own = saved_modules.in_file(Path(checkpoint))
+    vocabulary = saved_modules.vocabulary_of(model, own)
+    if vocabulary is not None:
+        model = build_on_meta(files.folder, plan.precision, plan.parallel, vocabulary=vocabulary)
+    layers, saved = layers_of(model, files.folder, AllWeights()), {name.rpartition(".")[0] for name in own}
+    linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
+    layers = replace(layers, linears=linears, experts=experts)
+    load_and_quantize(model, files.folder, layers, plan, device, local_shards)
     model.requires_grad_(False)
     if local_shards is None:
         model.to(device)
@@ -212,7 +235,7 @@ def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
         cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
         if (Path(checkpoint) / "adapter_config.json").is_file():
-            attach_adapter(model, checkpoint, local_shards)
+            attach_adapter(model, checkpoint, local_shards, plan.precision.autocast is not None)
         elif (Path(checkpoint) / "trained_blocks.json").is_file():
             llama_pro.attach_blocks(model, checkpoint, local_shards)
     return model

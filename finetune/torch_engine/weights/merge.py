@@ -23,14 +23,16 @@ from finetune.safetensors_io import FloatTensors
 from finetune.system.progress import Progress, each
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.experts import fused
-from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters
+from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters, untie_if_different
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
-from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
+from finetune.torch_engine.lora.peft_format import disk_name
+from finetune.torch_engine.lora.saved_modules import in_file, own_weights, vocabulary_of
 from finetune.torch_engine.weights.files import files_of
 from finetune.torch_engine.weights.lazy import AT_ONCE, LazyWeights, row_blocks, slices_of
 from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from finetune.torch_engine.weights.save import StreamedSave
-from finetune.torch_engine.weights.stream import load_dense
+from finetune.torch_engine.weights.stream import empty_model, load_dense
+from finetune.torch_engine.weights.vocabulary import ends_of
 
 NUM_INPUTS = 4  # random vectors that a layer is checked with
 # fp32 sums of thousands of products in two orders; a type's rounding is at most half its eps of each weight.
@@ -141,7 +143,8 @@ class Merge:
     @classmethod
     def of(cls, checkpoint: Path, folder) -> "Merge":
         """Raises PlanError unless the checkpoint's adapter, or its added layers, fit the base in `folder`."""
-        base = LazyWeights(folder)
+        rows = vocabulary_of(empty_model(folder, torch.float32), in_file(checkpoint))
+        base = LazyWeights(folder, rows)
         with untrusted(
             f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."
         ):
@@ -199,6 +202,9 @@ def _attached(model, config: dict, tensors: FloatTensors, file: Path) -> tuple[d
     sharing: dict[int, set[str]] = {}
     for name, module in model.named_modules():
         sharing.setdefault(id(getattr(module, "weight", module)), set()).add(name)
+    replaced = {name: _of(tensors, key) for name, key in own_weights({key: key for key in tensors}).items()}
+    ends = [f"{name}.weight" for name in ends_of(model)]
+    untie_if_different(model, {name: replaced[name]() for name in ends if name in replaced})
     attach_tensors(model, config, {n: torch.empty(s, device="meta") for n, s in tensors.shapes.items()}, file)
 
     def reader(name: str):
@@ -214,8 +220,6 @@ def _attached(model, config: dict, tensors: FloatTensors, file: Path) -> tuple[d
                 changes[f"{name}.{weight}"] = _experts_change(inner, pair, layer, reader)
     adapted = {n.removesuffix(".weight") for n in changes}
     _refuse_shared(model, [names for names in sharing.values() if len(names) > 1], adapted, file)
-    outer = [n for n in tensors if n.endswith(".base_layer.weight")]
-    replaced = {n.removeprefix(PREFIX).replace(".base_layer.", "."): _of(tensors, n) for n in outer}
     remove_adapters(model)
     return changes, replaced
 

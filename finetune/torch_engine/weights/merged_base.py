@@ -14,7 +14,7 @@ from finetune.checkpoint.published import manifest_of
 from finetune.checkpoint.store import MANIFEST, holds_a_run, storage
 from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
-from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.files import ModelFiles, find_model, with_new_tokens
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.plan.run_plan import RunPlan
 from finetune.system.files import new_folder
@@ -35,7 +35,7 @@ def with_merged_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:
         folder = merged_base(read_saved(str(plan.settings.adapter)).folder, plan.files, root / FOLDER, say)
     finally:
         lock.release()
-    files = find_model(str(folder))
+    files = with_new_tokens(find_model(str(folder)), plan.settings.new_tokens)
     changes = {"model_name": (str(folder), "base and --adapter, merged"), "revision": (None, "a local folder")}
     return replace(plan.changed(changes), files=files)
 

@@ -22,6 +22,7 @@ import quantization_wrapper
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
 from finetune.system.untrusted import untrusted
@@ -29,6 +30,7 @@ from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
+from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 
 _building = threading.Lock()
 
@@ -57,24 +59,27 @@ def _parameters_on_meta():
             nn.Module.register_parameter = register
 
 
-def empty_model(folder, dtype: torch.dtype):
-    """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError."""
+def empty_model(folder, dtype: torch.dtype, vocabulary: Vocabulary | None = None):
+    """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError.
+    `vocabulary`: its embeddings and head have rows for these tokens.
+    """
     transformers.logging.set_verbosity_error()
     fact = f"--model_name {folder}: its config.json is not that of a causal language model"
     with untrusted(fact, "Give another model, or a newer transformers."):
         try:
-            model = _built(folder, dtype, attn_implementation="sdpa")
+            model = _built(folder, dtype, vocabulary, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
-            model = _built(folder, dtype)
+            model = _built(folder, dtype, vocabulary)
     modalities.leave_out_towers(model)
-    model.name_or_path = str(folder)
+    model.name_or_path, model.vocabulary = str(folder), vocabulary
     return model.eval().requires_grad_(False)
 
 
-def _built(folder, dtype, **options):
+def _built(folder, dtype, vocabulary: Vocabulary | None, **options):
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    set_vocabulary(config, vocabulary)
     # Prequantized formats are read by prequantized.py, not by transformers.
     modalities.forget_quantization(config)
     with _parameters_on_meta():
@@ -120,6 +125,7 @@ def load_weights(
     checkpoint = open_weights(folder)
     wanted = model.state_dict()
     weights, extra = assign_tensors(model, checkpoint, wanted)
+    grow(model, checkpoint, weights)
     said = f"--model_name {model.name_or_path}"
     check_tensors(said, checkpoint, weights, wanted)
     place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards, residual)

@@ -1,0 +1,28 @@
+"""Held-out rows as a prompt and what is expected of it, for the samples of a run."""
+
+from finetune.data.tokens.overlong import last_answer_start
+from finetune.data.tokens.tokenize import TokenizedDataset
+
+TEXT_TOKENS = 32  # of a text that the model goes on with
+
+
+def prompts_of(dataset: TokenizedDataset, tokenizer, stop_ids: set[int], number: int) -> list[tuple]:
+    """(prompt ids, expected answer, source) of the first rows. Of a preference pair the chosen answer is expected. A
+    text is cut after its first tokens.
+    """
+    each = dataset.documents_per_row
+    rows = range(min(number, dataset.num_rows))
+    return [
+        (*split_at_answer(*dataset.document(row * each), tokenizer, stop_ids), dataset.row_source(row)) for row in rows
+    ]
+
+
+def split_at_answer(ids, is_target, tokenizer, stop_ids: set[int]) -> tuple[list[int], str]:
+    """(ids before a row's last answer, its text)."""
+    start = last_answer_start(is_target)
+    if start <= 1:
+        start = max(1, min(TEXT_TOKENS, len(ids) // 2))
+    answer = ids[start:][is_target[start:]].tolist()
+    while answer and answer[-1] in stop_ids:
+        answer.pop()
+    return ids[:start].tolist(), tokenizer.decode(answer)

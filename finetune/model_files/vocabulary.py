@@ -1,0 +1,80 @@
+"""--new_tokens: words that become tokens of their own, and how many rows the embeddings have then."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import PlanError
+from finetune.model_files.plain_tokenizer import PlainTokenizer
+
+LONGEST = 200  # characters of a token
+AGAIN = "Give words, comma-separated, or a file with one per line."
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids from `known` up to `size` are new: their rows start from the mean of those before."""
+
+    known: int
+    size: int
+
+
+def words_of(value: str | list | None) -> str | None:
+    """The words of --new_tokens, comma-separated; of a file, its lines. Raises PlanError."""
+    if not value:
+        return None
+    said = value if isinstance(value, list) else [word.strip() for word in value.split(",")]
+    file = Path(value).expanduser() if isinstance(value, str) else None
+    if file and len(value) < 4096 and file.is_file():
+        try:
+            said = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except UnicodeDecodeError as error:
+            raise PlanError(f"--new_tokens {value}: is not UTF-8 text ({error}). {AGAIN}") from None
+    found = list(dict.fromkeys(word for word in said if word))
+    if not found:
+        raise PlanError(f"--new_tokens {value}: names no token. {AGAIN}")
+    for word in found:
+        if "," in word or not word.isprintable() or len(word) > LONGEST:
+            why = "has a comma" if "," in word else "is no printable word of at most 200 characters"
+            raise PlanError(f"--new_tokens {word[:80]!r}: {why}. {AGAIN}")
+    return ",".join(found)
+
+
+def tokens_of(words: str | None) -> list[str]:
+    return words.split(",") if words else []
+
+
+def add_tokens(tokenizer, words: str | None) -> None:
+    """Adds what the tokenizer does not have yet, in order, so that ids are the same everywhere. Of either kind.
+
+    Not as control tokens: those are escaped in messages and left out of decoded text, and a tool's tag is neither.
+    """
+    if not words:
+        return
+    from tokenizers import AddedToken
+
+    added = [AddedToken(word, normalized=False, special=False) for word in tokens_of(words)]
+    (tokenizer.backend if isinstance(tokenizer, PlainTokenizer) else tokenizer).add_tokens(added)
+
+
+def vocabulary_of(folder: Path, words: str) -> Vocabulary:
+    """What the tokens of a model's tokenizer are without and with `words`. Raises PlanError."""
+    tokenizer = PlainTokenizer.from_folder(folder)
+    if tokenizer is None:
+        raise PlanError(f"--new_tokens: {folder} has no tokenizer.json. Save one next to the model, or omit it.")
+    known = _end_of_ids(tokenizer)
+    add_tokens(tokenizer, words)
+    return Vocabulary(known, _end_of_ids(tokenizer))
+
+
+def _end_of_ids(tokenizer: PlainTokenizer) -> int:
+    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def added_beyond(folder: Path, base: Path) -> str | None:
+    """The words that a folder's tokenizer has as added tokens and the base's has not, in the order of their ids."""
+    own, before = PlainTokenizer.from_folder(folder), PlainTokenizer.from_folder(base)
+    if own is None or before is None:
+        return None
+    known = before.backend.get_vocab(with_added_tokens=True)
+    found = sorted((i, token.content) for i, token in own.added_tokens_decoder.items() if token.content not in known)
+    return ",".join(word for _, word in found) or None

@@ -1,0 +1,90 @@
+"""--modules_to_save: modules of the base that train in full beside the adapters, in fp32, and are saved with them.
+
+PEFT keeps the module and a copy of it that trains; here the module itself trains, and there is no second copy. On disk
+they are the same: its weights under its own name.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from finetune.adapters.saved import CONFIG, PEFT_FILE
+from finetune.errors import PlanError
+from finetune.model_files.vocabulary import Vocabulary
+from finetune.plan.parts import Adapter
+from finetune.safetensors_io import FloatTensors
+from finetune.torch_engine.lora.targets import tied
+from finetune.torch_engine.weights.vocabulary import ends_of
+
+PREFIX = "base_model.model."
+
+
+def inside(name: str, modules) -> bool:
+    """Whether a module or parameter is one of `modules`, or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def named(model, adapter: Adapter) -> list[str]:
+    """Names of the modules that train in full: those whose names end as asked, as PEFT reads it, and with new tokens
+    embeddings and head. Raises PlanError for a word that no module's name ends with.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for word in adapter.modules:
+        if not any(name.endswith(word) for name in names):
+            leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names if not n.rpartition(".")[2].isdecimal()}))
+            raise PlanError(f"--modules_to_save {word}: no module of this model is named so. Choose from {leaves}.")
+    found = [name for name in names if any(name.endswith(word) for word in adapter.modules)]
+    if adapter.grows:
+        found += [name for name in ends_of(model) if name not in found]
+    chosen = [name for name in found if any(True for _ in model.get_submodule(name).parameters())]
+    return [name for name in chosen if not inside(name, set(chosen) - {name})]
+
+
+def words(model, adapter: Adapter) -> list[str]:
+    """`modules_to_save` of adapter_config.json: the words asked for; with new tokens embeddings and head; and of tied
+    ends both, since PEFT wraps each module alone.
+    """
+    ends, found = ends_of(model), list(adapter.modules)
+    trained = adapter.grows or any(inside(end, named(model, adapter)) for end in ends) and tied(model)
+    if trained:
+        found += [end for end in ends if not any(end.endswith(word) for word in found)]
+    return found
+
+
+def unfreeze(model, names, dtype: torch.dtype, local_shards=None) -> None:
+    """Makes the modules trainable, in fp32. `dtype`: of the frozen weights, in which hidden states stay."""
+    for name in names:
+        model.get_submodule(name).requires_grad_(True)
+    keep_in_fp32(model, names, dtype, local_shards)
+
+
+def keep_in_fp32(model, names, dtype: torch.dtype, local_shards=None) -> None:
+    """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input."""
+    for name in names:
+        module = model.get_submodule(name).to(torch.float32)
+        if local_shards is not None:
+            local_shards.cast(module.parameters(), torch.float32)
+    embedding = model.get_input_embeddings()
+    if dtype != torch.float32 and any(model.get_submodule(name) is embedding for name in names):
+        embedding.register_forward_hook(lambda module, args, out: out.to(dtype))
+
+
+def in_file(folder: Path) -> dict[str, tuple]:
+    """{name in the base: shape} of the modules' own weights that are saved with an adapter; none without one."""
+    if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
+        return {}
+    return own_weights(FloatTensors(folder / PEFT_FILE).shapes)
+
+
+def own_weights(tensors: Mapping) -> dict:
+    """Those of an adapter's tensors that are of the base itself, by their names there."""
+    found = {key: value for key, value in tensors.items() if ".lora_" not in key and key.startswith(PREFIX)}
+    return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}
+
+
+def vocabulary_of(model, shapes: dict[str, tuple]) -> Vocabulary | None:
+    """The rows of an adapter's own embeddings and head, if those are more than the base's."""
+    sizes = [shapes[name][0] for end in ends_of(model) if (name := f"{end}.weight") in shapes]
+    rows = model.get_input_embeddings().weight.shape[0]
+    return Vocabulary(rows, max(sizes)) if sizes and max(sizes) > rows else None
