@@ -158,9 +158,9 @@ def be_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
-    except Exception:  # noqa: BLE001  as an interpreter prints what ends it
-        traceback.print_exc()
     finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
